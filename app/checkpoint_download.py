@@ -43,7 +43,7 @@ _LINE = re.compile(r"([0-9a-f]{64}) [ *](\S.*)")
 
 
 def read_checksums(path: Path) -> dict[str, str]:
-    """Name -> SHA-256 of a file as `sha256sum` writes it. Raises UserError naming the line."""
+    """Returns name -> SHA-256 of a file as `sha256sum` writes it. Raises UserError naming the line."""
     found: dict[str, str] = {}
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -208,7 +208,9 @@ class Download:
                     self._progress(name, done, total)
 
     def _digest(self, path: Path, name: str) -> str:
-        """The SHA-256 of what lies on the disk, as far as the kernel can be asked to read it again."""
+        """Returns the SHA-256 of what lies on the disk, as far as the kernel can be asked to read
+        it again.
+        """
         digest, total = hashlib.sha256(), path.stat().st_size
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

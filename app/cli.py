@@ -177,8 +177,10 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _command(name: str) -> Any:
-    """The command line, with only the one of its commands that is asked for: each has a hundred options, and
-    to build all of them takes longer than most commands. With all commands where the name is of none."""
+    """Returns the command line, with only the one of its commands that is asked for: each has a hundred
+    options, and to build all of them takes longer than most commands. With all commands where the name is of
+    none.
+    """
     part = copy.copy(app)
     part.registered_commands = [each for each in app.registered_commands if name_of(each) == name]
     part.registered_groups = [each for each in app.registered_groups if each.name == name]
@@ -187,7 +189,7 @@ def _command(name: str) -> Any:
 
 
 def name_of(command: typer.models.CommandInfo) -> str:
-    """The command's word on the command line."""
+    """Returns the command's word on the command line."""
     return command.name or typer.main.get_command_name(getattr(command.callback, "__name__", ""))
 
 

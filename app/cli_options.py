@@ -63,7 +63,7 @@ def print_configuration(config: MoebiusConfig) -> None:
 
 
 def parse_counts(text: str, option: str, most: int = 9_999_999) -> list[int]:
-    """Comma-separated numbers from 1 to `most`. Raises UserError naming `option`."""
+    """Returns comma-separated numbers from 1 to `most`. Raises UserError naming `option`."""
     if re.fullmatch(r"[1-9]\d{0,6}(,[1-9]\d{0,6})*", text):
         counts = [int(part) for part in text.split(",")]
         if max(counts) <= most:
@@ -84,7 +84,7 @@ def log_warnings_only(process: str) -> None:
 def with_settings(
     *names: str, model_argument: bool = True, needs_device: bool = False
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A decorator that replaces the parameter `config` by `--config FILE` and one option per leaf.
+    """Returns a decorator that replaces the parameter `config` by `--config FILE` and one option per leaf.
 
     `names` limits the options to sections and single leaves (all when empty); a YAML file may hold the whole
     tree in any case. With `model_argument` the leaf `model` is the positional argument MODEL. With
@@ -148,7 +148,7 @@ def _config_parameter() -> inspect.Parameter:
 
 
 def _option_parameter(leaf: Leaf) -> inspect.Parameter:
-    """One leaf as an option whose default is "not given"."""
+    """Returns one leaf as an option whose default is "not given"."""
     help_text = f"{leaf.description} [default: {_default_text(leaf)}]"
     if leaf.annotation is bool:
         option = typer.Option(

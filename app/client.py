@@ -113,7 +113,7 @@ class ApiClient:
         self._http.close()
 
     def first_model(self) -> ListedModel:
-        """The first model the server lists."""
+        """Returns the first model the server lists."""
         try:
             response = self._http.get("/v1/models")
         except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -180,7 +180,9 @@ class ApiClient:
 
 
 def _served_here(base_url: str) -> str:
-    """Of systems that this user runs on this host, where nothing answers at `base_url`; empty: none."""
+    """Returns the addresses of systems that this user runs on this host, where nothing answers at `base_url`;
+    empty: none.
+    """
     from app.supervisor.plan import default_state_dir
 
     if urlsplit(base_url).hostname not in LOOPBACK_HOSTS:
@@ -194,7 +196,7 @@ def _served_here(base_url: str) -> str:
 
 
 def _encoded(body: dict[str, Any]) -> bytes:
-    """JSON in UTF-8. Raises UserError for text that is none.
+    """Returns JSON in UTF-8. Raises UserError for text that is none.
 
     Where the locale has another encoding, Python carries the bytes of arguments and of lines as surrogates:
     they are sent as the bytes that they were.

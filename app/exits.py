@@ -82,7 +82,9 @@ class EndingSignals:
 
     @contextlib.contextmanager
     def handled(self) -> Iterator[None]:
-        """In the main thread, where Python runs handlers; what is ignored (nohup) stays ignored."""
+        """Handles signals in the main thread, where Python runs handlers; what is ignored (nohup) stays
+        ignored.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -129,7 +131,10 @@ def exit_with(run: Callable[[], object]) -> NoReturn:
 
 
 def _status_of(error: BaseException) -> object:
-    """The exit status that an error stands for, after it was reported. Raises the error if it is a defect."""
+    """Returns the exit status that an error stands for, after it was reported.
+
+    Raises the error if it is a defect.
+    """
     if isinstance(error, KeyboardInterrupt):
         return 128 + signal.SIGINT
     # The command line's library exits by itself when a pipe breaks, which may be one that is not ours.
@@ -157,8 +162,9 @@ def _status_of(error: BaseException) -> object:
 
 
 def _is_unread() -> bool:
-    """Whether what this process prints has no reader: a pipe whose other end is closed, a closed terminal,
-    or what rich puts in place of such a pipe."""
+    """Returns whether what this process prints has no reader: a pipe whose other end is closed, a closed
+    terminal, or what rich puts in place of such a pipe.
+    """
     if os.path.samestat(os.fstat(1), os.stat(os.devnull)):
         return True
     poll = select.poll()
@@ -168,7 +174,9 @@ def _is_unread() -> bool:
 
 
 def _status_of_unwritten(error: Exception, status: object) -> object:
-    """Of a command whose last output could not be written; says why, unless an earlier line has met it."""
+    """Returns the status of a command whose last output could not be written; says why, unless an earlier
+    line has met it.
+    """
     said = _lacking(error) if isinstance(error, OSError) else None
     if said is None:
         return BROKEN_PIPE_EXIT
@@ -178,8 +186,9 @@ def _status_of_unwritten(error: Exception, status: object) -> object:
 
 
 def _flush_error() -> Exception | None:
-    """Why the rest of the output could not be written, as in `moebius topology | head -1`; None: it was. What
-    is left is dropped, since Python would complain of it at its end."""
+    """Returns why the rest of the output could not be written, as in `moebius topology | head -1`; None: it
+    was. What is left is dropped, since Python would complain of it at its end.
+    """
     found: Exception | None = None
     for stream in (sys.stdout, sys.stderr):
         if stream is None:  # `>&-`: closed by the caller

@@ -38,7 +38,7 @@ class HubUnreachable(UserError):
 
 
 def is_offline() -> bool:
-    """Whether HF_HUB_OFFLINE says that the hub is not asked."""
+    """Returns whether HF_HUB_OFFLINE says that the hub is not asked."""
     from huggingface_hub import constants
 
     return bool(constants.HF_HUB_OFFLINE)
@@ -53,7 +53,7 @@ class HubModel:
 
 
 def hub_model(given: str) -> HubModel | None:
-    """What `given` names on the hub; None when it is a path, or no name that the hub could have."""
+    """Returns what `given` names on the hub; None when it is a path, or no name that the hub could have."""
     match = _ID.fullmatch(given)
     if match is None or given.endswith(".gguf") or Path(given).expanduser().exists():
         return None
@@ -61,7 +61,7 @@ def hub_model(given: str) -> HubModel | None:
 
 
 def in_cache(path: Path) -> tuple[Path, str]:
-    """What a path into the hub's cache means: (version, name on the hub).
+    """Returns what a path into the hub's cache means: (version, name on the hub).
 
     Of a repository's directory there (`models--owner--name`) the version of `main`, or the only one. Any
     other path stays as it is, with an empty name.
@@ -89,7 +89,8 @@ def fetch_model(
     needs_weights: bool = True,
     check: Callable[[Path], None] = lambda directory: None,
 ) -> Path:
-    """The checkpoint's directory, or its (first) GGUF file, in the cache; downloads what is missing there.
+    """Returns the checkpoint's directory, or its (first) GGUF file, in the cache; downloads what is missing
+    there.
 
     `revision`: branch, tag or commit; empty: main. Without `needs_weights` only what describes the model.
     `check` raises where it is of no use; it is asked when all is there but the safetensors that are missing.
@@ -121,7 +122,7 @@ def fetch_model(
 
 
 def chosen_files(model: HubModel, names: Sequence[str], needs_weights: bool = True) -> list[str]:
-    """The names of those files of a repository that are needed: none twice in another format.
+    """Returns the names of those files of a repository that are needed: none twice in another format.
 
     Raises:
         UserError: there are no weights that can be read, or several quantisations and none was chosen.
@@ -148,13 +149,15 @@ def has_gguf_alone(model: HubModel, names: Sequence[str]) -> bool:
 
 
 def _safetensors(names: Sequence[str]) -> list[str]:
-    """Weights of the model itself: directories hold other formats of them (original/, onnx/)."""
+    """Returns the weights of the model itself: directories hold other formats of them (original/, onnx/)."""
     top = [name for name in names if "/" not in name]
     return [n for n in top if n.endswith(".safetensors") and not n.startswith("consolidated")]
 
 
 def quantisations(names: Sequence[str]) -> dict[str, list[str]]:
-    """The GGUF files among `names` by quantisation (empty where a name has none), without vision towers."""
+    """Returns the GGUF files among `names` by quantisation (empty where a name has none), without vision
+    towers.
+    """
     kinds: dict[str, list[str]] = {}
     for name in names:
         if name.endswith(".gguf") and not Path(name).name.lower().startswith("mmproj"):
@@ -172,7 +175,7 @@ class Listing:
 
 
 def list_files(model: HubModel, revision: str) -> Listing:
-    """The files of a repository.
+    """Returns the files of a repository.
 
     Raises UserError where there is none, or it must not be read; HubUnreachable without a network.
     """
@@ -184,7 +187,7 @@ def list_files(model: HubModel, revision: str) -> Listing:
 
 
 def _listed(model: HubModel, revision: str) -> Any:
-    """The hub's list of a repository's files. Raises UserError, or what `_unreachable` names."""
+    """Returns the hub's list of a repository's files. Raises UserError, or what `_unreachable` names."""
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -210,7 +213,7 @@ def _listed(model: HubModel, revision: str) -> Any:
 
 
 def _missing(model: HubModel, commit: str, sizes: dict[str, int]) -> dict[str, int]:
-    """Of files those that are not in the cache yet."""
+    """Returns those files that are not in the cache yet."""
     from huggingface_hub import try_to_load_from_cache
 
     return {
@@ -281,7 +284,7 @@ def _watched(blobs: Path, total: int, report: Callable[[int], None]) -> Iterator
 
 
 def _size(directory: Path, suffix: str = "") -> int:
-    """Bytes on disk of the files there; they may vanish meanwhile."""
+    """Returns bytes on disk of the files there; they may vanish meanwhile."""
     found = 0
     for path in directory.glob(f"*{suffix}"):
         with contextlib.suppress(FileNotFoundError):
@@ -291,7 +294,7 @@ def _size(directory: Path, suffix: str = "") -> int:
 
 
 def _cached(model: HubModel, revision: str, needs_weights: bool, why: str) -> Path:
-    """What was downloaded before. Raises UserError with the ways out."""
+    """Returns what was downloaded before. Raises UserError with the ways out."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
@@ -309,13 +312,13 @@ def _cached(model: HubModel, revision: str, needs_weights: bool, why: str) -> Pa
 
 
 def _place(snapshot: Path, chosen: Sequence[str]) -> Path:
-    """A directory, or of GGUF files the first."""
+    """Returns a directory, or of GGUF files the first."""
     gguf = [name for name in chosen if name.endswith(".gguf")]
     return snapshot / min(gguf) if gguf else snapshot
 
 
 def _unreachable() -> tuple[type[BaseException], ...]:
-    """What the library raises without a network, and when one breaks off."""
+    """Returns what the library raises without a network, and when one breaks off."""
     import httpx2
     from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 

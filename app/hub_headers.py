@@ -15,7 +15,8 @@ _FIRST_BYTES, _TIMEOUT_S = 1 << 20, 30.0
 
 
 def fetch_headers(model: HubModel, listing: Listing, directory: Path) -> dict[str, tuple[Path, ...]]:
-    """Every quantisation of a repository as files of their full size that hold a header and else nothing.
+    """Returns every quantisation of a repository as files of their full size that hold a header and else
+    nothing.
 
     The files take in `directory` what their headers take; the bytes after them read as zero. Returns their
     paths by quantisation, ascending: of all that are there, or of the one that `model` names.
@@ -54,7 +55,7 @@ def _fetch_header(repository: str, commit: str, name: str, size: int, path: Path
 
 
 def _range(repository: str, commit: str, name: str, begin: int, end: int) -> bytes:
-    """Bytes `begin` to `end` of one file. Raises UserError."""
+    """Returns bytes `begin` to `end` of one file. Raises UserError."""
     import httpx2
     from huggingface_hub import hf_hub_url
     from huggingface_hub.utils import build_hf_headers, get_session  # type: ignore[attr-defined]

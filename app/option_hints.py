@@ -74,7 +74,7 @@ def suggestions(name: str, known: Mapping[str, str]) -> list[str]:
 
 
 def unknown_option(error: Any) -> str | None:
-    """The message for typer's error of an option that a command lacks; None for any other error."""
+    """Returns the message for typer's error of an option that a command lacks; None for any other error."""
     name, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
     if name is None or context is None or not hasattr(error, "possibilities"):
         return None
@@ -91,8 +91,9 @@ def unknown_option(error: Any) -> str | None:
 
 
 def unknown_command(message: str, path: str = "moebius") -> str | None:
-    """What to write for a command that does not exist: another server's name for one of ours, or a model in
-    its place; None for any other message. `path`: of the group of commands."""
+    """Returns what to write for a command that does not exist: another server's name for one of ours, or a
+    model in its place; None for any other message. `path`: of the group of commands.
+    """
     found = re.fullmatch(r"No such command '([^']+)'\.?( Did you mean .*)?", message)
     if found is None:
         return None
@@ -112,6 +113,8 @@ def _words(text: str) -> set[str]:
 
 
 def _score(wanted: set[str], flag: str, description: str) -> float:
-    """Two for a word of the flag, one for a word of its description; flags that say much else come later."""
+    """Returns two for a word of the flag, one for a word of its description; flags that say much else come
+    later.
+    """
     own, described = _words(flag), _words(description)
     return 2 * len(wanted & own) + len((wanted & described) - own) - 0.1 * len(own - wanted)

@@ -27,7 +27,7 @@ _EVENTS = re.compile(r'"traceEvents":\s*\[')
 
 
 def chrome_trace(answer: pb.ProfileResponse) -> str:
-    """The document. Raises UserError when torch's part is no trace that we know."""
+    """Returns the document. Raises UserError when torch's part is no trace that we know."""
     text = gzip.decompress(answer.torch_trace).decode() if answer.torch_trace else ""
     if not text:
         base_ns = _first_ns(answer)
@@ -43,7 +43,7 @@ def chrome_trace(answer: pb.ProfileResponse) -> str:
 
 
 def _first_ns(answer: pb.ProfileResponse) -> int:
-    """Unix nanoseconds of the first event; times in a trace are better small."""
+    """Returns Unix nanoseconds of the first event; times in a trace are better small."""
     begins = [
         int(spans[:, SPAN_FIELDS.index("begin_ns")].min()) + server.clock_offset_ns
         for server in answer.servers
@@ -115,7 +115,7 @@ def _names(pid: int, process: str, threads: dict[int, str], order: int) -> Itera
 
 
 def summary(answer: pb.ProfileResponse) -> list[str]:
-    """Lines for people: what is in the trace, what is not."""
+    """Returns the lines for people: what is in the trace, what is not."""
     lines = []
     if answer.torch_trace:
         trace = gzip.decompress(answer.torch_trace)

@@ -80,11 +80,11 @@ class Packing(Protocol):
 
     @property
     def model(self) -> MoeGeometry:
-        """Of the checkpoint."""
+        """The model of the checkpoint."""
 
     @property
     def gate_up_formats(self) -> tuple[str, ...]:
-        """Of every decoder layer."""
+        """The packed format of gate and up in every decoder layer."""
 
     @property
     def down_formats(self) -> tuple[str, ...]:
@@ -92,7 +92,7 @@ class Packing(Protocol):
 
     @property
     def has_bias(self) -> bool:
-        """Whether experts have biases."""
+        """Returns whether experts have biases."""
 
 
 def make_engine(
@@ -102,7 +102,7 @@ def make_engine(
     exact: bool,
     segment: SegmentSettings | None = None,
 ) -> ExpertEngine:
-    """An engine for a slice of the plan's experts; `exact`: `LoadSettings.batch_invariant_experts`.
+    """Returns an engine for a slice of the plan's experts; `exact`: `LoadSettings.batch_invariant_experts`.
 
     Empty, or with what a predecessor has packed in `segment`. Raises SegmentError when that cannot be used.
     """
@@ -128,7 +128,7 @@ def make_engine(
 
 
 def packed_layouts(plan: Packing, part: ExpertSlice) -> tuple[PackedExpertLayout, ...]:
-    """How an expert of each decoder layer is packed in this slice."""
+    """Returns how an expert of each decoder layer is packed in this slice."""
     model = plan.model
     formats = zip(plan.gate_up_formats, plan.down_formats, strict=True)
     return tuple(
@@ -222,12 +222,12 @@ class ExpertHost:
 
     @property
     def is_serving(self) -> bool:
-        """Whether `forward` computes."""
+        """Returns whether `forward` computes."""
         return self._loaded is not None and not self._draining
 
     @property
     def problem(self) -> str:
-        """Which damaged expert cannot be packed again, and why; empty: there is none."""
+        """Returns which damaged expert cannot be packed again, and why; empty: there is none."""
         return "" if self._watch is None else self._watch.problem
 
     @property
@@ -237,7 +237,7 @@ class ExpertHost:
 
     @property
     def verify_pass_seconds(self) -> float:
-        """Of the latest comparison of all experts with their checksums; 0: there was none yet."""
+        """The seconds of the latest comparison of all experts with their checksums; 0: there was none yet."""
         return 0.0 if self._watch is None else self._watch.pass_seconds
 
     def load(self, request: SliceRequest) -> LoadedSlice:
@@ -347,7 +347,7 @@ class ExpertHost:
     def _make_engine(
         self, plan: Packing, part: ExpertSlice, request: SliceRequest, identity: str, path: Path | None
     ) -> tuple[ExpertEngine, Mapping[int, Sequence[int]]]:
-        """The engine, and which experts of each layer it is to hold."""
+        """Returns the engine, and which experts of each layer it is to hold."""
         exact, model = self._settings.batch_invariant_experts, plan.model
         dropped = left_out(request.placement, model)
         held = {layer: part.held(dropped.get(layer, ())) for layer in model.moe_layers}
@@ -384,7 +384,9 @@ class ExpertHost:
         return WeightsWatch(engine, source, sizes, unchecked, interval_s, self._on_damage, self._on_problem)
 
     def _accept(self, done: LoadedLayer, engine: ExpertEngine, plan: LoadPlan) -> bool:
-        """Log the layer. Raises RequantiseError when its weights were changed too much; NaN is too much."""
+        """Logs the layer. Raises RequantiseError when its weights were changed too much; NaN is too
+        much.
+        """
         log.debug(
             "layer packed",
             layer=done.layer,
@@ -442,7 +444,7 @@ class ExpertHost:
         topk_ids: npt.NDArray[Any],
         topk_weights: npt.NDArray[Any],
     ) -> npt.NDArray[Any]:
-        """`ExpertEngine.forward` of the loaded slice.
+        """Returns `ExpertEngine.forward` of the loaded slice.
 
         Raises NotServing, DamagedExpert, or ValueError for a bad request.
         """

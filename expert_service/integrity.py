@@ -38,7 +38,7 @@ class CheckpointExperts:
 
     @contextmanager
     def read(self, layer: int, expert: int) -> Iterator[Matrices]:
-        """Gate, up and down, for `ExpertEngine.repair_expert`. Raises CheckpointError or OSError."""
+        """Yields gate, up and down, for `ExpertEngine.repair_expert`. Raises CheckpointError or OSError."""
         # Here, because a process that uses what a predecessor has packed is waited for, and needs none of it.
         from moebius.checkpoint.mapped_reader import MappedReader
         from moebius.models.expert_checkpoint import ExpertCheckpoint
@@ -113,7 +113,9 @@ class WeightsWatch:
         return RETRY_S if self._lost else 60.0
 
     def _compare(self, experts: Sequence[tuple[int, int]], interval_s: float) -> bool:
-        """Each expert once, evenly over the interval, at a share of the time; False: it was stopped."""
+        """Compares each expert once, evenly over the interval, at a share of the time; False: it was
+        stopped.
+        """
         pace, damaged = VerifyPace(sum(self._sizes[key] for key in experts), interval_s), 0
         for layer, expert in experts:
             start = time.monotonic()
@@ -147,7 +149,7 @@ class WeightsWatch:
 
     def _repair(self, layer: int, expert: int) -> None:
         begin = time.monotonic()
-        problem = self._packed_anew(layer, expert)
+        problem = self._repacked(layer, expert)
         if not problem:
             seconds = round(time.monotonic() - begin, 3)
             log.error(
@@ -177,8 +179,8 @@ class WeightsWatch:
             self.problem = text
             self._on_problem(text)
 
-    def _packed_anew(self, layer: int, expert: int) -> str:
-        """Why it is not; empty: it is."""
+    def _repacked(self, layer: int, expert: int) -> str:
+        """Returns why it is not; empty: it is."""
         try:
             with self._source.read(layer, expert) as matrices:
                 if self._engine.repair_expert(layer, expert, *matrices):

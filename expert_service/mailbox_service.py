@@ -121,7 +121,9 @@ class MailboxService:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the serve loop ended by itself: the mailbox was shut down, or a client rejected it."""
+        """Returns whether the serve loop ended by itself: the mailbox was shut down, or a client
+        rejected it.
+        """
         return self._started and self._server is not None and not self._server.is_running
 
     @property
@@ -144,7 +146,7 @@ class MailboxService:
 
     @property
     def rejection(self) -> str:
-        """Why a client rejected this server; empty: none did."""
+        """Returns why a client rejected this server; empty: none did."""
         return "" if self._server is None else self._server.rejection
 
     def record_spans(self) -> None:

@@ -58,7 +58,8 @@ def place_process(experts: ExpertConfig, topology: Topology | None = None) -> Th
 
 
 def _own_cpus(cores: Sequence[Sequence[int]], threads: int) -> tuple[int, ...]:
-    """A CPU for each thread, one of each core first; none where more than `SPARED` cores are without one.
+    """Returns a CPU for each thread, one of each core first; none where more than `SPARED` cores are without
+    one.
 
     Then others may have the same CPUs, and threads that spin are not moved apart for milliseconds when two of
     them meet on one.

@@ -10,6 +10,7 @@ import uvloop
 
 from gateway.apis.stored_responses import shared_store
 from gateway.app.server import GatewayServer, server_for
+from gateway.batches.files import check_directory
 from gateway.processes.garbage import collect_rarely
 from gateway.telemetry.operations import gateway_operations
 from gateway.transport.connections import connection_limits
@@ -52,6 +53,7 @@ def run(config: MoebiusConfig) -> int:
     if config.gateway.workers > 1:
         connection_limits(config.gateway)  # errors of the settings are reported once, here
         ApiKeys(config.gateway.api_key, config.gateway.api_key_file)
+        check_directory(config.gateway)
         if (files := http_files(config.security)) is not None:
             read_credentials(files)
         collect_rarely()

@@ -52,7 +52,7 @@ from moebius.tls import configure_tls
 from protos import engine_pb2, engine_pb2_grpc, vllm_engine_pb2_grpc
 
 _log = structlog.get_logger(__name__)
-# What a user can mend, or what another process says: the message is the cause.
+# What a user can fix, or what another process says: the message is the cause.
 _EXPECTED = (UserError, ValueError, OSError, MailboxError, ExpertUnavailable)
 _Loaded = tuple[Built, EngineTelemetry, engine_pb2.GetModelInfoResponse]
 _POLL_S = 0.05
@@ -113,7 +113,7 @@ def _run(config: MoebiusConfig, state: ProcessState, watch: LoopWatch) -> tuple[
 
 
 def _is_alone(config: MoebiusConfig) -> bool:
-    """Whether everything was closed after a failure; ranks of a group can only be closed together."""
+    """Returns whether everything was closed after a failure; ranks of a group can only be closed together."""
     return config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size == 1
 
 
@@ -130,7 +130,8 @@ def make_server(
     min_ping_interval_ms: int = MIN_PING_INTERVAL_MS,
     reflect: bool = False,
 ) -> tuple[grpc.aio.Server, HealthReport, int]:
-    """A server with engine, health and, if `reflect`, reflection: bound but not started; and its port.
+    """Returns a server with engine, health and, if `reflect`, reflection: bound but not started; and its
+    port.
 
     Raises UserError when the address cannot be bound.
     """
@@ -170,7 +171,7 @@ class _Signals:
 
 
 async def _serve(config: MoebiusConfig, state: ProcessState, watch: LoopWatch) -> tuple[int, bool]:
-    """The exit status, and whether everything was closed."""
+    """Returns the exit status, and whether everything was closed."""
     loop = asyncio.get_running_loop()
     beating = asyncio.create_task(watch.beat())
     signals = _Signals(loop)
@@ -224,7 +225,7 @@ async def _serve(config: MoebiusConfig, state: ProcessState, watch: LoopWatch) -
     if live is not None:
         await live.close()
     if readiness.lost.is_set():
-        # Nothing of the device can be closed in order; whoever started this process starts it again.
+        # Nothing of the device can be closed in order; the supervisor starts this process again.
         return 1, False
     in_order = await asyncio.to_thread(built.close, _LAST_STEP_S)
     if not in_order:
@@ -340,6 +341,8 @@ def _warm_up(
     export_figures(share_figures(built.memory_shares), name, REGISTRY)
     if built.elastic is not None:
         export_figures(built.elastic.figures, name, REGISTRY)
+    if built.tiers is not None:
+        export_figures(built.tiers.figures, name, REGISTRY)
     if built.fetcher is not None:
         fetch_metrics.export(built.fetcher, name)
     if built.check is not None:
@@ -351,7 +354,7 @@ def _warm_up(
 
 
 def run_follower(config: MoebiusConfig) -> int:
-    """The process of a rank that serves nobody: it repeats what rank 0 does until rank 0 ends.
+    """Runs a rank that serves no client: it repeats what rank 0 does until rank 0 ends.
 
     Loads this rank's part and runs it to the end; returns the exit status.
 

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 
 def direct(arguments: Sequence[str]) -> Callable[[], object] | None:
-    """What `expert|gateway|gpu --config FILE` runs, for settings that name the model in full, as the
-    supervisor's do; None for everything else."""
+    """Returns what `expert|gateway|gpu --config FILE` runs, for settings that name the model in full, as the
+    supervisor's do; None for everything else.
+    """
     if len(arguments) != 3 or arguments[0] not in ("expert", "gateway", "gpu") or arguments[1] != "--config":
         return None
 

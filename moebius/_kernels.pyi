@@ -180,6 +180,7 @@ class DenseThreads:
         num_heads: int,
         num_kv_heads: int,
         head_dim: int,
+        is_prompt: bool = False,
     ) -> None: ...
     def route(
         self,

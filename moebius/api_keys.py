@@ -41,7 +41,7 @@ class KeyLimits:
     tokens_per_minute: int | None = None  # of prompts and outputs
 
     def or_else(self, other: KeyLimits) -> KeyLimits:
-        """These limits, with those of `other` where none is set."""
+        """Returns these limits, with those of `other` where none is set."""
         mine = {name: value for name, value in vars(self).items() if value is not None}
         return KeyLimits(**{**vars(other), **mine})
 
@@ -87,7 +87,7 @@ class ApiKeys:
 
     @property
     def required(self) -> bool:
-        """Whether clients need a key at all."""
+        """Returns whether clients need a key at all."""
         return bool(self._fixed or self._path)
 
     @property
@@ -95,8 +95,13 @@ class ApiKeys:
         """The names of all keys."""
         return frozenset(one.name for one in (*self._fixed, *self._from_file))
 
+    def named(self, name: str) -> ApiKey | None:
+        """The key with this name; None: there is none, or not any more."""
+        self._refresh()
+        return next((one for one in (*self._fixed, *self._from_file) if one.name == name), None)
+
     def find(self, key: bytes) -> ApiKey | None:
-        """The key that this is; None: it is none. Takes as long for any wrong key."""
+        """Returns the key that this is; None: it is none. Takes as long for any wrong key."""
         self._refresh()
         digest = hashlib.sha256(key).digest()
         found = self._known.get(digest)
@@ -109,7 +114,7 @@ class ApiKeys:
         return found
 
     def accepts(self, key: bytes) -> bool:
-        """Whether `key` is one of them."""
+        """Returns whether `key` is one of them."""
         return self.find(key) is not None
 
     def _refresh(self) -> None:
@@ -129,7 +134,7 @@ class ApiKeys:
 
 
 def read_keys(path: str) -> tuple[ApiKey, ...]:
-    """The keys in a file, one a line; empty lines and those that begin with # do not count.
+    """Returns the keys in a file, one a line; empty lines and those that begin with # do not count.
 
     Raises ConfigError when it cannot be read, has no key, can be written by anybody, or a hashed line is
     wrong; warns when anybody can read it.
@@ -145,7 +150,7 @@ def read_keys(path: str) -> tuple[ApiKey, ...]:
 
 
 def _lines(path: str) -> list[tuple[int, str]]:
-    """Lines that count, with their numbers."""
+    """Returns the lines that count, with their numbers."""
     file = Path(path).expanduser()
     try:
         mode = file.stat().st_mode
@@ -168,7 +173,7 @@ def _lines(path: str) -> list[tuple[int, str]]:
 
 
 def _parsed(path: str, number: int, line: str) -> ApiKey:
-    """One line. Raises ConfigError naming it."""
+    """Returns one line. Raises ConfigError naming it."""
     if not line.startswith(f"{_SCHEME}:"):
         return ApiKey(f"line-{number}", KeyLimits(), line.encode())
     where = f"api_key_file: {path}, line {number}"
@@ -247,8 +252,11 @@ def _counts(line: str) -> bool:
 
 
 def _replace(file: Path, lines: Sequence[str]) -> None:
-    """At once, so that a gateway never reads half of it. Owner and mode stay: a gateway that may not read the
-    new file would go on with the keys of the old one. A file that is new is its maker's alone."""
+    """Replaces the file at once, so that a gateway never reads half of it.
+
+    Owner and mode stay: a gateway that may not read the new file would go on with the keys of the old one. A
+    file that is new is its maker's alone.
+    """
     file = file.resolve()
     try:
         before = file.stat() if file.exists() else None
@@ -258,7 +266,7 @@ def _replace(file: Path, lines: Sequence[str]) -> None:
 
 
 def _identity(path: str) -> tuple[int, ...] | None:
-    """What changes when a file is written or replaced; None when there is none."""
+    """Returns what changes when a file is written or replaced; None when there is none."""
     try:
         found = os.stat(Path(path).expanduser())
     except OSError:

@@ -92,6 +92,22 @@ class GpuConfig(SpeculationSettings):
         gt=0,
         description="KV cache, at least, GiB, if num_pages is unset; unset: 1 on a CPU, the rest of a GPU",
     )
+    kv_offload_gib: float | None = Field(
+        default=None,
+        ge=0,
+        description="RAM for prefixes that the KV cache evicts, GiB; unset: a fifth of what is free with one "
+        "GPU, 0 on a CPU, whose KV cache is RAM",
+    )
+    kv_offload_dir: str = Field(
+        default="",
+        description="tmpfs directory where these prefixes outlive the engine; `serve` creates one itself",
+    )
+    kv_disk_gib: float = Field(
+        default=0.0, ge=0, description="Disk for prefixes, GiB of all engines that share kv_disk_dir; 0: none"
+    )
+    kv_disk_dir: str = Field(
+        default="", description="Directory of prefixes on disk, which outlive everything"
+    )
     # Off until experts have been seen to come back after a long prompt on a GPU.
     elastic_memory: Literal["auto", "on", "off"] = Field(
         default="off",

@@ -151,6 +151,18 @@ class GatewayConfig(Section):
         default="",
         description="Directory of kept responses, of all workers; empty: a private one, removed at exit",
     )
+    batch_dir: str = Field(
+        default="", description="Directory of uploaded files and batches, of all workers; empty: no batches"
+    )
+    batch_dir_gib: float = Field(
+        default=16.0, gt=0, description="Size of all files and batches together, GiB; more is refused"
+    )
+    batch_file_mib: float = Field(default=200.0, gt=0, description="Size of an uploaded file, MiB")
+    batch_requests: int = Field(
+        default=32,
+        ge=1,
+        description="Requests of batches in progress at once, less those of clients, but at least one",
+    )
     sse_keepalive_s: float = Field(
         default=15.0,
         gt=0,

@@ -45,7 +45,7 @@ class Leaf:
 
     @property
     def is_list(self) -> bool:
-        """Whether the value is a list (comma separated on the command line)."""
+        """Returns whether the value is a list (comma separated on the command line)."""
         return typing.get_origin(self.annotation) is tuple
 
     @property
@@ -58,7 +58,7 @@ class Leaf:
 
     @property
     def metavar(self) -> str:
-        """What stands for the value in `--help`."""
+        """Returns what stands for the value in `--help`."""
         if typing.get_origin(self.annotation) is Literal:
             return "|".join(map(str, typing.get_args(self.annotation)))
         if _is_union(self.annotation):
@@ -77,7 +77,7 @@ class Leaf:
         return "A,B,…" if self.is_list else {int: "INTEGER", float: "NUMBER"}.get(self.annotation, "TEXT")
 
     def arguments(self, value: Any) -> list[str]:
-        """The command line's words for the value; `parse` reads them."""
+        """Returns the command line's words for the value; `parse` reads them."""
         if self.annotation is bool:
             return [self.flag if value else f"--no-{self.flag[2:]}"]
         text = ",".join(map(str, value)) if self.is_list else str(value)
@@ -98,12 +98,12 @@ class Leaf:
 
 
 def sections() -> dict[str, type[Section]]:
-    """Section name -> its class, in the order of the tree."""
+    """Returns section name -> its class, in the order of the tree."""
     return {name: typing.cast(type[Section], field.annotation) for name, field in _tree_fields()}
 
 
 def leaves() -> tuple[Leaf, ...]:
-    """Every leaf of the tree, in order."""
+    """Returns every leaf of the tree, in order."""
     return tuple(
         _leaf(section, name, field)
         for section, model in sections().items()
@@ -146,7 +146,7 @@ _COUNT = re.compile(r"(\d+)([kmKM])")
 
 
 def _scalar(kind: Any, text: str) -> Any:
-    """One value of a plain type from text; raises ValueError. Literals are checked by pydantic.
+    """Returns one value of a plain type from text; raises ValueError. Literals are checked by pydantic.
 
     A union is a number or one of some words.
     """

@@ -192,7 +192,9 @@ def _renamed(name: Any) -> str:
 
 
 def _closest(name: Any, *candidates: Iterable[str]) -> str:
-    """`; did you mean 'x'?`, looking in the candidate groups in turn; or the choices when nothing is near."""
+    """Computes `; did you mean 'x'?`, looking in the candidate groups in turn; or the choices when nothing is
+    near.
+    """
     for group in candidates:
         found = difflib.get_close_matches(str(name), list(group), n=1, cutoff=0.6)
         if found:
@@ -201,12 +203,12 @@ def _closest(name: Any, *candidates: Iterable[str]) -> str:
 
 
 def effective_config(config: MoebiusConfig) -> str:
-    """Every setting as YAML that `load_config` reads back to an equal configuration."""
+    """Returns every setting as YAML that `load_config` reads back to an equal configuration."""
     return _dump(config.model_dump(mode="json"))
 
 
 def printable_config(config: MoebiusConfig) -> str:
-    """`effective_config` with secrets masked, for logs and terminals."""
+    """Returns `effective_config` with secrets masked, for logs and terminals."""
     tree = config.model_dump(mode="json")
     for values in tree.values():
         for name in SECRET_LEAVES & values.keys():

@@ -36,7 +36,7 @@ def report_failure(cause: str) -> None:
 
 
 def shortage(cause: str) -> str:
-    """A note for a failure's message: which limit of the process may be behind it; empty: none."""
+    """Returns a note for a failure's message: which limit of the process may be behind it; empty: none."""
     if not _NO_MEMORY.search(cause):
         return ""
     limits = {"-v": resource.RLIMIT_AS, "-d": resource.RLIMIT_DATA, "-u": resource.RLIMIT_NPROC}
@@ -98,6 +98,6 @@ class EngineLost(UserError):
 
 
 def brief(error: BaseException) -> str:
-    """Type and first line, for a log: compilers write pages."""
+    """Returns type and first line, for a log: compilers write pages."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:300] if lines else ''}"

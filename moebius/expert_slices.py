@@ -68,7 +68,7 @@ class SliceRequest:
 
     @staticmethod
     def from_config(config: MoebiusConfig) -> SliceRequest:
-        """The settings of `moebius expert`."""
+        """Returns the settings of `moebius expert`."""
         experts = config.experts
         return SliceRequest(
             model_path=config.model.model,
@@ -112,7 +112,8 @@ class ExpertSlice:
 
 
 def plan_slice(model: MoeGeometry, request: SliceRequest, group: int = 1) -> ExpertSlice:
-    """The slice of `request.split_index`; `group` intermediate channels share scales and stay together.
+    """Returns the slice of `request.split_index`; `group` intermediate channels share scales and stay
+    together.
 
     Raises ValueError naming the setting.
     """
@@ -132,7 +133,10 @@ def plan_slice(model: MoeGeometry, request: SliceRequest, group: int = 1) -> Exp
 
 
 def _multiple(model: MoeGeometry, servers: int, group: int) -> int:
-    """Where intermediate channels may be divided. Raises ValueError when groups would have to be cut."""
+    """Returns where intermediate channels may be divided.
+
+    Raises ValueError when groups would have to be cut.
+    """
     size = model.moe_intermediate_size
     if group > 1 and servers > 1 and size // group < servers:
         raise ValueError(
@@ -147,7 +151,8 @@ def _multiple(model: MoeGeometry, servers: int, group: int) -> int:
 def rank_intermediate_range(
     size: int, group: int, packed: str | None, rank: int, count: int
 ) -> tuple[int, int]:
-    """Intermediate channels `[begin, end)` of `size` that a tensor-parallel rank holds of a resident expert.
+    """Returns intermediate channels `[begin, end)` of `size` that a tensor-parallel rank holds of a resident
+    expert.
 
     `group` channels share scales and stay together, also those of `packed`, the format it is requantised to.
     Raises UserError when there are more ranks than groups.
@@ -167,7 +172,8 @@ def rank_intermediate_range(
 
 
 def expert_identity(request: SliceRequest, model: MoeGeometry, fingerprint: str, exact: bool) -> str:
-    """Lines "name=value" that all servers of one model have in common; `exact`: `batch_invariant_experts`.
+    """Returns lines "name=value" that all servers of one model have in common; `exact`:
+    `batch_invariant_experts`.
 
     The names are those of the settings, so that a difference can be shown to people as it stands.
     Raises ValueError or UserError for settings that do not fit the model.
@@ -188,7 +194,9 @@ def expert_identity(request: SliceRequest, model: MoeGeometry, fingerprint: str,
 
 
 def resident_fingerprint(request: SliceRequest, model: MoeGeometry) -> str:
-    """Which experts live on GPUs only, so that no server holds them; "none", or 16 hexadecimal digits."""
+    """Returns which experts live on GPUs only, so that no server holds them; "none", or 16 hexadecimal
+    digits.
+    """
     dropped = left_out(request.placement, model)
     held = [(layer, tuple(experts)) for layer, experts in sorted(dropped.items()) if experts]
     return hashlib.blake2b(repr(held).encode(), digest_size=8).hexdigest() if held else "none"

@@ -28,7 +28,7 @@ class FairShares:
         self._least = 0.0
 
     def served(self, client: str) -> float:
-        """What the client was served, or counts as served for the time in which it did not wait."""
+        """Returns what the client was served, or counts as served for the time in which it did not wait."""
         return max(self._served.get(client, 0.0), self._least)
 
     def charge(self, client: str, cost: float) -> None:
@@ -51,8 +51,8 @@ class FairShares:
 def in_turns(
     queues: Mapping[str, Iterator[T]], served: Callable[[str], float], cost: Callable[[T], float]
 ) -> Iterator[T]:
-    """What waits in each client's queue, in the order in which it is served: always the next one of the
-    client that was served least, what it was given here included. Ties: the order of `queues`.
+    """Yields what waits in each client's queue, in the order in which it is served: always the next one of
+    the client that was served least, what it was given here included. Ties: the order of `queues`.
     """
     order = count()
     heads = [(served(client), next(order), queue) for client, queue in queues.items()]
@@ -77,7 +77,7 @@ def has_place(taken: Mapping[str, int], client: str, limit: int, wanted: int = 1
 
 
 def is_below_share(taken: Mapping[str, int], client: str, limit: int, wanted: int = 1) -> bool:
-    """Whether a client has no more than an equal share of `limit` with `wanted` places more.
+    """Returns whether a client has no more than an equal share of `limit` with `wanted` places more.
 
     Clients that have something count, and one other at least: who is alone has been first.
     """

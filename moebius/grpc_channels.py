@@ -44,7 +44,7 @@ def listen(server: grpc.Server | grpc.aio.Server, address: str) -> int:
 
 
 def open_channel(address: str, options: Options = ()) -> grpc.Channel:
-    """A channel as by `grpc.insecure_channel`, with TLS where that is configured."""
+    """Returns a channel as by `grpc.insecure_channel`, with TLS where that is configured."""
     tls = active_tls()
     if tls is None:
         return grpc.insecure_channel(address, options=list(options))
@@ -55,7 +55,8 @@ def open_channel(address: str, options: Options = ()) -> grpc.Channel:
 
 
 def open_aio_channel(address: str, options: Options = (), server_name: str = "") -> grpc.aio.Channel:
-    """A channel as by `grpc.aio.insecure_channel`, with TLS where that is configured; on the running loop.
+    """Returns a channel as by `grpc.aio.insecure_channel`, with TLS where that is configured; on the running
+    loop.
 
     `server_name`: what the certificate has to say, where the address was found by that name.
     """
@@ -95,23 +96,23 @@ class _Renewing(ABC):
         """Closes a channel without calls."""
 
     def unary_unary(self, *arguments: Any, **named: Any) -> Any:
-        """As gRPC's."""
+        """Returns what the method of gRPC's channel does."""
         return _Call(self, "unary_unary", arguments, named)
 
     def unary_stream(self, *arguments: Any, **named: Any) -> Any:
-        """As gRPC's."""
+        """Returns what the method of gRPC's channel does."""
         return _Call(self, "unary_stream", arguments, named)
 
     def stream_unary(self, *arguments: Any, **named: Any) -> Any:
-        """As gRPC's."""
+        """Returns what the method of gRPC's channel does."""
         return _Call(self, "stream_unary", arguments, named)
 
     def stream_stream(self, *arguments: Any, **named: Any) -> Any:
-        """As gRPC's."""
+        """Returns what the method of gRPC's channel does."""
         return _Call(self, "stream_stream", arguments, named)
 
     def _enter(self) -> _Opened:
-        """The present channel, with a call more."""
+        """Returns the present channel, with a call more."""
         self._tls.renewed.current()
         with self._lock:
             if self._now.generation != self._tls.renewed.generation:
@@ -155,15 +156,15 @@ class _Call:
         self._blocks = kind.endswith("_unary") and isinstance(channel, RenewingChannel)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        """As the same method of gRPC's."""
+        """Calls the same method of gRPC's."""
         return self._run("__call__", self._blocks, arguments, named)
 
     def future(self, *arguments: Any, **named: Any) -> Any:
-        """As the same method of gRPC's."""
+        """Calls the same method of gRPC's."""
         return self._run("future", False, arguments, named)
 
     def with_call(self, *arguments: Any, **named: Any) -> Any:
-        """As the same method of gRPC's."""
+        """Calls the same method of gRPC's."""
         return self._run("with_call", True, arguments, named)
 
     def _run(self, name: str, blocks: bool, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -188,14 +189,14 @@ class _Call:
 
 
 def _code(call: Any) -> grpc.StatusCode | None:
-    """The status of a call that has ended."""
+    """Returns the status of a call that has ended."""
     found = call.code()
     code: grpc.StatusCode | None = _result(found) if asyncio.iscoroutine(found) else found
     return code
 
 
 def _result(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """What a coroutine returns that has nothing to wait for; None: it would have waited."""
+    """Returns what a coroutine returns that has nothing to wait for; None: it would have waited."""
     try:
         coroutine.send(None)
     except StopIteration as end:
@@ -212,11 +213,11 @@ class RenewingChannel(_Renewing, grpc.Channel):
         threading.Thread(target=channel.close, name="close-channel", daemon=True).start()
 
     def subscribe(self, callback: Any, try_to_connect: bool | None = False) -> None:
-        """Of the channel that is used now."""
+        """Subscribes to the channel that is used now."""
         self._now.channel.subscribe(callback, try_to_connect=try_to_connect)
 
     def unsubscribe(self, callback: Any) -> None:
-        """Of the channel that is used now."""
+        """Unsubscribes from the channel that is used now."""
         self._now.channel.unsubscribe(callback)
 
     def close(self) -> None:
@@ -243,16 +244,16 @@ class RenewingAioChannel(_Renewing, grpc.aio.Channel):
             await opened.channel.close(grace)
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        """Of the channel that is used now."""
+        """Returns the state of the channel that is used now."""
         state: grpc.ChannelConnectivity = self._now.channel.get_state(try_to_connect)
         return state
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        """Of the channel that is used now."""
+        """Waits for a change of the channel that is used now."""
         await self._now.channel.wait_for_state_change(last_observed_state)
 
     async def channel_ready(self) -> None:
-        """Of the channel that is used now."""
+        """Waits until the channel that is used now is ready."""
         await self._now.channel.channel_ready()
 
     async def __aenter__(self) -> RenewingAioChannel:
@@ -290,8 +291,9 @@ def report_failed_handshake(address: str, tls: GrpcTls | None) -> None:
 
 
 def tls_problem(address: str) -> str:
-    """Why a connection fails: `handshake_problem` with the configured TLS; without, that the server speaks
-    TLS where it does."""
+    """Returns why a connection fails: `handshake_problem` with the configured TLS; without, that the server
+    speaks TLS where it does.
+    """
     tls = active_tls()
     if tls is not None:
         return handshake_problem(address, tls)
@@ -316,7 +318,9 @@ def _speaks_tls(address: str) -> bool:
 
 
 def handshake_problem(address: str, tls: GrpcTls) -> str:
-    """Why a TLS handshake with `address` fails, tried once; empty: it does not, or nothing listens there."""
+    """Returns why a TLS handshake with `address` fails, tried once; empty: it does not, or nothing listens
+    there.
+    """
     files = tls.renewed.files
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.set_alpn_protocols(["h2"])
@@ -348,7 +352,7 @@ def handshake_problem(address: str, tls: GrpcTls) -> str:
 
 
 def _refused(tls: GrpcTls) -> str:
-    """For servers that close without an alert, as gRPC's do."""
+    """Returns the reason for servers that close without an alert, as gRPC's do."""
     shown = tls.renewed.current().subject
     if not shown:
         return "the server refuses clients without a certificate, and grpc_cert_file is empty"
@@ -365,7 +369,7 @@ def _host(address: str) -> str:
 
 
 def _connected(address: str) -> socket.socket | None:
-    """A connection to a gRPC address (host:port or unix:path); None: nothing listens there."""
+    """Returns a connection to a gRPC address (host:port or unix:path); None: nothing listens there."""
     try:
         if address.startswith("unix:"):
             connection = socket.socket(socket.AF_UNIX)

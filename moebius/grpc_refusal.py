@@ -35,7 +35,7 @@ class RefuseUndecodable(grpc.ServerInterceptor):
     """The interceptor for `grpc.server`."""
 
     def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
-        """The method's handler, which first looks at what it is given; None for an unknown method."""
+        """Returns the method's handler, which first looks at what it is given; None for an unknown method."""
         handler = continuation(handler_call_details)
         if handler is None or handler.request_deserializer is None:
             return handler

@@ -26,7 +26,7 @@ class ImageFileError(ValueError):
 
 
 def open_image(data: bytes, max_megapixels: float) -> Image.Image:
-    """The image of a file; only its header is read so far. Raises ImageFileError."""
+    """Returns the image of a file; only its header is read so far. Raises ImageFileError."""
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
     except UnidentifiedImageError:
@@ -42,7 +42,10 @@ def open_image(data: bytes, max_megapixels: float) -> Image.Image:
 
 
 def decode_image(data: bytes, max_megapixels: float) -> Image.Image:
-    """The image with its pixels, as RGB, upright; the first frame of several. Raises ImageFileError."""
+    """Returns the image with its pixels, as RGB, upright; the first frame of several.
+
+    Raises ImageFileError.
+    """
     image = open_image(data, max_megapixels)
     try:
         image.load()
@@ -65,7 +68,10 @@ def _orientation(image: Image.Image) -> int:
 
 
 def read_below(directory: str, path: str, max_bytes: int) -> bytes:
-    """A file below `directory`, links resolved, or its first `max_bytes` + 1 bytes. Raises ImageFileError."""
+    """Returns a file below `directory`, links resolved, or its first `max_bytes` + 1 bytes.
+
+    Raises ImageFileError.
+    """
     root = Path(directory).resolve()
     file = (root / path).resolve()
     if not (file.is_relative_to(root) and file.is_file()):

@@ -28,19 +28,19 @@ _IN_FLOAT32 = "dense layers of 16-bit models are kept in float32 on this CPU, at
 
 
 def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
-    """The first processor's flags, as Linux names them; empty where the file does not say."""
+    """Returns the first processor's flags, as Linux names them; empty where the file does not say."""
     lines = cpuinfo.read_text(errors="replace").splitlines() if cpuinfo.exists() else []
     found = next((line for line in lines if line.startswith("flags")), "")
     return frozenset(found.partition(":")[2].split())
 
 
 def has_bfloat16_products(flags: frozenset[str]) -> bool:
-    """Whether dense layers stay in bfloat16 on a CPU with these flags."""
+    """Returns whether dense layers stay in bfloat16 on a CPU with these flags."""
     return any(needed <= flags for needed in _BFLOAT16_PRODUCTS)
 
 
 def what_it_costs(level: str, flags: frozenset[str], on_gpu: bool) -> str:
-    """What a host of this level lacks, in one line; empty: nothing.
+    """Returns what a host of this level lacks, in one line; empty: nothing.
 
     level: as `isa_level` names it; flags: as `cpu_flags`, empty where they are not known; on_gpu: whether
     GPUs compute the dense layers.

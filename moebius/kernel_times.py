@@ -49,7 +49,7 @@ class PanelTimes:
     points: tuple[tuple[int, float], ...]
 
     def seconds(self, rows: float, k: int) -> float:
-        """The seconds of one panel of a matrix with `k` input features whose expert has `rows` rows.
+        """Returns the seconds of one panel of a matrix with `k` input features whose expert has `rows` rows.
 
         Linear between measured numbers of rows, proportional beyond the last, and proportional to `k`.
         """
@@ -62,8 +62,8 @@ class PanelTimes:
 
 
 def cache_directory() -> Path:
-    """The directory of Moebius below the user's cache, by the XDG base directories; a relative one counts as
-    none.
+    """Returns the directory of Moebius below the user's cache, by the XDG base directories; a relative one
+    counts as none.
 
     Raises FileNotFoundError where neither that nor a home directory is known.
     """
@@ -78,12 +78,12 @@ def cache_directory() -> Path:
 
 
 def times_file() -> Path:
-    """Where this user's measurements are. Raises FileNotFoundError as `cache_directory` does."""
+    """Returns where this user's measurements are. Raises FileNotFoundError as `cache_directory` does."""
     return cache_directory() / "kernel-times.json"
 
 
 def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """The processor's name; its architecture where the system gives no name."""
+    """Returns the processor's name; its architecture where the system gives no name."""
     lines = cpuinfo.read_text(errors="replace").splitlines() if cpuinfo.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
@@ -104,8 +104,9 @@ def this_host(threads: int, isa: str) -> MeasuredOn:
 def panel_times(
     on: MeasuredOn, plan: Iterable[PlanRow], hidden_size: int, intermediate_size: int
 ) -> tuple[PanelTimes, ...]:
-    """The times of panels, from what an engine of these sizes measured; ranges, and matrices, that it did not
-    are left out."""
+    """Returns the times of panels, from what an engine of these sizes measured; ranges, and matrices, that it
+    did not are left out.
+    """
     points: dict[tuple[str, str, int], dict[int, float]] = {}
     for row in plan:
         if row.nanoseconds > 0:
@@ -120,7 +121,7 @@ def panel_times(
 
 
 def read_times(path: Path) -> tuple[PanelTimes, ...]:
-    """All measurements in a file; none where there is no file.
+    """Returns all measurements in a file; none where there is no file.
 
     Raises OSError, or ValueError when it is not one that `write_times` wrote.
     """
@@ -174,8 +175,10 @@ def _identity(times: PanelTimes) -> tuple[MeasuredOn, str, str, int]:
 def find_times(
     known: Iterable[PanelTimes], on: MeasuredOn, weight_format: str, row_type: str, k: int
 ) -> PanelTimes | None:
-    """The times of the format, on that host; of several shapes the one nearest to `k`. None: not measured
-    there."""
+    """Returns the times of the format, on that host; of several shapes the one nearest to `k`.
+
+    None: not measured there.
+    """
     fitting = [
         times
         for times in known

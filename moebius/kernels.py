@@ -26,7 +26,7 @@ FloatArray = NDArray[np.float32] | NDArray[np.uint16] | NDArray[np.float16]
 
 
 def isa_level() -> str:
-    """Instruction-set level in use: MOEBIUS_ISA if set, else the highest one supported.
+    """Returns instruction-set level in use: MOEBIUS_ISA if set, else the highest one supported.
 
     Raises:
         ValueError: MOEBIUS_ISA names a level that is unknown or that this machine cannot run.
@@ -40,7 +40,7 @@ def supported_isas() -> tuple[str, ...]:
 
 
 def float32_isa() -> Isa:
-    """The highest level in use that has kernels for float32 rows.
+    """Returns the highest level in use that has kernels for float32 rows.
 
     An engine forced to it computes bfloat16 rows as float32 ones too: a row's bits depend neither on the
     other rows of its batch nor on what a calibration measured.
@@ -269,7 +269,7 @@ class ExpertEngine:
         return LoadError(*self._engine.load_expert(layer, expert, gate, up, down))
 
     def packed_expert(self, layer: int, expert: int) -> NDArray[np.uint8]:
-        """Read-only view of an expert's packed bytes, which keeps the engine alive.
+        """Returns read-only view of an expert's packed bytes, which keeps the engine alive.
 
         kernels/format/panel_layout.h says what they mean.
 
@@ -290,7 +290,7 @@ class ExpertEngine:
 
     @property
     def segment_difference(self) -> str:
-        """Why what the segment held is replaced; empty: it is not."""
+        """Returns why what the segment held is replaced; empty: it is not."""
         found = self._engine.segment_found
         return found[1] if found is not None and found[0] == "replaced" else ""
 
@@ -301,7 +301,8 @@ class ExpertEngine:
         return found is None or found[2]
 
     def segment_error(self, layer: int, expert: int) -> LoadError | None:
-        """What rounding an expert of the segment cost; None: it is not packed, or there is no segment.
+        """Returns what rounding an expert of the segment cost; None: it is not packed, or there is no
+        segment.
 
         Raises:
             ValueError: layer or expert not held here.
@@ -320,7 +321,7 @@ class ExpertEngine:
         self._engine.finish_load(load_record.encode())
 
     def verify_expert(self, layer: int, expert: int) -> bool:
-        """Whether an expert's bytes are those that were packed; at low priority.
+        """Returns whether an expert's bytes are those that were packed; at low priority.
 
         When they are not, `wait_for_damage` names the expert, and the process that opens the segment
         next takes it for not packed. True for an expert that is not loaded.
@@ -376,7 +377,8 @@ class ExpertEngine:
         self._engine.calibrate()
 
     def plan(self) -> list[PlanRow]:
-        """Kernels in use, for every distinct pair of formats, matrix, type of request and range of rows.
+        """Returns the kernels in use, for every distinct pair of formats, matrix, type of request and range
+        of rows.
 
         Until `calibrate` these are the first candidates: the highest level's kernels for the request's type.
         """
@@ -416,7 +418,7 @@ class ExpertEngine:
         return self._engine.forward(layer, hidden_states, topk_ids, topk_weights, output)
 
     def stats(self) -> EngineStats:
-        """Counters since creation; may be called while forward runs."""
+        """Returns counters since creation; may be called while forward runs."""
         return EngineStats(**self._engine.stats())
 
     def start_trace(self, most: int) -> None:
@@ -432,7 +434,7 @@ class ExpertEngine:
         return self._engine.stop_trace()
 
     def huge_page_bytes(self) -> int:
-        """How much of `packed_bytes` lies in 2 MiB pages now; 0 where the system does not tell.
+        """Returns how much of `packed_bytes` lies in 2 MiB pages now; 0 where the system does not tell.
 
         Reads the page tables of the process: milliseconds, so not for every scrape.
         """
@@ -470,5 +472,5 @@ class ExpertEngine:
 
     @property
     def spin_microseconds(self) -> int:
-        """How long threads without work spin before they sleep; longer while a device calls."""
+        """Returns how long threads without work spin before they sleep; longer while a device calls."""
         return self._engine.spin_microseconds

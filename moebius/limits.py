@@ -56,7 +56,7 @@ def _check_files() -> None:
 
 
 def _thread_limits(root: Path) -> Iterator[tuple[str, int, str]]:
-    """Each limit that there is: its name, how many threads are left, and how it is raised."""
+    """Yields each limit that there is: its name, how many threads are left, and how it is raised."""
     processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if processes >= 0 and os.geteuid() != 0:  # root is exempt
         left = processes - _threads_of(root / "proc", os.getuid())
@@ -69,7 +69,7 @@ def _thread_limits(root: Path) -> Iterator[tuple[str, int, str]]:
 
 
 def _threads_of(proc: Path, user: int) -> int:
-    """Of all processes of a user."""
+    """Returns the threads of all processes of a user."""
     count = 0
     for process in proc.glob("[0-9]*"):
         try:
@@ -81,7 +81,7 @@ def _threads_of(proc: Path, user: int) -> int:
 
 
 def _pid_groups(root: Path) -> list[Path]:
-    """This process's groups of both versions, each with all above it."""
+    """Returns this process's groups of both versions, each with all above it."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -104,7 +104,8 @@ def total_memory(root: Path = Path("/")) -> int:
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Bytes that can be allocated without swapping: the kernel's estimate, at most what the cgroup leaves.
+    """Returns the bytes that can be allocated without swapping: the kernel's estimate, at most what the
+    cgroup leaves.
 
     Pages of files that the kernel can drop are available in both.
     """
@@ -121,7 +122,7 @@ def available_memory(root: Path = Path("/")) -> int:
 
 
 def _table(path: Path) -> dict[str, int]:
-    """The first number of each line, by its first word; empty where there is no such file."""
+    """Returns the first number of each line, by its first word; empty where there is no such file."""
     try:
         lines = [line.split() for line in path.read_text().splitlines()]
     except OSError:
@@ -130,7 +131,9 @@ def _table(path: Path) -> dict[str, int]:
 
 
 def out_of_memory_kills(root: Path = Path("/")) -> int:
-    """Processes that the kernel has killed because memory, or a group's, ran out; 0: it does not say."""
+    """Returns the processes that the kernel has killed because memory, or a group's, ran out; 0: it does not
+    say.
+    """
     try:
         counters = (root / "proc/vmstat").read_text().split()
     except OSError:
@@ -139,7 +142,7 @@ def out_of_memory_kills(root: Path = Path("/")) -> int:
 
 
 def _number(path: Path) -> int | None:
-    """None: there is no such file, or it says "max"."""
+    """Returns the number in a file; None: there is no such file, or it says "max"."""
     try:
         text = path.read_text().strip()
     except OSError:

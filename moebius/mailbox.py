@@ -118,8 +118,9 @@ class Regions:
 
 
 def field_offsets() -> dict[str, int]:
-    """The offsets of fields of layout.h: "Struct.field" to its offset in bytes, "Struct" to its size;
-    reserved fields left out."""
+    """Returns the offsets of fields of layout.h: "Struct.field" to its offset in bytes, "Struct" to its size;
+    reserved fields left out.
+    """
     found: dict[str, int] = {}
     for structure, (nbytes, fields) in _kernels.mailbox_layout().items():
         found[structure] = nbytes
@@ -130,7 +131,9 @@ def field_offsets() -> dict[str, int]:
 
 
 def row_begin(rows: int, client: int, num_clients: int) -> int:
-    """First row of a client's part of a request; that of `num_clients` is the end of the last part."""
+    """Returns first row of a client's part of a request; that of `num_clients` is the end of the
+    last part.
+    """
     return _kernels.mailbox_row_begin(rows, client, num_clients)
 
 
@@ -148,7 +151,7 @@ class MailboxGeometry:
     num_clients: int = 1  # tensor-parallel ranks that each bring a part of a request's rows, 1..8
 
     def regions(self) -> Regions:
-        """The regions of a segment of this geometry; `total` is its size."""
+        """Returns the regions of a segment of this geometry; `total` is its size."""
         return Regions(
             **_kernels.mailbox_regions(
                 hidden_size=self.hidden_size,
@@ -243,7 +246,7 @@ class ServerState:
 
 
 def server_health(mailbox_name: str) -> list[ServerState]:
-    """A look at all servers of a mailbox, in order, without becoming one of its users (microseconds).
+    """Returns a look at all servers of a mailbox, in order, without becoming one of its users (microseconds).
 
     The mailbox is mapped read-only and no lock is taken, so that it does not count as used.
     Raises MailboxError (AbiMismatch) when there is none, or one of another version.
@@ -255,7 +258,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def more_shared_memory(needed: int) -> str:
-    """How each kind of system gets `needed` bytes more of it, for messages."""
+    """Returns how each kind of system gets `needed` bytes more of it, for messages."""
     size = f"{1 + (needed >> 30)}g"
     return (
         f"docker, podman: --shm-size={size}; Kubernetes: an emptyDir with medium: Memory there; else: "
@@ -327,7 +330,9 @@ class Mailbox:
 
     @staticmethod
     def exists(name: str) -> bool:
-        """True when there is a segment of that name, used or left over (shm_overview(7): one file each)."""
+        """Returns True when there is a segment of that name, used or left over (shm_overview(7): one file
+        each).
+        """
         return (SHARED_MEMORY / name).exists()
 
     @staticmethod
@@ -411,7 +416,7 @@ class Mailbox:
 
     @property
     def identity(self) -> str:
-        """What all servers have agreed on, lines "name=value"; empty before the first one."""
+        """Returns what all servers have agreed on, lines "name=value"; empty before the first one."""
         return self.kernel.identity
 
     def shut_down(self) -> None:
@@ -423,8 +428,8 @@ OPEN_TIMEOUT_S = 60.0
 
 
 def open_mailbox(name: str, geometry: MailboxGeometry, client: int = 0, group: int = 0) -> Mailbox:
-    """The supervisor's segment, or, where processes are started by hand or in a Pod, in any order, one made
-    by the first of them: the engine's first rank (0, 0), or an expert server.
+    """Returns the supervisor's segment, or, where processes are started by hand or in a Pod, in any order,
+    one made by the first of them: the engine's first rank (0, 0), or an expert server.
 
     One made here stays when this process ends, so that a restarted process finds the others still attached;
     once no process holds it any more, the next one of that name replaces it.

@@ -19,14 +19,14 @@ _SMALL_MESSAGES = 4 * 2**20
 
 
 def activation_dtype(config: MoebiusConfig, model: MoeGeometry) -> PayloadDtype:
-    """What hidden states travel as: the engine's activation type."""
+    """Returns what hidden states travel as: the engine's activation type."""
     if config.model.dtype != "auto":
         return config.model.dtype
     return "float32" if model.dtype == "float32" else "bfloat16"
 
 
 def mailbox_geometry(config: MoebiusConfig, model: MoeGeometry) -> MailboxGeometry:
-    """One mailbox for all `split_count` servers and all ranks of this model.
+    """Returns one mailbox for all `split_count` servers and all ranks of this model.
 
     Tensor-parallel ranks fill the same slots together; each pipeline stage has slots of its own.
     """
@@ -43,18 +43,23 @@ def mailbox_geometry(config: MoebiusConfig, model: MoeGeometry) -> MailboxGeomet
 
 
 def request_rows(config: MoebiusConfig) -> int:
-    """Token rows of the largest request. Each one reads its experts again, so a step had better be one."""
+    """Returns token rows of the largest request.
+
+    Each one reads its experts again, so a step had better be one.
+    """
     return config.experts.mailbox_rows or min(config.gpu.num_batched_tokens, MOST_ROWS)
 
 
 def slots_of(config: MoebiusConfig) -> range:
-    """The slots that this rank's pipeline stage uses."""
+    """Returns the slots that this rank's pipeline stage uses."""
     stage = config.parallel.rank // config.parallel.tensor_parallel_size
     count = config.experts.mailbox_slots
     return range(stage * count, (stage + 1) * count)
 
 
 def grpc_message_bytes(model: MoeGeometry | None) -> int:
-    """Size limit of an expert server's gRPC messages: a record of MOST_GRPC_ROWS rows fits, in float32."""
+    """Returns size limit of an expert server's gRPC messages: a record of MOST_GRPC_ROWS rows fits, in
+    float32.
+    """
     hidden_size, top_k = (model.hidden_size, model.top_k) if model else (_WIDEST_HIDDEN, _LARGEST_TOP_K)
     return MOST_GRPC_ROWS * (4 * hidden_size + 8 * top_k) + _SMALL_MESSAGES

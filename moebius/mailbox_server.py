@@ -84,7 +84,7 @@ class MailboxServer:
 
     @property
     def rejection(self) -> str:
-        """Why a client sent this server away, which has ended it; empty: none did."""
+        """Returns why a client sent this server away, which has ended it; empty: none did."""
         return self._kernel.rejection
 
     def drain(self, timeout_s: float) -> bool:
@@ -102,9 +102,9 @@ class MailboxServer:
 
     @property
     def generation(self) -> int:
-        """How many times this index has been claimed since the mailbox was created."""
+        """Returns how many times this index has been claimed since the mailbox was created."""
         return self._kernel.generation
 
     def take_traced_calls(self) -> list[TracedCall]:
-        """Sampled requests since the last call, the newest 1024 at most."""
+        """Returns sampled requests since the last call, the newest 1024 at most."""
         return [TracedCall(*call) for call in self._kernel.take_traced_calls()]

@@ -12,7 +12,10 @@ from moebius.replace_file import replace_file
 
 
 def read_section(path: Path, name: str) -> list[Any]:
-    """The list of that name; empty where there is no file. Raises OSError, ValueError for another file."""
+    """Returns the list of that name; empty where there is no file.
+
+    Raises OSError, ValueError for another file.
+    """
     try:
         section = _read(path).get(name, [])
     except FileNotFoundError:

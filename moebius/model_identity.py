@@ -39,7 +39,7 @@ ROUTER_FILES = (
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 MODEL_FILES = (*ROUTER_FILES, *PROCESSOR_FILES)
 CHECKPOINT = "checkpoint"
-"""Of all weights and of what describes them, without the names of their files."""
+"""The identity of all weights and of what describes them, without the names of their files."""
 EXPERT_CHECKPOINT = "expert_checkpoint/"
 """Comes before names of that checkpoint's files."""
 TEMPLATE_FILE = "--chat-template"
@@ -61,7 +61,8 @@ Parts = Mapping[str, str]
 
 
 def file_digest(path: Path, most: int | None = None) -> str:
-    """32 hexadecimal digits of the file's first `most` bytes, None: of all; ABSENT where there is none.
+    """Returns 32 hexadecimal digits of the file's first `most` bytes, None: of all; ABSENT where there is
+    none.
 
     Raises CheckpointError naming a file that cannot be read.
     """
@@ -79,7 +80,7 @@ def file_digest(path: Path, most: int | None = None) -> str:
 
 
 def text_parts(model: str | Path, template_file: str = "") -> dict[str, str]:
-    """The digests of what turns text into tokens and back; `template_file` takes the place of the
+    """Returns the digests of what turns text into tokens and back; `template_file` takes the place of the
     checkpoint's template.
 
     Raises CheckpointError naming a file that cannot be read.
@@ -92,8 +93,10 @@ def text_parts(model: str | Path, template_file: str = "") -> dict[str, str]:
 
 
 def model_parts(model: str | Path) -> dict[str, str]:
-    """The digests of all files that describe the model; weights are `weight_parts`. Raises
-    CheckpointError."""
+    """Returns the digests of all files that describe the model; weights are `weight_parts`.
+
+    Raises CheckpointError.
+    """
     return _small_files(model, MODEL_FILES)
 
 
@@ -106,8 +109,8 @@ def _small_files(model: str | Path, names: Iterable[str]) -> dict[str, str]:
 
 
 def weight_parts(index: CheckpointIndex) -> dict[str, str]:
-    """The digests of weights by name of file. Reads a few MiB: header, blocks spread evenly, one of each
-    tensor of dense layers.
+    """Returns the digests of weights by name of file. Reads a few MiB: header, blocks spread evenly, one of
+    each tensor of dense layers.
 
     Raises CheckpointError naming a file that cannot be read.
     """
@@ -125,7 +128,7 @@ def weight_parts(index: CheckpointIndex) -> dict[str, str]:
 
 
 def _by_file(index: CheckpointIndex) -> dict[Path, list[TensorInfo]]:
-    """Tensors by their place, files by name."""
+    """Returns the tensors by their place, files by name."""
     found: dict[Path, list[TensorInfo]] = {}
     for info in index.tensors.values():
         found.setdefault(info.file, []).append(info)
@@ -149,13 +152,13 @@ def _weights_digest(file: Path, tensors: list[TensorInfo], dense: list[TensorInf
 
 
 def _middle(info: TensorInfo) -> tuple[int, int]:
-    """Offset and length of the block in the middle of a tensor."""
+    """Returns offset and length of the block in the middle of a tensor."""
     count = min(_BLOCK, info.nbytes)
     return info.offset + (info.nbytes - count) // 2, count
 
 
 def _spread(size: int, count: int) -> list[tuple[int, int]]:
-    """Evenly spread blocks, the first and the last bytes among them; a small file as a whole."""
+    """Returns evenly spread blocks, the first and the last bytes among them; a small file as a whole."""
     if size <= count * _BLOCK:
         return [(0, size)]
     return [((size - _BLOCK) * number // (count - 1), _BLOCK) for number in range(count)]
@@ -172,7 +175,8 @@ def checkpoint_parts(index: CheckpointIndex, prefix: str = "") -> dict[str, str]
 
 
 def expert_parts(index: CheckpointIndex, model: str | Path, expert_checkpoint: str = "") -> dict[str, str]:
-    """The digests of what an expert server reads; `index` is that of `expert_checkpoint`, or of the model.
+    """Returns the digests of what an expert server reads; `index` is that of `expert_checkpoint`, or of the
+    model.
 
     Raises CheckpointError naming a file that cannot be read.
     """
@@ -183,17 +187,17 @@ def expert_parts(index: CheckpointIndex, model: str | Path, expert_checkpoint: s
 
 
 def expert_fingerprint(parts: Parts) -> str:
-    """`CHECKPOINT` of what holds the routed experts."""
+    """Computes `CHECKPOINT` of what holds the routed experts."""
     return parts.get(EXPERT_CHECKPOINT + CHECKPOINT) or parts[CHECKPOINT]
 
 
 def checkpoint_fingerprint(index: CheckpointIndex) -> str:
-    """`CHECKPOINT` of a checkpoint alone. Raises CheckpointError."""
+    """Computes `CHECKPOINT` of a checkpoint alone. Raises CheckpointError."""
     return checkpoint_parts(index)[CHECKPOINT]
 
 
 def identity_text(parts: Parts) -> str:
-    """Lines "name=value", as identities travel."""
+    """Returns lines "name=value", as identities travel."""
     return "".join(f"{name}={value}\n" for name, value in parts.items())
 
 
@@ -204,22 +208,22 @@ def identity_parts(identity: str) -> dict[str, str]:
 
 
 def identity_part(identity: str, name: str) -> str:
-    """The value of one line; empty: there is none."""
+    """Returns the value of one line; empty: there is none."""
     return identity_parts(identity).get(name, "")
 
 
 def identity_digest(identity: str) -> str:
-    """32 hexadecimal digits of a whole identity; empty for an empty one."""
+    """Returns 32 hexadecimal digits of a whole identity; empty for an empty one."""
     return hashlib.blake2b(identity.encode(), digest_size=16).hexdigest() if identity else ""
 
 
 def changes(expected: Parts, found: Parts) -> str:
-    """What of `found` is not as expected, by names of files, for people; empty: nothing."""
+    """Returns what of `found` is not as expected, by names of files, for people; empty: nothing."""
     return _listed(list(_changes(expected, found).values()))
 
 
 def _changes(expected: Parts, found: Parts) -> dict[str, str]:
-    """In words, by name."""
+    """Returns the changes in words, by name."""
     words = {}
     for name, value in found.items():
         if name.endswith(CHECKPOINT) or expected.get(name, value) == value:
@@ -284,7 +288,7 @@ class IdentityRecord:
                 known.update(parts)
 
     def refusal(self) -> str:
-        """Which files keep a process from being started again, for those that run; empty: none."""
+        """Returns which files keep a process from being started again, for those that run; empty: none."""
         if self._path is None or not self._path.exists():
             return ""
         try:
@@ -295,7 +299,7 @@ class IdentityRecord:
 
     @contextmanager
     def _changing(self, path: Path) -> Iterator[tuple[dict[str, str], dict[str, str]]]:
-        """Digests, and what keeps processes from starting, while no other process changes them."""
+        """Yields digests, and what keeps processes from starting, while no other process changes them."""
         try:
             with path.with_name(f"{path.name}.lock").open("ab") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)

@@ -63,7 +63,7 @@ class LoopWatch:
             await asyncio.sleep(_BEAT_S)
 
     def judged(self, state: ProcessState) -> ProcessState:
-        """`state`, unless the loop is silent."""
+        """Returns `state`, unless the loop is silent."""
         silent_s = 0.0 if self._seen is None else self._clock() - self._seen
         if silent_s <= self._limit_s:
             return state
@@ -114,7 +114,7 @@ class OperationsServer:
 
 
 def registry_text(registry: CollectorRegistry | None = None) -> bytes:
-    """All of a registry as exposition text; None: the library's own."""
+    """Returns all of a registry as exposition text; None: the library's own."""
     from prometheus_client import REGISTRY, generate_latest
 
     return generate_latest(registry or REGISTRY)
@@ -149,7 +149,7 @@ def start_operations(
 
 
 def _refused(environ: WSGIEnvironment, rules: WebOrigins) -> tuple[str, str, bytes] | None:
-    """The answer to a web page of another site; None: it is none that sends the request."""
+    """Returns the answer to a web page of another site; None: it is none that sends the request."""
     sender = Sender(
         environ["REQUEST_METHOD"],
         environ.get("HTTP_HOST", ""),
@@ -161,7 +161,7 @@ def _refused(environ: WSGIEnvironment, rules: WebOrigins) -> tuple[str, str, byt
 
 
 def _answer(path: str, answers: Answers) -> tuple[str, str, bytes]:
-    """Status line, content type and body."""
+    """Returns status line, content type and body."""
     if path == "/metrics":
         try:
             return "200 OK", "text/plain; version=0.0.4; charset=utf-8", answers.metrics()

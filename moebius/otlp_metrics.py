@@ -86,7 +86,9 @@ class _Exporter(OTLPMetricExporter):
 
 
 def converted(family: Family, began_ns: int, now_ns: int) -> Metric | None:
-    """A family of Prometheus as a metric of OpenTelemetry; None: it has no samples, or is of no such kind."""
+    """Returns a family of Prometheus as a metric of OpenTelemetry; None: it has no samples, or is of no such
+    kind.
+    """
     samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
     if not samples or family.type not in ("counter", "gauge", "info", "unknown", "histogram"):
         return None
@@ -103,7 +105,7 @@ def converted(family: Family, began_ns: int, now_ns: int) -> Metric | None:
 
 
 def _histograms(samples: Iterable[Sample], began_ns: int, now_ns: int) -> list[HistogramDataPoint]:
-    """One point per set of labels; Prometheus' buckets add up, those of OpenTelemetry do not."""
+    """Returns one point per set of labels; Prometheus' buckets add up, those of OpenTelemetry do not."""
     by_labels: dict[tuple[tuple[str, str], ...], dict[str, Any]] = {}
     for sample in samples:
         labels = tuple(sorted(item for item in sample.labels.items() if item[0] != "le"))

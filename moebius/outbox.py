@@ -28,7 +28,7 @@ class Outbox(Generic[T]):
         self._wake()
 
     async def take(self) -> list[T]:
-        """All items since the last call, at least one; empty: closed. For one task only."""
+        """Returns all items since the last call, at least one; empty: closed. For one task only."""
         if not self._items and not self._closed:
             self._arrived = asyncio.get_running_loop().create_future()
             await self._arrived

@@ -64,7 +64,7 @@ REASONING_PARSERS: Mapping[str, tuple[str, ...]] = {
 
 
 def parser_name(value: str, parsers: Mapping[str, tuple[str, ...]]) -> str:
-    """The parser that a user means, or `auto` or `none`; ValueError listing what there is."""
+    """Returns the parser that a user means, or `auto` or `none`; ValueError listing what there is."""
     written = value.strip().lower().replace("-", "_").replace(".", "_")
     for name, aliases in parsers.items():
         if written == name or written in aliases:

@@ -50,7 +50,7 @@ def physical_cores(
 
 
 def _efficiency_cpus(cpus: Sequence[int], sysfs: Path, listed: set[int]) -> set[int]:
-    """Those the kernel lists as such, else those of a much smaller capacity than the largest."""
+    """Returns those the kernel lists as such, else those of a much smaller capacity than the largest."""
     if listed:
         return listed
     texts = {cpu: _text(sysfs / f"devices/system/cpu/cpu{cpu}/cpu_capacity") for cpu in cpus}

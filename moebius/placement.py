@@ -39,8 +39,10 @@ class Placement:
 
     @staticmethod
     def of(geometry: MoeGeometry, pairs: Iterable[tuple[int, int]]) -> Placement:
-        """A placement of (layer, expert) pairs. Raises ValueError for a pair that the model lacks or that
-        comes twice."""
+        """Returns a placement of (layer, expert) pairs.
+
+        Raises ValueError for a pair that the model lacks or that comes twice.
+        """
         chosen: dict[int, set[int]] = {layer: set() for layer in geometry.moe_layers}
         for layer, expert in pairs:
             if layer not in chosen or not 0 <= expert < geometry.num_experts:
@@ -58,11 +60,11 @@ class Placement:
 
     @property
     def covers_everything(self) -> bool:
-        """Whether no layer needs an expert server."""
+        """Returns whether no layer needs an expert server."""
         return all(len(experts) == self.num_experts for experts in self.resident.values())
 
     def is_whole(self, layer: int) -> bool:
-        """Whether all experts of the layer are resident."""
+        """Returns whether all experts of the layer are resident."""
         return len(self.resident[layer]) == self.num_experts
 
 
@@ -100,7 +102,7 @@ def parse_layers(
 
 
 def format_layers(layers: Sequence[int]) -> str:
-    """`0-3,9` for (0, 1, 2, 3, 9); `none` when empty."""
+    """Returns `0-3,9` for (0, 1, 2, 3, 9); `none` when empty."""
     runs: list[list[int]] = []
     for layer in sorted(layers):
         if runs and layer == runs[-1][-1] + 1:
@@ -163,7 +165,7 @@ class ExpertStatistics:
                 )
 
     def encode(self, file_format: FileFormat) -> bytes:
-        """The file's content."""
+        """Returns the file's content."""
         if file_format == "json":
             document = self._metadata() | {name: array.tolist() for name, array in self._arrays().items()}
             return json.dumps(document).encode()
@@ -260,7 +262,7 @@ class Strategy:
 
 
 def spread(size: int) -> list[int]:
-    """0 ... size - 1 in an order whose every prefix is spread evenly: the van der Corput sequence.
+    """Returns 0 ... size - 1 in an order whose every prefix is spread evenly: the van der Corput sequence.
 
     Its i-th element is i with the binary digits mirrored; positions beyond `size` are left out.
     """
@@ -315,7 +317,7 @@ STRATEGIES: Mapping[str, Strategy] = {
 
 
 def take_per_layer(ranking: Sequence[Pair], count: int) -> list[Pair]:
-    """The first `count` of each layer."""
+    """Returns the first `count` experts of each layer."""
     taken: dict[int, int] = {}
     chosen: list[Pair] = []
     for layer, expert in ranking:
@@ -354,14 +356,16 @@ def make_placement(config: PlacementConfig, geometry: MoeGeometry) -> Placement:
 
 
 def keeps_residents(config: PlacementConfig) -> bool:
-    """Whether expert servers hold what is resident, too: then the placement may change while serving."""
+    """Returns whether expert servers hold what is resident, too: then the placement may change
+    while serving.
+    """
     if config.drop_resident == "auto":
         return config.placement_strategy == "adaptive"
     return config.drop_resident == "keep"
 
 
 def left_out(config: PlacementConfig, geometry: MoeGeometry) -> Mapping[int, tuple[int, ...]]:
-    """Experts that no server holds, by MoE layer: the resident ones, unless `keeps_residents`.
+    """Returns the experts that no server holds, by MoE layer: the resident ones, unless `keeps_residents`.
 
     Raises UserError as `make_placement`.
     """

@@ -44,7 +44,7 @@ class Progress:
         self._begin = time.monotonic()
 
     def advance(self, count: int = 1) -> None:
-        """So much more is done."""
+        """Counts `count` more as done."""
         with self._lock:
             self._done += count
 
@@ -84,7 +84,7 @@ _phases = _Phases()
 
 
 def take_phases() -> dict[str, float]:
-    """Seconds of this process's phases since the last call, those of one name added up."""
+    """Returns the seconds of this process's phases since the last call, those of one name added up."""
     return _phases.take()
 
 
@@ -103,7 +103,7 @@ def phase(what: str, total: int = 0, unit: str = "", first_s: float = _FIRST_S) 
 
 
 def counted(items: Iterable[Item], what: str, total: int, unit: str = "") -> Iterator[Item]:
-    """The items, counted as they are done with, in a phase of their own."""
+    """Yields the items, counted as they are done with, in a phase of their own."""
     with phase(what, total, unit) as progress:
         for item in items:
             yield item
@@ -120,19 +120,21 @@ def _report(progress: Progress, ended: threading.Event, first_s: float) -> None:
 
 
 def text_of_line(line: str) -> str | None:
-    """The text of a process's log line: how far its phase is; None for other lines."""
+    """Returns the text of a process's log line: how far its phase is; None for other lines."""
     found = _TEXT.search(line)
     return None if found is None else found[1].strip()
 
 
 def amounts_of_text(text: str) -> tuple[float, float] | None:
-    """The amounts of such a text: how much is done and how much there is; None where it does not say."""
+    """Returns the amounts of such a text: how much is done and how much there is; None where it
+    does not say.
+    """
     found = _AMOUNTS.search(text)
     return None if found is None else (float(found[1]), float(found[2]))
 
 
 def is_end_of_phase(line: str) -> bool:
-    """Whether a process's log line says that its phase is over."""
+    """Returns whether a process's log line says that its phase is over."""
     return _END in line
 
 

@@ -37,7 +37,7 @@ class ReadCurve:
     points: tuple[tuple[int, float], ...]
 
     def __str__(self) -> str:
-        """Threads and GB/s, such as `4: 60.1, 8: 117.0`."""
+        """Returns threads and GB/s, such as `4: 60.1, 8: 117.0`."""
         return ", ".join(f"{threads}: {speed / 1e9:.1f}" for threads, speed in self.points)
 
     @property
@@ -52,7 +52,9 @@ class ReadCurve:
         return min(threads for threads, speed in self.points if speed >= enough)
 
     def speed(self, threads: int) -> float:
-        """Bytes per second of as many threads; linear between measured numbers, flat beyond the last."""
+        """Returns the bytes per second of as many threads; linear between measured numbers, flat beyond the
+        last.
+        """
         for (low, slower), (high, faster) in pairwise(((0, 0.0), *self.points)):
             if threads <= high:
                 return slower + (threads - low) / (high - low) * (faster - slower)
@@ -60,7 +62,10 @@ class ReadCurve:
 
 
 def read_curves(path: Path) -> dict[MeasuredCores, ReadCurve]:
-    """All curves in a file; none where there is no file. Raises OSError, ValueError for another file."""
+    """Returns all curves in a file; none where there is no file.
+
+    Raises OSError, ValueError for another file.
+    """
     try:
         found = [_from_json(entry) for entry in read_section(path, _SECTION)]
     except (KeyError, TypeError, AttributeError) as error:

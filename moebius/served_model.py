@@ -36,8 +36,10 @@ def _has_heads(config: MoebiusConfig) -> bool:
 
 
 def read_served_model(config: MoebiusConfig) -> ModelConfig:
-    """The configuration of the model, as an engine of these settings reads it. Raises ModelConfigError or
-    CheckpointError."""
+    """Returns the configuration of the model, as an engine of these settings reads it.
+
+    Raises ModelConfigError or CheckpointError.
+    """
     chosen = config.model
     overrides = ModelOverrides(
         chosen.experts_per_token,
@@ -50,7 +52,9 @@ def read_served_model(config: MoebiusConfig) -> ModelConfig:
 
 
 def read_served_geometry(config: MoebiusConfig) -> MoeGeometry:
-    """The geometry of its routed experts: what expert servers hold, and engines ask for. Raises
-    ModelConfigError."""
+    """Returns the geometry of its routed experts: what expert servers hold, and engines ask for.
+
+    Raises ModelConfigError.
+    """
     heads = with_drafts(config).gpu.mtp_heads
     return read_geometry(config.model.model, config.model.experts_per_token, heads)

@@ -99,7 +99,7 @@ def configure_logging(settings: TelemetryConfig, process: str) -> None:
 
 
 def _renderers(log_format: str, process: str) -> list[Processor]:
-    """The last processors: from an event dict to the line."""
+    """Returns the last processors: from an event dict to the line."""
 
     def add_process(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
         event["process"] = process
@@ -205,7 +205,7 @@ def _sampler(settings: TelemetryConfig) -> Sampler:
 
 
 def process_resource(service_name: str, attributes: Mapping[str, Any]) -> Resource:
-    """Semantic-convention attributes of this process, for traces and metrics."""
+    """Returns semantic-convention attributes of this process, for traces and metrics."""
     return Resource(
         {
             "service.name": service_name,

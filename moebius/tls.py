@@ -62,7 +62,7 @@ class CertificateFiles:
         return "http_client_ca_file" if self.prefix == "http" else "grpc_ca_file"
 
     def identity(self) -> tuple[object, ...]:
-        """What changes when a file, or what a symlink leads to, is replaced."""
+        """Returns what changes when a file, or what a symlink leads to, is replaced."""
         return tuple(_identity(path) for path in (self.certificate, self.key, self.ca) if path)
 
 
@@ -106,7 +106,7 @@ def grpc_files(settings: SecurityConfig) -> CertificateFiles:
 
 
 def http_files(settings: SecurityConfig) -> CertificateFiles | None:
-    """The files of the HTTP server; None: plain text. Raises ConfigError for half of a pair."""
+    """Returns the files of the HTTP server; None: plain text. Raises ConfigError for half of a pair."""
     files = CertificateFiles(
         settings.http_cert_file, settings.http_key_file, settings.http_client_ca_file, "http"
     )
@@ -119,7 +119,7 @@ def http_files(settings: SecurityConfig) -> CertificateFiles | None:
 
 
 def read_credentials(files: CertificateFiles) -> Credentials:
-    """The files' contents.
+    """Returns the files' contents.
 
     Raises ConfigError naming setting, file and reason: it cannot be read, is no PEM, has expired or is not
     valid yet, the key is that of another certificate, or the certificate is signed by another CA.
@@ -155,7 +155,7 @@ def _read(setting: str, path: str) -> bytes:
 
 
 def _certificates(setting: str, path: str, content: bytes) -> list[Certificate]:
-    """All of a PEM file, each valid now."""
+    """Returns all of a PEM file, each valid now."""
     from cryptography import x509
 
     try:
@@ -194,7 +194,7 @@ def _check_key(files: CertificateFiles, key: bytes, certificate: Certificate) ->
 
 
 def _is_signed(chain: Sequence[Certificate], authorities: Sequence[Certificate]) -> bool:
-    """Whether the first of `chain` leads to one of `authorities`, through others of the chain."""
+    """Returns whether the first of `chain` leads to one of `authorities`, through others of the chain."""
     current, known = chain[0], list(chain[1:])
     for _ in range(len(chain)):
         if current in authorities or any(_issued(current, one) for one in authorities):
@@ -239,7 +239,7 @@ class RenewedFiles:
         self._note_expiry()
 
     def current(self) -> Credentials:
-        """What the files say, looked at again once a second."""
+        """Returns what the files say, looked at again once a second."""
         with self._lock:
             if self._clock() - self._looked_at >= LOOK_EVERY_S:
                 self._looked_at = self._clock()
@@ -281,19 +281,21 @@ class GrpcTls:
         return self.named(name)
 
     def named(self, name: str) -> list[tuple[str, Any]]:
-        """The option for a server of this name; none for an empty one."""
+        """Returns the option for a server of this name; none for an empty one."""
         return [("grpc.ssl_target_name_override", name)] if name else []
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """The credentials of a client, as the files are now."""
+        """Returns the credentials of a client, as the files are now."""
         import grpc
 
         now = self.renewed.current()
         return grpc.ssl_channel_credentials(now.ca or None, now.key or None, now.certificate or None)
 
     def server_context(self) -> ssl.SSLContext:
-        """The context for connections that are not gRPC's, with the files as they are now. Raises
-        ConfigError."""
+        """Returns the context for connections that are not gRPC's, with the files as they are now.
+
+        Raises ConfigError.
+        """
         files = self.renewed.files
         if not files.certificate:
             raise ConfigError("grpc_cert_file is empty, but grpc_tls is 'tls': a server needs a PEM file")
@@ -304,7 +306,9 @@ class GrpcTls:
         return context
 
     def client_context(self) -> ssl.SSLContext:
-        """The context of a client: as `server_context`, and checks the server's certificate and its name."""
+        """Returns the context of a client: as `server_context`, and checks the server's certificate and its
+        name.
+        """
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         self._load(context)
         return context
@@ -320,7 +324,7 @@ class GrpcTls:
             raise ConfigError(f"the files of grpc_tls cannot be used: {error}") from None
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """The credentials of a server for one port; asks for the files at each handshake."""
+        """Returns the credentials of a server for one port; asks for the files at each handshake."""
         import grpc
 
         def configuration() -> Any:
@@ -342,7 +346,7 @@ class GrpcTls:
 
 
 def handshake_words(error: ssl.SSLError) -> str:
-    """Why TLS with somebody fails, for an operator."""
+    """Returns why TLS with somebody fails, for an operator."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"the other's certificate is refused: {error.verify_message}"
     reason = error.reason or str(error)
@@ -363,5 +367,5 @@ def configure_tls(settings: SecurityConfig) -> None:
 
 
 def active_tls() -> GrpcTls | None:
-    """What `configure_tls` set; None: plain text."""
+    """Returns what `configure_tls` set; None: plain text."""
     return _active

@@ -60,7 +60,10 @@ class Topology:
         return cls(_kernels.Topology.detect(sysfs_root, proc_root, cgroup_root), sysfs_root)
 
     def usable_cpus(self, node: int = -1) -> tuple[int, ...]:
-        """Allowed CPUs of `node`, of the whole machine for -1. Raises ValueError for an unknown node."""
+        """Returns allowed CPUs of `node`, of the whole machine for -1.
+
+        Raises ValueError for an unknown node.
+        """
         return tuple(self._kernel.usable_cpus(node))
 
     def cores(self, node: int = -1) -> tuple[tuple[int, ...], ...]:
@@ -71,16 +74,18 @@ class Topology:
         return physical_cores(self.usable_cpus(node), self._sysfs, parse_cpu_list)
 
     def recommended_threads(self, node: int = -1) -> int:
-        """One thread for each core of `cores`, at most the quota's whole CPUs, at least 1."""
+        """Returns one thread for each core of `cores`, at most the quota's whole CPUs, at least 1."""
         return max(1, min(len(self.cores(node)), self._kernel.recommended_threads(node)))
 
     def server_nodes(self) -> tuple[int, ...]:
-        """Nodes whose CPUs and memory are both usable: one expert server each. (-1,) when none qualifies."""
+        """Returns nodes whose CPUs and memory are both usable: one expert server each. (-1,) when none
+        qualifies.
+        """
         return tuple(self._kernel.server_nodes())
 
 
 def format_cpu_list(cpus: Sequence[int]) -> str:
-    """CPUs in the kernel's notation, ascending: (2, 1, 0, 8) becomes "0-2,8"; none becomes "none"."""
+    """Returns CPUs in the kernel's notation, ascending: (2, 1, 0, 8) becomes "0-2,8"; none becomes "none"."""
     ranges: list[list[int]] = []
     for cpu in sorted(cpus):
         if ranges and cpu == ranges[-1][1] + 1:
@@ -91,7 +96,10 @@ def format_cpu_list(cpus: Sequence[int]) -> str:
 
 
 def parse_cpu_list(text: str) -> tuple[int, ...]:
-    """The inverse of `format_cpu_list` for non-empty lists. Raises RuntimeError for a malformed one."""
+    """Returns the inverse of `format_cpu_list` for non-empty lists.
+
+    Raises RuntimeError for a malformed one.
+    """
     return tuple(_kernels.parse_cpu_list(text, "CPU list"))
 
 
@@ -111,7 +119,7 @@ def bind_range(address: int, nbytes: int, node: int) -> BindResult:
 
 
 def page_nodes(address: int, nbytes: int) -> list[int]:
-    """Node of each page of the range, or a negative errno (-2 or -14: not touched yet).
+    """Returns the node of each page of the range, or a negative errno (-2 or -14: not touched yet).
 
     Raises:
         OSError: the kernel refuses the query.
@@ -124,7 +132,8 @@ def _result(kernel: _kernels.BindResult) -> BindResult:
 
 
 def node_of_cpus(topology: Topology, setting: str, split_index: int) -> int:
-    """The node that all CPUs of this process are of; -1: the machine has one node, or none that it tells.
+    """Returns the node that all CPUs of this process are of; -1: the machine has one node, or none that it
+    tells.
 
     Where they are of several, "auto" takes one in turn, by `split_index`, and "cpuset" refuses: the container
     was to have CPUs of one node for itself, and does not. Raises ValueError.

@@ -22,7 +22,9 @@ class VerifyPace:
         self._done_bytes = 0
 
     def pause_s(self, nbytes: int, spent_s: float) -> float:
-        """Seconds to wait after an expert of `nbytes` whose comparison took `spent_s`; may be negative."""
+        """Returns the seconds to wait after an expert of `nbytes` whose comparison took `spent_s`; may be
+        negative.
+        """
         self._done_bytes += nbytes
         due = self._begin + self._interval_s * self._done_bytes / self._total_bytes
         return max(spent_s * (1 / VERIFY_SHARE - 1), due - time.monotonic())

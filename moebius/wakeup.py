@@ -18,7 +18,7 @@ class Wakeup:
         self._queue: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def is_set(self) -> bool:
-        """Since the last `clear`."""
+        """Returns whether it was set since the last `clear`."""
         return self._is_set
 
     def set(self) -> None:

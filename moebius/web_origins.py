@@ -32,7 +32,7 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def checked_origins(values: tuple[str, ...]) -> tuple[str, ...]:
-    """Origins of a setting as browsers write them; ValueError for what no browser could send."""
+    """Returns the origins of a setting as browsers write them; ValueError for what no browser could send."""
     for value in values:
         if not _ORIGIN.fullmatch(value):
             raise ValueError(
@@ -54,7 +54,9 @@ def checked_hosts(values: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def origin_pattern(origins: Iterable[str]) -> str:
-    """A regular expression that matches the whole of an allowed origin; * in one of `origins` is any part."""
+    """Returns a regular expression that matches the whole of an allowed origin; * in one of `origins` is any
+    part.
+    """
     return "|".join(".*" if one == ANY else re.escape(one).replace(r"\*", "[^/]*") for one in origins)
 
 
@@ -71,7 +73,7 @@ class Sender:
 
     @property
     def asks_first(self) -> bool:
-        """Whether a browser asks before it sends what a page wants to (a preflight)."""
+        """Returns whether a browser asks before it sends what a page wants to (a preflight)."""
         return self.method == "OPTIONS" and bool(self.origin)
 
 
@@ -89,7 +91,7 @@ class WebOrigins:
         self._host_is_allowed = functools.lru_cache(256)(self._judge_host)
 
     def refused_host(self, sender: Sender) -> str:
-        """Why the server does not answer to the name that the request has for it; empty: it does."""
+        """Returns why the server does not answer to the name that the request has for it; empty: it does."""
         if not sender.host or self._host_is_allowed(sender.host):
             return ""
         name = sender.host[:_SHOWN]
@@ -116,7 +118,7 @@ class WebOrigins:
         return any(name == one or (one.startswith("*.") and name.endswith(one[1:])) for one in self._hosts)
 
     def refused_origin(self, sender: Sender) -> str:
-        """Why a page that sends the request may not; empty: it may, or no page sends it."""
+        """Returns why a page that sends the request may not; empty: it may, or no page sends it."""
         origin, site = sender.origin, sender.fetch_site
         if site == "same-origin":  # as the browser sees it, whatever a proxy makes of names
             return ""
@@ -135,7 +137,7 @@ class WebOrigins:
 
 
 def split_host(host: str) -> tuple[str, int | None] | None:
-    """Name and port of a `Host` header, in lower case and without brackets; None: it is none."""
+    """Returns name and port of a `Host` header, in lower case and without brackets; None: it is none."""
     found = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([^\s:/?#@\[\]]+))(?::(\d{0,5}))?", host)
     if found is None:
         return None
@@ -144,7 +146,7 @@ def split_host(host: str) -> tuple[str, int | None] | None:
 
 
 def is_same_place(origin: str, host: str) -> bool:
-    """Whether a page of `origin` came from the server that a request calls `host`.
+    """Returns whether a page of `origin` came from the server that a request calls `host`.
 
     Schemes are not compared: behind a proxy that ends TLS the server's own is another.
     """
@@ -161,7 +163,7 @@ def is_same_place(origin: str, host: str) -> bool:
 
 
 def is_local_address(listens_on: str) -> bool:
-    """Whether only this machine reaches a server that binds to this address or name."""
+    """Returns whether only this machine reaches a server that binds to this address or name."""
     address = _address(listens_on)
     if address is not None:
         return address.is_loopback

@@ -93,7 +93,7 @@ def ordered_format(name: str) -> str:
 
 
 def weight_format(name: str) -> WeightFormat:
-    """The format of a name. Raises ValueError listing the names."""
+    """Returns the format of a name. Raises ValueError listing the names."""
     base = name.removesuffix(_ORDERED)
     if base not in WEIGHT_FORMATS:
         raise ValueError(f"weight format {name!r} is unknown; allowed: {', '.join(WEIGHT_FORMATS)}")
@@ -150,7 +150,7 @@ class PackedExpertLayout:
 
 @cache
 def panel_layout(name: str, k: int, has_bias: bool = False) -> PanelLayout:
-    """The panels of a format. Raises ValueError for an unknown name, or k < 1."""
+    """Returns the panels of a format. Raises ValueError for an unknown name, or k < 1."""
     return PanelLayout(**asdict(weight_format(name)), **_kernels.panel_layout(name, k, has_bias))
 
 
@@ -163,7 +163,7 @@ def expert_layout(
     has_bias: bool = False,
     gated: bool = True,
 ) -> PackedExpertLayout:
-    """Experts whose gate and up, and whose down matrices are packed in these formats.
+    """Returns experts whose gate and up, and whose down matrices are packed in these formats.
 
     Raises ValueError for an unknown name, or a size below 1.
     """

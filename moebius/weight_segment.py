@@ -79,7 +79,7 @@ class WeightSegmentError(RuntimeError):
 
 
 def segment_path(directory: str, index: int) -> Path:
-    """Where expert server `index` keeps its weights."""
+    """Returns where expert server `index` keeps its weights."""
     return Path(directory) / f"expert-{index}.weights"
 
 
@@ -109,7 +109,8 @@ class SegmentLayer:
 
 
 def digest_seed(layer: int, place: int) -> int:
-    """What a checksum of an expert's packed bytes begins with (digest_seed in kernels/moe/expert_store.cc).
+    """Returns what a checksum of an expert's packed bytes begins with (digest_seed in
+    kernels/moe/expert_store.cc).
 
     `place`: the expert's id, counted from the first one of its server's range.
     """
@@ -164,17 +165,19 @@ class WeightSegment:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every expert is packed; read from the segment each time."""
+        """Returns whether every expert is packed; read from the segment each time."""
         return bool(self._header["complete"])
 
     @property
     def is_checked(self) -> bool:
-        """Whether its server has packed each expert, or compared its checksum; read each time."""
+        """Returns whether its server has packed each expert, or compared its checksum; read each time."""
         return bool(self._header["checked"])
 
     @property
     def load_record(self) -> str:
-        """What its server noted for a successor; empty: it has not ended to load, or the text is damaged."""
+        """Returns what its server noted for a successor; empty: it has not ended to load, or the text is
+        damaged.
+        """
         if not self.is_complete:
             return ""
         begin, size = int(self._header["load_record_offset"]), int(self._header["load_record_bytes"])
@@ -183,7 +186,7 @@ class WeightSegment:
         return text.decode() if found == int(self._header["load_record_digest"]) else ""
 
     def digest(self, layer: int, slot: int) -> int:
-        """Checksum of an expert's packed bytes, which begins with `digest_seed`; read each time.
+        """Returns the checksum of an expert's packed bytes, which begins with `digest_seed`; read each time.
 
         Means nothing unless `is_complete`. Raises KeyError for a layer of which nothing is held.
         """
@@ -223,7 +226,10 @@ class WeightSegment:
 
 
 def _checked_total(path: Path, header_bytes: npt.NDArray[np.uint8], size: int) -> int:
-    """Bytes of the segment. Raises WeightSegmentError for what is none of this version, or truncated."""
+    """Returns the bytes of the segment.
+
+    Raises WeightSegmentError for what is none of this version, or truncated.
+    """
     header = header_bytes.view(HEADER)[0]
     if int(header["magic"]) == 0:
         raise WeightSegmentError(f"expert weights {path}: its server has not made it yet")

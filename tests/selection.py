@@ -126,7 +126,7 @@ def _elsewhere(item: pytest.Item) -> str:
 
 
 def _spared(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
-    """What is marked `full`, and combinations that a covering set does without."""
+    """Yields what is marked `full`, and combinations that a covering set does without."""
     functions: dict[str, list[pytest.Function]] = {}
     for item in items:
         if item.get_closest_marker("full"):
@@ -154,7 +154,7 @@ def covering(items: Sequence[pytest.Function]) -> list[pytest.Function]:
 
 
 def _choices(item: pytest.Function) -> set[tuple[Any, ...]]:
-    """What of each n axes one case has. Arguments that one `parametrize` gives are one axis.
+    """Returns what of each n axes one case has. Arguments that one `parametrize` gives are one axis.
 
     A keyword of the mark is a function of the parameter of that name: values of one result count as one.
     """

@@ -45,13 +45,15 @@ def give_way() -> None:
 
 
 def next_file(worker: str, waiting: Collection[str]) -> str:
-    """The file that a worker begins with next: of services or not, as is its own while there are some."""
+    """Returns the file that a worker begins with next: of services or not, as is its own while there are
+    some.
+    """
     own = worker in WORKERS_OF_SERVICES
     return min(waiting, key=lambda path: (_is_of_services(path) != own, _rank(path)))
 
 
 def _is_of_services(path: str) -> bool:
-    """Tests of the gateway alone start one process or none: they run like all others."""
+    """Returns the tests of the gateway alone start one process or none: they run like all others."""
     return path.startswith("tests/service/") and not path.startswith("tests/service/test_gateway_")
 
 
@@ -77,5 +79,8 @@ class FileScheduling(LoadScopeScheduling):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FileScheduling | None:
-    """Of the process that hands tests to workers. Other ways to spread tests are xdist's own."""
+    """Returns the scheduler of the process that hands tests to workers.
+
+    Other ways to spread tests are xdist's own.
+    """
     return FileScheduling(config, log) if config.getvalue("dist") == "loadfile" else None

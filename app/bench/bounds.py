@@ -59,8 +59,10 @@ class Bound:
 
 
 def bound_of(traffic: StepTraffic, bandwidths: Bandwidths) -> Bound:
-    """The time that a step takes at least. Without a GPU, what it would read comes from the same memory as
-    the experts."""
+    """Returns the time that a step takes at least.
+
+    Without a GPU, what it would read comes from the same memory as the experts.
+    """
     if bandwidths.gpu is None:
         same = (traffic.cpu_experts + traffic.gpu_experts) / bandwidths.cpu
         return Bound(same, 0.0, traffic.dense / bandwidths.cpu)
@@ -72,7 +74,9 @@ def bound_of(traffic: StepTraffic, bandwidths: Bandwidths) -> Bound:
 
 
 def expected_distinct(num_experts: int, top_k: float, rows: int) -> float:
-    """Different experts of a layer that `rows` rows choose when they choose evenly and independently."""
+    """Returns different experts of a layer that `rows` rows choose when they choose evenly and
+    independently.
+    """
     return num_experts * (1.0 - (1.0 - top_k / num_experts) ** rows)
 
 
@@ -120,7 +124,7 @@ _PACKAGES = ("torch", "triton", "flashinfer-python")
 
 
 def facts(device: torch.device, cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
-    """What is known of the host, for the JSON files of benches on an engine."""
+    """Returns what is known of the host, for the JSON files of benches on an engine."""
     import torch
 
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
@@ -136,7 +140,7 @@ def facts(device: torch.device, cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[s
 
 
 def _version(package: str) -> str | None:
-    """A package's version; None where it is not installed."""
+    """Returns a package's version; None where it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

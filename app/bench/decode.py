@@ -107,14 +107,14 @@ def measure(
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` of the values lie, interpolated linearly."""
+    """Returns the value below which `share` of the values lie, interpolated linearly."""
     if len(values) == 1:
         return values[0]
     return statistics.quantiles(values, n=100, method="inclusive")[round(share * 100) - 1]
 
 
 def _one_stream(client: ApiClient, model: str, number: int, max_tokens: int, begin: float) -> StreamTimes:
-    """One greedy completion; prompts differ in their first words, so no prefix is shared."""
+    """Measures one greedy completion; prompts differ in their first words, so no prefix is shared."""
     body = {
         "model": model,
         "prompt": f"{number}. Report number {number} of this series tells how the following came about:",

@@ -54,7 +54,9 @@ class ReadPattern:
 
 
 def patterns(huge_pages: bool) -> list[ReadPattern]:
-    """All ways that are tried: orders x prefetch distances x hints on 2 MiB pages, fewer on 4 KiB pages."""
+    """Returns all ways that are tried: orders x prefetch distances x hints on 2 MiB pages, fewer on 4 KiB
+    pages.
+    """
     blocks = (0, 16 * 1024, 64 * 1024, 256 * 1024)
     if not huge_pages:
         return [ReadPattern(block, ahead, "t0", False) for block in blocks for ahead in (0, 2048)]
@@ -99,7 +101,7 @@ class BandwidthLimit:
         return self.speeds[pattern], pattern
 
     def best_of_each_order(self) -> list[ReadPattern]:
-        """The best pattern of each block and page size."""
+        """Returns the best pattern of each block and page size."""
         best: dict[tuple[int, bool], ReadPattern] = {}
         for pattern, speed in self.speeds.items():
             key = (pattern.block_bytes, pattern.huge_pages)
@@ -153,12 +155,14 @@ class PeakLimit:
 
 
 def row_type_of(weight_format: str) -> str:
-    """Whose peak a format is compared with: int8 for W8A8, float32 for itself, bfloat16 for the rest."""
+    """Returns whose peak a format is compared with: int8 for W8A8, float32 for itself, bfloat16 for
+    the rest.
+    """
     return {"int8_w8a8": "int8", "float32": "float32"}.get(weight_format, "bfloat16")
 
 
 def cache_bytes(cpus: Sequence[int], root: Path = Path("/sys/devices/system/cpu")) -> int:
-    """Size of all last-level caches that `cpus` use; 0 when the system does not say."""
+    """Returns the size of all last-level caches that `cpus` use; 0 when the system does not say."""
     caches: dict[str, int] = {}
     for cpu in cpus:
         for level in (3, 2):
@@ -172,7 +176,9 @@ def cache_bytes(cpus: Sequence[int], root: Path = Path("/sys/devices/system/cpu"
 
 
 def probe_bytes(cache: int, memory: int) -> int:
-    """Size of the buffer that bandwidth is measured with: several caches, an eighth of the memory at most."""
+    """Returns the size of the buffer that bandwidth is measured with: several caches, an eighth of the memory
+    at most.
+    """
     return max(SMALLEST_PROBE, min(CACHES * cache, memory // 8))
 
 
@@ -180,7 +186,8 @@ PROBE_BYTES = 512 * 2**20
 
 
 def read_bandwidth(total_bytes: int = PROBE_BYTES, threads: int = 0) -> float:
-    """Bytes per second that `threads` threads (0: one per allowed CPU) read together; best of 3 passes.
+    """Returns the bytes per second that `threads` threads (0: one per allowed CPU) read together; best of 3
+    passes.
 
     `total_bytes` is divided among the threads; it has to be well above the last-level cache.
     """

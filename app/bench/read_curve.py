@@ -20,14 +20,15 @@ _STEPS = 8
 
 
 def thread_counts(most: int) -> tuple[int, ...]:
-    """Numbers of threads that are measured, up to `most`: eighths of it, from a quarter on."""
+    """Returns the numbers of threads that are measured, up to `most`: eighths of it, from a quarter on."""
     return tuple(sorted({-(-most * step // _STEPS) for step in range(_STEPS // 4, _STEPS + 1)}))
 
 
 def measure_read_curves(
     nodes: Mapping[int, Sequence[int]], most: int
 ) -> dict[int, tuple[tuple[int, float], ...]]:
-    """NUMA node -> (threads, bytes per second), for each node's `cpus`, one of each core; nodes at once.
+    """Measures NUMA node -> (threads, bytes per second), for each node's `cpus`, one of each core; nodes at
+    once.
 
     Thread i of a measurement is pinned to the i-th CPU; at most `most` threads read on a node. Raises
     ValueError where too little memory is free, or a CPU cannot be used.

@@ -102,7 +102,7 @@ class Serving:
     process: subprocess.Popen[str]
 
     def ask(self) -> float:
-        """Seconds that a short request takes."""
+        """Returns the seconds that a short request takes."""
         begin = time.monotonic()
         body = {"model": self.model, "prompt": "Once", "max_tokens": 2, "temperature": 0, "ignore_eos": True}
         for _ in self.client.stream("/v1/completions", body):
@@ -110,7 +110,7 @@ class Serving:
         return time.monotonic() - begin
 
     def expert_servers(self) -> dict[str, int]:
-        """Process ids by name."""
+        """Returns process ids by name."""
         running = json.loads(self.run_file.read_text())["processes"]
         return {one["name"]: int(one["pid"]) for one in running if one["name"].startswith("expert-")}
 
@@ -201,7 +201,7 @@ def run(config: MoebiusConfig, json_file: Path | None, cold: bool = True) -> lis
 
 
 def _kill_one(system: Serving) -> StartRow:
-    """SIGKILL of the first expert server, and a request at once."""
+    """Kills the first expert server by SIGKILL, and sends a request at once."""
     name, pid = min(system.expert_servers().items())
     system.log.phases.pop(name, None)
     answered: list[float] = []

@@ -46,7 +46,7 @@ class Answer:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing of it came."""
+        """Returns whether nothing of it came."""
         return not (self.text or self.reasoning or self.tool_calls)
 
     def take(self, piece: StreamPiece, seconds: float) -> None:
@@ -64,7 +64,7 @@ class Answer:
         self.finish_reason = piece.finish_reason or self.finish_reason
 
     def message(self) -> Message:
-        """The answer as a message of the history."""
+        """Returns the answer as a message of the history."""
         message: Message = {"role": "assistant", "content": self.text}
         if self.tool_calls:
             message["tool_calls"] = [
@@ -96,7 +96,7 @@ class Printer:
         self._part = ""  # of what the latest output was: "reasoning", "text" or a tool call
 
     def piece(self, piece: StreamPiece) -> None:
-        """What is new."""
+        """Shows what is new."""
         if piece.reasoning and self._is_terminal:
             self._write("reasoning", piece.reasoning)
         if piece.text:
@@ -137,7 +137,10 @@ def collect(pieces: Iterable[StreamPiece], answer: Answer, printer: Printer) -> 
 
 
 def cut_off(answer: Answer, body: dict[str, Any], setting: str) -> str:
-    """Where an answer was cut off, and by what; empty: it was not. `setting`: how `max_tokens` is set."""
+    """Returns where an answer was cut off, and by what; empty: it was not.
+
+    `setting`: how `max_tokens` is set.
+    """
     if answer.finish_reason != "length":
         return ""
     if body.get("max_tokens") is None:

@@ -49,7 +49,7 @@ class Conversation:
     images: list[str] = field(default_factory=list)  # URLs that go with the next message
 
     def request_messages(self) -> list[Message]:
-        """The system message, if there is one, and the conversation."""
+        """Returns the system message, if there is one, and the conversation."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, *self.messages]
 
@@ -177,7 +177,10 @@ class Conversation:
 
 
 def image_url(place: str) -> str:
-    """What a request says of an image: its URL, or of a file the contents as a data URL. Raises UserError."""
+    """Returns what a request says of an image: its URL, or of a file the contents as a data URL.
+
+    Raises UserError.
+    """
     if place.startswith(("http://", "https://", "data:")):
         return place
     path = Path(place).expanduser()

@@ -73,7 +73,7 @@ def _note(text: str) -> None:
 
 
 def _reader(conversation: Conversation) -> Callable[[], str]:
-    """What gives the next message. Raises EOFError at the end and KeyboardInterrupt on Ctrl-C."""
+    """Returns what gives the next message. Raises EOFError at the end and KeyboardInterrupt on Ctrl-C."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         if isinstance(sys.stdin, io.TextIOWrapper):
             # What is not UTF-8 is refused when it is sent, and the lines after it are read.
@@ -142,7 +142,7 @@ def _session() -> PromptSession[str]:
 
 
 def _history_file() -> Path | None:
-    """Where messages are remembered, for their author only; None where there is no such place."""
+    """Returns where messages are remembered, for their author only; None where there is no such place."""
     try:
         directory = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "moebius"
     except RuntimeError:

@@ -118,7 +118,7 @@ def _add_run(app: typer.Typer) -> None:
 
 
 def _piped() -> str:
-    """What stdin has to say where it is no terminal. Raises UserError for bytes that are no text."""
+    """Returns what stdin has to say where it is no terminal. Raises UserError for bytes that are no text."""
     if sys.stdin is None or sys.stdin.isatty():
         return ""
     try:

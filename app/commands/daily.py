@@ -12,9 +12,7 @@ import typer
 
 from moebius.errors import UserError
 
-_StateDir = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="Where `serve` was told to keep its run file")
-]
+_StateDir = Annotated[Path | None, typer.Option(metavar="DIR", help="Where `serve` keeps its run file")]
 _Name = Annotated[str, typer.Argument(metavar="NAME", help="owner/name, as `moebius list` has it")]
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
 

@@ -78,7 +78,7 @@ def doctor(
 
 
 def line_of(finding: Finding) -> str:
-    """The line of a finding as it is printed."""
+    """Returns the line of a finding as it is printed."""
     text = f"{MARKS[finding.status]} {finding.check}: {finding.found}"
     return f"{text}; {finding.fix}" if finding.fix else text
 
@@ -86,7 +86,7 @@ def line_of(finding: Finding) -> str:
 def _expectation(
     config: MoebiusConfig, role: Literal["engine", "expert", "server"] | str, gpus: int, weights_mib: int
 ) -> tuple[Expectation, list[Finding]]:
-    """What the configuration says that the Pod holds, and whether its checkpoint can be used."""
+    """Returns what the configuration says that the Pod holds, and whether its checkpoint can be used."""
     from app.commands.models import with_checkpoint
     from app.doctor.checks import Expectation, check_model
 
@@ -108,7 +108,7 @@ def _expectation(
 
 
 def _thread_findings(config: MoebiusConfig) -> list[Finding]:
-    """On which cores an instance that starts now computes, and why there are as many threads."""
+    """Returns on which cores an instance that starts now computes, and why there are as many threads."""
     from app.doctor.checks import Finding, check_threads
     from app.supervisor.core_division import divided_cores
     from app.supervisor.plan import place_servers
@@ -121,7 +121,7 @@ def _thread_findings(config: MoebiusConfig) -> list[Finding]:
 
 
 def _limits(role: str) -> Finding:
-    """Whether a process may start at all: what every command checks that starts one."""
+    """Returns whether a process may start at all: what every command checks that starts one."""
     from app.doctor.checks import check_process_limits
     from moebius.limits import check_limits
 
@@ -133,7 +133,7 @@ def _limits(role: str) -> Finding:
 
 
 def _model_findings(config: MoebiusConfig) -> list[Finding]:
-    """Whether `moebius serve MODEL` would start here: files, then sizes, then the memory plan."""
+    """Returns whether `moebius serve MODEL` would start here: files, then sizes, then the memory plan."""
     from app.commands.models import check_files, with_checkpoint
     from app.doctor.checks import check_model, check_plan, check_shortages
     from app.planning.fill import with_filled_gpus
@@ -159,7 +159,10 @@ def _model_findings(config: MoebiusConfig) -> list[Finding]:
 
 
 def _shortages(config: MoebiusConfig) -> list[Shortage]:
-    """As `moebius serve` finds them. Raises UserError or ValueError for settings that cannot be."""
+    """Returns the shortages as `moebius serve` finds them.
+
+    Raises UserError or ValueError for settings that cannot be.
+    """
     from app.cli_options import check_device
     from app.supervisor.core_division import known_cores
     from app.supervisor.plan import expert_placements

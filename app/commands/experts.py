@@ -142,7 +142,10 @@ def distinct_experts(engine_address: str) -> Iterator[dict[int, float]]:
 
 @contextmanager
 def engine_stub(address: str) -> Iterator[Any]:
-    """A stub of the engine. Raises UserError naming what the engine refused, or that it is not there."""
+    """Yields a stub of the engine.
+
+    Raises UserError naming what the engine refused, or that it is not there.
+    """
     import grpc
 
     from moebius.grpc_channels import open_channel, tls_problem
@@ -171,7 +174,7 @@ def engine_stub(address: str) -> Iterator[Any]:
 
 
 def _running_engine() -> str:
-    """The engine of the only `moebius serve` with its default state directory."""
+    """Returns the engine of the only `moebius serve` with its default state directory."""
     from app.supervisor.plan import default_state_dir
     from moebius.config_loader import load_config
     from moebius.tls import active_tls, configure_tls

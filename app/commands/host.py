@@ -46,7 +46,7 @@ def register(app: typer.Typer) -> None:
 
 
 def _installed(name: str) -> str:
-    """The version in the package's metadata; importing torch to ask it would take a second."""
+    """Returns the version in the package's metadata; importing torch to ask it would take a second."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

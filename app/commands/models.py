@@ -24,7 +24,8 @@ REPORT_S = 10.0
 
 
 def with_checkpoint(config: MoebiusConfig, needs_weights: bool = True) -> MoebiusConfig:
-    """The configuration with `model` as an absolute directory that holds a config.json, or as a GGUF model.
+    """Returns the configuration with `model` as an absolute directory that holds a config.json, or as a GGUF
+    model.
 
     A name on the Hugging Face hub is downloaded first, without `needs_weights` only what describes the model
     (of GGUF files all). `demo` stands for the demo model, built on first use (unless a directory of that name
@@ -59,7 +60,7 @@ def with_checkpoint(config: MoebiusConfig, needs_weights: bool = True) -> Moebiu
 
 
 def _expert_checkpoint(config: MoebiusConfig, needs_weights: bool) -> Path:
-    """Absolute, downloaded where a model of the hub is named. Raises UserError."""
+    """Returns an absolute path, downloaded where a model of the hub is named. Raises UserError."""
     given = config.model.expert_checkpoint
     path, named = Path(given).expanduser().absolute(), hub_model(given)
     if named is not None:
@@ -71,7 +72,7 @@ def _expert_checkpoint(config: MoebiusConfig, needs_weights: bool) -> Path:
 
 
 def _downloaded(named: HubModel, config: MoebiusConfig, needs_weights: bool) -> Path:
-    """Where it lies in the cache, downloaded with a progress display. Raises UserError."""
+    """Returns where it lies in the cache, downloaded with a progress display. Raises UserError."""
     from moebius.models.read import check_described
 
     chosen = config.model
@@ -81,7 +82,7 @@ def _downloaded(named: HubModel, config: MoebiusConfig, needs_weights: bool) -> 
 
 @contextlib.contextmanager
 def _download_progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on a terminal, else a line now and then; nothing when nothing is downloaded."""
+    """Yields a bar on a terminal, else a line now and then; nothing when nothing is downloaded."""
     from app.demo_model import rich_progress
 
     with contextlib.ExitStack() as stack:
@@ -167,7 +168,7 @@ def check_files(config: MoebiusConfig, needs_weights: bool = True) -> None:
 
 
 def build_demo_model(directory: Path | None, gguf: Path | None = None) -> Path:
-    """The demo checkpoint's directory, built with a progress display when it is not there yet.
+    """Returns the demo checkpoint's directory, built with a progress display when it is not there yet.
 
     `gguf` is a local copy of the base weights, for machines that reach no package registry.
     """

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 
 def for_this_process(config: MoebiusConfig) -> MoebiusConfig:
-    """A gateway that only the process that starts it calls: plain HTTP on this machine, without keys."""
+    """Returns a gateway that only the process that starts it calls: plain HTTP on this machine,
+    without keys.
+    """
     own: dict[str, Any] = {"host": "127.0.0.1", "api_key": "", "api_key_file": ""}
     plain = {"http_cert_file": "", "http_key_file": "", "http_client_ca_file": ""}
     return config.model_copy(

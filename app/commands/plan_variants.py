@@ -25,7 +25,7 @@ from moebius.config import MoebiusConfig
 
 @contextlib.contextmanager
 def variants(config: MoebiusConfig) -> Iterator[list[Variant]]:
-    """The models; of those on the hub only what describes them is read, which is gone afterwards.
+    """Yields the models; of those on the hub only what describes them is read, which is gone afterwards.
 
     Raises UserError or CheckpointError.
     """
@@ -49,7 +49,10 @@ def variants(config: MoebiusConfig) -> Iterator[list[Variant]]:
 
 
 def _listing(named: HubModel, config: MoebiusConfig) -> Listing | None:
-    """What the hub has under that name; None where it is not asked or does not answer. Raises UserError."""
+    """Returns what the hub has under that name; None where it is not asked or does not answer.
+
+    Raises UserError.
+    """
     if config.model.offline or is_offline():
         return None
     try:

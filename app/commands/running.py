@@ -92,7 +92,7 @@ class StartView(ABC):
 
     @abstractmethod
     def on_waiting(self, waiting: Mapping[str, str]) -> None:
-        """Which processes are not ready yet, and what they do; called several times a second."""
+        """Shows which processes are not ready yet, and what they do; called several times a second."""
 
 
 class LineView(StartView):
@@ -202,12 +202,15 @@ class LogView(StartView):
 
 
 def processor_line(isa: str, cost: str) -> str:
-    """For people: the level as the kernels name it, and its cost."""
+    """Returns a line for people: the level as the kernels name it, and its cost."""
     return f"CPU kernels: {isa}" + (f": {cost}" if cost else "")
 
 
 def _processor(serve_plan: ServePlan) -> tuple[str, str]:
-    """Of this host, where remote expert servers do not run. Raises ConfigError for a wrong MOEBIUS_ISA."""
+    """Returns the line of this host, where remote expert servers do not run.
+
+    Raises ConfigError for a wrong MOEBIUS_ISA.
+    """
     try:
         level = isa_level()
     except ValueError as error:
@@ -230,7 +233,7 @@ def _start_view(serve_plan: ServePlan) -> Iterator[StartView]:
 
 
 def start_display(console: Console) -> Progress:
-    """A line per process: name, bar, phase, time since its start."""
+    """Returns a line per process: name, bar, phase, time since its start."""
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     return Progress(

@@ -88,7 +88,9 @@ def print_dry_run(config: MoebiusConfig, asked: MoebiusConfig) -> None:
 
 
 def examples(base_url: str, model: str, needs_key: bool) -> str:
-    """A curl and a Python example that work as pasted (with the reader's own key when one is needed)."""
+    """Returns a curl and a Python example that work as pasted (with the reader's own key when one
+    is needed).
+    """
     header = " -H 'Authorization: Bearer YOUR_KEY'" if needs_key else ""
     key = "YOUR_KEY" if needs_key else "none"
     return f"""
@@ -112,7 +114,7 @@ for chunk in stream:
 
 
 def container_note(host: str, root: Path = Path("/")) -> str:
-    """What a published port needs, for a server that only its container reaches; else empty."""
+    """Returns what a published port needs, for a server that only its container reaches; else empty."""
     inside = (root / ".dockerenv").exists() or (root / "run/.containerenv").exists()
     if not inside or host not in LOOPBACK_HOSTS:
         return ""

@@ -109,7 +109,9 @@ def _add_profile(app: typer.Typer) -> None:
 
 @contextmanager
 def live_source(server: str, config: str | None, replica: int, key: str, tls: ClientTls) -> Iterator[Source]:
-    """The source of figures at a gateway's URL, or at an engine's gRPC address, reached as `config` says."""
+    """Yields the source of figures at a gateway's URL, or at an engine's gRPC address, reached as `config`
+    says.
+    """
     from app.client import ApiClient
     from app.top.run import EngineSource, GatewaySource
 
@@ -125,7 +127,9 @@ def live_source(server: str, config: str | None, replica: int, key: str, tls: Cl
 
 
 def _engine(address: str, config: str | None) -> AbstractContextManager[Any]:
-    """A stub of the engine, reached as the configuration file says, or as the system that runs here is."""
+    """Returns a stub of the engine, reached as the configuration file says, or as the system that runs here
+    is.
+    """
     from app.commands.experts import engine_stub
     from moebius.config_loader import load_config
     from moebius.tls import configure_tls

@@ -112,7 +112,9 @@ def build_demo_model(
 
 
 def _is_current(target: Path) -> bool:
-    """Whether `target` is whole and current; raises DemoModelError when it holds somebody else's files."""
+    """Returns whether `target` is whole and current; raises DemoModelError when it holds somebody else's
+    files.
+    """
     if not target.exists():
         return False
     if not target.is_dir() or (not has_manifest(target) and any(target.iterdir())):

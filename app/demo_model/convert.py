@@ -284,7 +284,7 @@ def layer_tensors(dense: DenseWeights, split: ExpertSplit, layer: int) -> dict[s
 
 
 def shard_contents(dense: DenseWeights, split: ExpertSplit) -> Iterator[dict[str, StoredTensor]]:
-    """Yield the tensors of each shard: the embedding with the final norm, then groups of layers."""
+    """Yields the tensors of each shard: the embedding with the final norm, then groups of layers."""
     # The head is tied to the embedding, so there is no lm_head tensor.
     yield {
         "model.embed_tokens.weight": bfloat16_tensor(dense.tensor("token_embd.weight")),

@@ -79,7 +79,8 @@ def check_gguf(path: Path, expected_sha256: str = SOURCE_GGUF_SHA256) -> Path:
 
 
 def _pip() -> list[str]:
-    """The command that is pip: this environment's, else (`uv tool install` leaves pip out) uv's, else any.
+    """Returns the command that is pip: this environment's, else (`uv tool install` leaves pip out) uv's, else
+    any.
 
     Raises DemoModelError when there is none.
     """
@@ -187,7 +188,7 @@ def write_manifest(directory: Path) -> None:
 
 
 def has_manifest(directory: Path) -> bool:
-    """Whether `directory` was written by this builder (whole or not, current or not)."""
+    """Returns whether `directory` was written by this builder (whole or not, current or not)."""
     return (directory / MANIFEST_NAME).is_file()
 
 

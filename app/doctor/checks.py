@@ -60,8 +60,8 @@ def _as(ok: bool, bad: Status, check: str, found: str, fix: str) -> Finding:
 
 
 def check_host(facts: Facts) -> Iterator[Finding]:
-    """The findings of a machine that serves without Kubernetes, or of a node as seen from a Pod."""
-    # Nothing mends it, so it is no warning.
+    """Yields the findings of a machine that serves without Kubernetes, or of a node as seen from a Pod."""
+    # Nothing fixes it, so it is no warning.
     cost = what_it_costs(facts.isa, facts.cpu_flags, facts.num_gpus > 0)
     yield Finding("instruction set", "ok", facts.isa + (f": {cost}" if cost else ""))
     nodes = facts.topology.nodes
@@ -197,7 +197,7 @@ def _link_text(link: GpuLink) -> str:
 def check_pod(
     facts: Facts, expected: Expectation, shm: Volume, weights: Volume | None, places: Sequence[Volume]
 ) -> Iterator[Finding]:
-    """Whether containers find what they need on this node. `places` have to be writable."""
+    """Yields whether containers find what they need on this node. `places` have to be writable."""
     if expected.gpus or facts.num_gpus:
         yield _as(
             facts.num_gpus >= expected.gpus,
@@ -333,7 +333,7 @@ def check_model(path: str, error: str, fix: str) -> Finding:
 
 
 def check_threads(servers: Sequence[ServerBinding]) -> Iterator[Finding]:
-    """The findings on threads of the expert servers that `moebius serve` would start now."""
+    """Yields the findings on threads of the expert servers that `moebius serve` would start now."""
     for server in servers:
         node = f" of node {server.numa_node}" if server.numa_node >= 0 else ""
         yield _as(
@@ -353,7 +353,7 @@ def check_process_limits(error: str) -> Finding:
 
 
 def check_shortages(shortages: Sequence[Shortage]) -> Iterator[Finding]:
-    """What `moebius serve MODEL` refuses to start with."""
+    """Yields what `moebius serve MODEL` refuses to start with."""
     for shortage in shortages:
         yield Finding(f"{shortage.of} for this model", "failure", shortage.problem, shortage.remedy)
     if not shortages:

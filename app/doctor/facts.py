@@ -32,7 +32,7 @@ class Volume:
 
     @property
     def in_memory(self) -> bool:
-        """Whether what is written there lies in memory."""
+        """Returns whether what is written there lies in memory."""
         return self.kind in ("tmpfs", "hugetlbfs", "ramfs")
 
 
@@ -148,7 +148,7 @@ def read_volume(path: Path, mounts: Path = Path("/proc/self/mounts")) -> Volume:
 
 
 def read_memory_limit(root: Path = Path("/")) -> int | None:
-    """The smallest limit of the cgroups that this process is in, version 2 or 1; None: none."""
+    """Returns the smallest limit of the cgroups that this process is in, version 2 or 1; None: none."""
     limits = []
     for directory in _cgroups(root, "memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):
@@ -160,8 +160,9 @@ def read_memory_limit(root: Path = Path("/")) -> int | None:
 
 
 def read_gpu_links(root: Path = Path("/")) -> tuple[GpuLink, ...]:
-    """The PCIe links of the machine's NVIDIA GPUs, in the order of their addresses, also those that may not
-    be opened."""
+    """Returns the PCIe links of the machine's NVIDIA GPUs, in the order of their addresses, also those that
+    may not be opened.
+    """
     names = sorted(path.name.lower() for path in (root / "proc/driver/nvidia/gpus").glob("*"))
     found = []
     for name in names:
@@ -214,13 +215,13 @@ def _swap(path: Path) -> int:
 
 
 def _chosen(path: Path) -> str:
-    """The word in brackets of a file that lists all choices."""
+    """Returns the word in brackets of a file that lists all choices."""
     found = re.search(r"\[(\w+)\]", _text(path))
     return found[1] if found else ""
 
 
 def _number(path: Path, missing: float = 0.0) -> float:
-    """The first number in a file."""
+    """Returns the first number in a file."""
     found = re.match(r"-?[\d.]+", _text(path))
     return float(found[0]) if found else missing
 

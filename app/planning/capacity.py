@@ -19,7 +19,7 @@ class DoesNotFit(UserError):
 
 
 def gib(nbytes: float) -> str:
-    """For sentences: whole GiB, one digit below ten."""
+    """Formats bytes for sentences: whole GiB, one digit below ten."""
     return f"{nbytes / GIB:.1f}" if nbytes < 10 * GIB else f"{nbytes / GIB:.0f}"
 
 
@@ -50,7 +50,7 @@ def node_refusal(node: int, wanted: int, allowed: int) -> str:
 
 
 def kv_refusal(context: int, concurrency: int, tokens: int, token_bytes: float) -> str:
-    """A wanted context and concurrency that the KV cache has no room for."""
+    """Returns a wanted context and concurrency that the KV cache has no room for."""
     wanted = context * concurrency
     text = (
         f"{concurrency} streams of {context} tokens need {gib(wanted * token_bytes)} GiB of KV cache, "
@@ -80,11 +80,11 @@ class Wish:
 
     @property
     def is_demanded(self) -> bool:
-        """Whether a plan that has no room for it is refused."""
+        """Returns whether a plan that has no room for it is refused."""
         return self.context is not None or self.concurrency is not None
 
     def tokens(self, max_model_len: int) -> tuple[int, int]:
-        """Context and concurrency, the first at most what the model allows."""
+        """Returns context and concurrency, the first at most what the model allows."""
         context = self.context or min(DEFAULT_CONTEXT, max_model_len)
         return context, self.concurrency or (1 if self.context else DEFAULT_CONCURRENCY)
 
@@ -131,7 +131,7 @@ class CapacityPlan:
         return sum(part.nbytes for part in self.components)
 
     def total_of(self, place: str) -> int:
-        """Bytes of all components in one place."""
+        """Returns the bytes of all components in one place."""
         return total_bytes(self.components, place)
 
     @property
@@ -150,7 +150,7 @@ class CapacityPlan:
 def make_notes(
     config: MoebiusConfig, hardware: Hardware, kv: KvPool, context: int, has_weights: bool
 ) -> tuple[str, ...]:
-    """One sentence each."""
+    """Returns one sentence each."""
     notes = []
     if not has_weights:
         notes.append("no files of weights are there: types and formats are what config.json says")

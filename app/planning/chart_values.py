@@ -47,7 +47,7 @@ OWNED = {
 
 
 def chart_values(config: MoebiusConfig, plan: CapacityPlan) -> dict[str, Any]:
-    """What `helm install --values` takes; a claim for the checkpoint has to be named in addition.
+    """Returns what `helm install --values` takes; a claim for the checkpoint has to be named in addition.
 
     Raises UserError for a plan that is no Pod's: with expert servers elsewhere.
     """
@@ -111,14 +111,16 @@ def _engine_cpus(plan: CapacityPlan, ranks: int) -> int:
 
 
 def _engine_bytes(plan: CapacityPlan) -> int:
-    """Of all ranks, in RAM."""
+    """Returns the bytes of all ranks, in RAM."""
     return sum(
         part.nbytes for part in plan.components if part.place == RAM and part.part.startswith("engine")
     )
 
 
 def _with_residents(config: MoebiusConfig, plan: CapacityPlan) -> MoebiusConfig:
-    """With as many experts on GPUs as the plan has put there, and in RAM as often as the plan counts them."""
+    """Returns the settings with as many experts on GPUs as the plan has put there, and in RAM as often as the
+    plan counts them.
+    """
     update: dict[str, Any] = {"drop_resident": plan.drop_resident}
     if plan.residency.is_filled:
         update["gpu_experts"] = max(plan.residency.by_layer.values())

@@ -46,12 +46,13 @@ class Compared:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of one stream; 0 where nothing is served."""
+        """The predicted rate of one stream; 0 where nothing is served."""
         return self.plan.decode[0].tokens_per_second if self.plan is not None else 0.0
 
 
 def machines(text: str, options: HardwareOptions) -> dict[str, HardwareOptions]:
-    """The machines of `--compare`: GPUs, and RAM in GiB after an @, comma separated, as in 4090@64,none@256.
+    """Returns the machines of `--compare`: GPUs, and RAM in GiB after an @, comma separated, as in
+    4090@64,none@256.
 
     Raises UserError for text of another form; names of GPUs are checked when a row is planned.
     """
@@ -69,7 +70,7 @@ def machines(text: str, options: HardwareOptions) -> dict[str, HardwareOptions]:
 def compare(
     variants: Sequence[Variant], chosen: Mapping[str, HardwareOptions], wish: Wish, fill: bool
 ) -> list[Compared]:
-    """Every model on every machine. Raises UserError for what no hardware changes."""
+    """Returns every model on every machine. Raises UserError for what no hardware changes."""
     found = []
     hosts = {machine: hardware(options) for machine, options in chosen.items()}
     for variant in variants:
@@ -84,7 +85,9 @@ def compare(
 
 
 def best(rows: Sequence[Compared], least: float = LEAST_TOKENS_PER_SECOND) -> Compared | None:
-    """The largest file of which one stream gets `least` tokens/s, else the fastest; None: nothing fits."""
+    """Returns the largest file of which one stream gets `least` tokens/s, else the fastest; None: nothing
+    fits.
+    """
     fitting = [row for row in rows if row.plan is not None]
     quick = [row for row in fitting if row.tokens_per_second >= least]
     if quick:

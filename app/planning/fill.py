@@ -34,7 +34,7 @@ class DeviceUse:
 
 
 def gpu_memory() -> tuple[DeviceUse, ...]:
-    """The memory of every GPU that the driver shows; empty where it cannot be asked."""
+    """Returns the memory of every GPU that the driver shows; empty where it cannot be asked."""
     command = ["nvidia-smi", "--query-gpu=memory.total,memory.free", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_S, check=True)
@@ -45,8 +45,10 @@ def gpu_memory() -> tuple[DeviceUse, ...]:
 
 
 def parse_gpu_memory(text: str) -> tuple[DeviceUse, ...]:
-    """The total and free memory by lines such as `143771, 143165`, both in MiB. Raises ValueError
-    for other lines."""
+    """Returns the total and free memory by lines such as `143771, 143165`, both in MiB.
+
+    Raises ValueError for other lines.
+    """
     found = []
     for line in text.splitlines():
         if line.strip():
@@ -88,7 +90,9 @@ def with_filled_gpus(config: MoebiusConfig) -> MoebiusConfig:
 
 
 def _dropped(config: MoebiusConfig) -> MoebiusConfig:
-    """Of an engine on a CPU, which exchanges nothing: its experts need not be in RAM twice."""
+    """Returns the settings of an engine on a CPU, which exchanges nothing: its experts need not be in RAM
+    twice.
+    """
     if config.placement.drop_resident != "auto":
         return config
     placement = config.placement.model_copy(update={"drop_resident": "drop"})
@@ -96,7 +100,7 @@ def _dropped(config: MoebiusConfig) -> MoebiusConfig:
 
 
 def filled_placement(config: MoebiusConfig, memory: tuple[DeviceUse, ...]) -> PlacementConfig | None:
-    """The placement of experts for GPUs of which so much is free; None: the model does not fit there,
+    """Returns the placement of experts for GPUs of which so much is free; None: the model does not fit there,
     whatever is resident.
 
     Raises UserError for a setting that cannot be.

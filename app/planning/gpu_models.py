@@ -125,7 +125,7 @@ _SUGGESTIONS = 4
 
 
 def _key(name: str) -> str:
-    """The words that tell cards apart, in one order; those of "RTX-3080Ti" are those of "3080 ti"."""
+    """Returns the words that tell cards apart, in one order; those of "RTX-3080Ti" are those of "3080 ti"."""
     words = (word.lower().replace("mobile", "laptop") for word in _WORD.findall(name))
     return " ".join(sorted(word for word in words if word not in _IGNORED))
 
@@ -151,12 +151,15 @@ GPU_MODELS: Mapping[str, GpuModel] = {model.name: model for model in _BY_KEY.val
 
 
 def find_gpu_model(name: str) -> GpuModel | None:
-    """The model that a name such as "NVIDIA GeForce RTX 4090" or "h200" means; None: not in the table."""
+    """Returns the model that a name such as "NVIDIA GeForce RTX 4090" or "h200" means; None: not in the
+    table.
+    """
     return _BY_KEY.get(_key(name))
 
 
 def parse_gpus(text: str) -> tuple[int, GpuModel | None]:
-    """Number and kind of `h200`, `2xh200`, `4090+3090`, `4` or `none`; None where there is only a number.
+    """Returns number and kind of `h200`, `2xh200`, `4090+3090`, `4` or `none`; None where there is only a
+    number.
 
     Ranks share every layer evenly, so GPUs of several kinds count as that many of what the least of them has.
     Raises UserError naming what is not known, and the names that are nearest.
@@ -178,14 +181,14 @@ def parse_gpus(text: str) -> tuple[int, GpuModel | None]:
 
 
 def _counted(part: str) -> tuple[int, str]:
-    """Of "2x4090" 2 and "4090"; of "4090" 1 and "4090"."""
+    """Splits "2x4090" into 2 and "4090", "4090" into 1 and "4090"."""
     if matched := re.fullmatch(r"\s*(\d+)\s*[x*×]\s*(.+)", part, re.IGNORECASE):
         return int(matched[1]), matched[2]
     return 1, part
 
 
 def least_of(models: list[GpuModel]) -> GpuModel:
-    """The kind that all are, or one with the least of each figure."""
+    """Returns the kind that all are, or one with the least of each figure."""
     kinds = list(dict.fromkeys(models))
     if len(kinds) == 1:
         return kinds[0]

@@ -120,14 +120,14 @@ def _gpus(options: HardwareOptions, root: Path, origin: dict[str, str]) -> tuple
 
 
 def _known(names: list[str]) -> GpuModel | None:
-    """The kind that all are planned as; None where one of them, or all, is not known."""
+    """Returns the kind that all are planned as; None where one of them, or all, is not known."""
     models = [find_gpu_model(name) for name in names]
     known = [model for model in models if model is not None]
     return least_of(known) if known and len(known) == len(models) else None
 
 
 def _with_given(model: GpuModel | None, options: HardwareOptions) -> GpuModel:
-    """The table's figures, or of a PCIe 4 GPU, where none are given."""
+    """Returns the table's figures, or of a PCIe 4 GPU, where none are given."""
     base = model or GpuModel("GPU", 0, 0.0, 32e9, 0.0)
 
     def of(value: float | None, unit: float, default: float) -> float:
@@ -143,7 +143,7 @@ def _with_given(model: GpuModel | None, options: HardwareOptions) -> GpuModel:
 
 
 def gpu_names(root: Path = Path("/")) -> list[str]:
-    """The product name of every GPU that may be opened; "" where the driver's files do not say."""
+    """Returns the product name of every GPU that may be opened; "" where the driver's files do not say."""
     from app.supervisor.placement import find_gpus
 
     files = sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))
@@ -194,7 +194,10 @@ def _bandwidth(options: HardwareOptions, sockets: int, cores: int, origin: dict[
 
 
 def _isa(options: HardwareOptions) -> str:
-    """Given, or the widest that this host's kernels use. Raises UserError for one that is not known."""
+    """Returns the given level, or the widest that this host's kernels use.
+
+    Raises UserError for one that is not known.
+    """
     from moebius.kernels import isa_level
 
     if options.isa in ASSUMED_CORE_FLOPS:
@@ -207,7 +210,7 @@ def _isa(options: HardwareOptions) -> str:
 
 
 def _multiplies_bfloat16(options: HardwareOptions) -> bool:
-    """As this host's oneDNN says, or as the given instruction set has it."""
+    """Returns whether bfloat16 is multiplied, as this host's oneDNN or the given instruction set says."""
     if options.isa != "auto":
         return options.isa not in ("avx2", "scalar")
     from gpu_service.ops.linear import multiplies_bfloat16
@@ -216,7 +219,7 @@ def _multiplies_bfloat16(options: HardwareOptions) -> bool:
 
 
 def _kernel_times(options: HardwareOptions, origin: dict[str, str]) -> tuple[PanelTimes, ...]:
-    """Measured here; none where options describe other processors than this host's."""
+    """Returns the times measured here; none where options describe other processors than this host's."""
     given = (options.sockets, options.cores, options.bandwidth_gbs, options.cpu_tflops)
     if options.isa != "auto" or any(value is not None for value in given):
         return ()

@@ -45,8 +45,8 @@ class StoredExperts:
 def stored_experts(
     directory: str | Path, geometry: MoeGeometry, expert_checkpoint: str = ""
 ) -> dict[int, StoredExperts]:
-    """The stored formats of experts by MoE layer, from headers; without files of weights, what `config.json`
-    says that they will be.
+    """Returns the stored formats of experts by MoE layer, from headers; without files of weights, what
+    `config.json` says that they will be.
 
     `expert_checkpoint`: where they lie apart from the rest of the model; empty: they do not.
 
@@ -93,7 +93,9 @@ def _declared(directory: str | Path, geometry: MoeGeometry, layer: int) -> Store
 
 
 def _declared_format(scheme: WeightScheme, geometry: MoeGeometry) -> str:
-    """With scales in bfloat16: in float16, which only headers tell, they take as many bytes."""
+    """Returns the format with scales in bfloat16: in float16, which only headers tell, they take as many
+    bytes.
+    """
     return geometry.dtype if scheme is PLAIN else scheme.packed_format.format(scale="")
 
 
@@ -114,13 +116,13 @@ def _declared_bytes(scheme: WeightScheme, rows: int, columns: int, geometry: Moe
 def packed_expert(
     stored: StoredExperts, hidden_size: int, channels: int, expert_dtype: str, widest: str = "float32"
 ) -> PackedExpertLayout:
-    """How `channels` intermediate channels of an expert are packed; the rest as `packed_formats`."""
+    """Returns how `channels` intermediate channels of an expert are packed; the rest as `packed_formats`."""
     formats = packed_formats(stored, expert_dtype, widest)
     return expert_layout(*formats, hidden_size, channels, stored.has_bias, stored.is_gated)
 
 
 def packed_formats(stored: StoredExperts, expert_dtype: str, widest: str = "float32") -> tuple[str, str]:
-    """The packed formats of gate and up, and of down.
+    """Returns the packed formats of gate and up, and of down.
 
     `widest` "bfloat16" is that of a GPU that computes in it. Raises UserError when `expert_dtype` is "keep"
     and no packed format is the stored one.
@@ -139,7 +141,7 @@ def packed_formats(stored: StoredExperts, expert_dtype: str, widest: str = "floa
 
 
 def arena_bytes(nbytes: int) -> int:
-    """Memory that an expert server maps for a layer's packed experts."""
+    """Returns the memory that an expert server maps for a layer's packed experts."""
     page = _HUGE_PAGE if nbytes >= _HUGE_PAGE // 2 else _SMALL_PAGE
     return -(-nbytes // page) * page
 
@@ -151,7 +153,7 @@ def server_bytes(
     expert_dtype: str,
     resident: Mapping[int, Collection[int]] | None = None,
 ) -> int:
-    """Packed weights of an expert server that holds `part` of every layer in `stored`; bytes.
+    """Returns packed weights of an expert server that holds `part` of every layer in `stored`; bytes.
 
     Experts in `resident`, by layer, are on GPUs and not held.
     """
@@ -164,7 +166,8 @@ def server_bytes(
 
 
 def segment_bytes(config: MoebiusConfig, geometry: MoeGeometry, count: int) -> list[int]:
-    """What the segment of each of `count` expert servers takes in 2 MiB pages (kernels/moe/weight_segment.h).
+    """Returns what the segment of each of `count` expert servers takes in 2 MiB pages
+    (kernels/moe/weight_segment.h).
 
     Raises CheckpointError for a checkpoint that cannot be packed, UserError for a division that cannot be.
     """
@@ -190,7 +193,7 @@ def segment_bytes(config: MoebiusConfig, geometry: MoeGeometry, count: int) -> l
 def expert_format(
     config: MoebiusConfig, geometry: MoeGeometry, stored: Mapping[int, StoredExperts]
 ) -> tuple[tuple[str, str] | None, float]:
-    """Packed formats (gate and up, down) of most layers, and mean bytes of a packed expert."""
+    """Returns packed formats (gate and up, down) of most layers, and mean bytes of a packed expert."""
     dtype, inner = config.experts.expert_dtype, geometry.moe_intermediate_size
     if not stored:
         return None, 0.0
@@ -229,8 +232,9 @@ class ExpertServer:
 
 
 def num_servers(config: MoebiusConfig, sockets: int) -> int:
-    """The number of expert servers, as `moebius serve` starts them: what is set, else one per NUMA node.
-    Raises UserError."""
+    """Returns the number of expert servers, as `moebius serve` starts them: what is set, else one per NUMA
+    node. Raises UserError.
+    """
     if config.experts.expert_transport == "local":
         raise UserError(
             "expert_transport local is a reference implementation without a plan; allowed: mailbox, grpc"
@@ -244,7 +248,7 @@ def expert_servers(
     stored: Mapping[int, StoredExperts],
     sockets: int,
 ) -> tuple[ExpertServer, ...]:
-    """Every server's slice. Raises UserError for a division that cannot be."""
+    """Returns every server's slice. Raises UserError for a division that cannot be."""
     count = num_servers(config, sockets)
     group = math.lcm(*(layer.group for layer in stored.values()))
     request = replace(SliceRequest.from_config(config), split_count=count)
@@ -270,7 +274,7 @@ def ram_components(
     threads: int,
     resident: Mapping[int, tuple[int, ...]],
 ) -> tuple[Component, ...]:
-    """All of the host's memory while loading, when most is taken.
+    """Returns all of the host's memory while loading, when most is taken.
 
     `stored`: the layers that servers hold. `engine`: what the engine's ranks have there. `threads`: of all
     servers together, each of which has one source expert mapped while it packs. `resident`: experts by layer
@@ -295,7 +299,7 @@ def ram_components(
 
 
 def total_bytes(components: Sequence[Component], place: str) -> int:
-    """The bytes of all parts in a place."""
+    """Returns the bytes of all parts in a place."""
     return sum(part.nbytes for part in components if part.place == place)
 
 
@@ -327,19 +331,19 @@ class Residency:
 
     @property
     def is_everything(self) -> bool:
-        """Whether all experts are resident, so that no expert server is needed."""
+        """Returns whether all experts are resident, so that no expert server is needed."""
         return all(count == self.num_experts for count in self.by_layer.values())
 
 
 def has_placement(config: MoebiusConfig) -> bool:
-    """Whether settings say what is resident."""
+    """Returns whether settings say what is resident."""
     placement = config.placement
     chosen = (placement.gpu_experts, placement.gpu_experts_ratio)
     return bool(placement.gpu_layers) or any(value is not None for value in chosen)
 
 
 def chosen_residency(config: MoebiusConfig, geometry: MoeGeometry) -> Residency:
-    """What `moebius serve` would place. Raises UserError naming a setting."""
+    """Returns what `moebius serve` would place. Raises UserError naming a setting."""
     placed = make_placement(config.placement, geometry)
     return Residency(placed.resident, geometry.num_experts, False, "")
 
@@ -347,7 +351,7 @@ def chosen_residency(config: MoebiusConfig, geometry: MoeGeometry) -> Residency:
 def filled_residency(
     config: MoebiusConfig, geometry: MoeGeometry, fits: Callable[[Residency], bool]
 ) -> Residency:
-    """The resident experts: as many experts of every MoE layer as fit; none where not even one does.
+    """Returns the resident experts: as many experts of every MoE layer as fit; none where not even one does.
 
     `fits` must be monotone: what fits with more experts fits with fewer, but for all of them, beside which
     nothing is streamed.
@@ -377,7 +381,7 @@ def resident_bytes(
     tp_rank: int,
     widest: str,
 ) -> tuple[int, int]:
-    """Experts on one rank's GPU, and bytes of all of them; `layers` are the rank's MoE layers."""
+    """Returns experts on one rank's GPU, and bytes of all of them; `layers` are the rank's MoE layers."""
     count = total = 0
     size, dtype = geometry.moe_intermediate_size, config.experts.expert_dtype
     ranks = config.parallel.tensor_parallel_size

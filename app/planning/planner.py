@@ -95,7 +95,7 @@ class Planner:
         return planner._planned(hardware, wish, residency, kv_tokens, fill, explain)
 
     def fill(self, hardware: Hardware) -> PlacementConfig:
-        """What `moebius serve` places on GPUs of so much memory, beside so much RAM.
+        """Returns what `moebius serve` places on GPUs of so much memory, beside so much RAM.
 
         Raises DoesNotFit when not even the rest of the model fits, UserError for settings that cannot be.
         """
@@ -111,7 +111,7 @@ class Planner:
         return placement.model_copy(update=chosen)
 
     def _with_kept(self, hardware: Hardware, residency: Residency) -> Planner:
-        """The same with what `drop_resident` auto becomes."""
+        """Returns the same with what `drop_resident` auto becomes."""
         placement = self.config.placement
         if placement.drop_resident != "auto" or not residency.count:
             return self
@@ -119,7 +119,7 @@ class Planner:
         return self._with(placement=placement.model_copy(update={"drop_resident": chosen}))
 
     def _keeps(self, hardware: Hardware, residency: Residency) -> bool:
-        """Whether servers hold resident experts, too, so that they can be exchanged: if the RAM allows it."""
+        """Returns whether servers hold resident experts, too, for exchanges: if RAM allows it."""
         # Neither that of several ranks nor that of a CPU engine changes (docs/placement.md).
         is_fixed = len(self.forecast.ranks) > 1 or not self.on_gpu
         if is_fixed or residency.is_everything or not keeps_residents(self.config.placement):
@@ -132,7 +132,7 @@ class Planner:
         return True
 
     def _kept_tokens(self, hardware: Hardware) -> int:
-        """Tokens that the KV cache keeps room for when experts fill a GPU: a long context if it is cheap.
+        """Returns the tokens of KV cache that experts leave room for on a GPU: a long context if it is cheap.
 
         That is one of at most a quarter of what experts and cache could have together.
         """
@@ -166,7 +166,7 @@ class Planner:
         fill: bool,
         explain: bool,
     ) -> CapacityPlan:
-        """With these residents, beside which there is room for `kv_tokens`."""
+        """Returns the plan with these residents, beside which there is room for `kv_tokens`."""
         context, concurrency = wish.tokens(self.model.max_model_len)
         if self.on_gpu:
             ledgers = self._ledgers(hardware, residency, explain)
@@ -215,14 +215,14 @@ class Planner:
         return found if streams(found) else filled_residency(self.config, self.geometry, fits)
 
     def _with_num_seqs(self, hardware: Hardware) -> Planner:
-        """The same, with as many outputs in a step as `moebius serve` would choose."""
+        """Returns the same, with as many outputs in a step as `moebius serve` would choose."""
         assert hardware.gpu is not None
         memory = hardware.gpu.memory_bytes
         held = self._all_held(chosen_residency(self.config, self.geometry), hardware)
         return self._with_gpu(max_num_seqs=self.forecast.num_seqs(self.config, memory, held))
 
     def _with_batched_tokens(self, hardware: Hardware, residency: Residency) -> Planner:
-        """The same, with as many tokens in a step as an engine would choose."""
+        """Returns the same, with as many tokens in a step as an engine would choose."""
         if self.config.gpu.max_num_batched_tokens is not None:
             return self
         assert hardware.gpu is not None
@@ -231,11 +231,11 @@ class Planner:
         return self._with_gpu(max_num_batched_tokens=tokens)
 
     def _with_gpu(self, **changes: object) -> Planner:
-        """The same with other settings of the engine."""
+        """Returns the same with other settings of the engine."""
         return self._with(gpu=self.config.gpu.model_copy(update=changes))
 
     def _with(self, **sections: Section) -> Planner:
-        """The same with other sections of the settings."""
+        """Returns the same with other sections of the settings."""
         other = copy(self)
         other.config = self.config.model_copy(update=sections)
         return other
@@ -243,7 +243,7 @@ class Planner:
     def _ledgers(
         self, hardware: Hardware, residency: Residency, explain: bool = False
     ) -> tuple[MemoryPlan, ...]:
-        """Every rank's. Raises DoesNotFit in the ledger's words, if asked with what would make it fit."""
+        """Returns every rank's plan. Raises DoesNotFit in the ledger's words, if asked with what would do."""
         from gpu_service.memory.plan import MemoryShort
 
         assert hardware.gpu is not None
@@ -260,8 +260,8 @@ class Planner:
             raise DoesNotFit(str(error)) from error
 
     def _all_held(self, residency: Residency, hardware: Hardware) -> list[ExpertMemory]:
-        """What the ranks hold, one after the other, with slots to fetch to and rings to stream through as far
-        as `moebius serve` has room for them: rings come first.
+        """Returns what the ranks hold, one after the other, with slots to fetch to and rings to stream
+        through as far as `moebius serve` has room for them: rings come first.
         """
         held = [self._held(rank, residency) for rank in range(len(self.forecast.ranks))]
         mode, serves = self.config.gpu.prefill_experts, self.config.experts.expert_transport == "mailbox"
@@ -277,7 +277,7 @@ class Planner:
         return with_rings if mode == "stream" else held
 
     def _ring_bytes(self, rank: int, residency: Residency, hardware: Hardware) -> tuple[int, int]:
-        """Of the ring, and of slots that decode steps fetch to."""
+        """Returns the bytes of the ring, and of slots that decode steps fetch to."""
         from gpu_service.experts.fetching.make import plan_fetching
         from gpu_service.experts.streaming.make import StoredFormats, ring_of, served_parts
 
@@ -324,7 +324,7 @@ class Planner:
         return ExpertMemory(count, each, is_everything=residency.is_everything)
 
     def _pool(self, ledgers: tuple[MemoryPlan, ...]) -> KvPool:
-        """The KV pool of every rank: the one with least room decides, and none takes more than is usable."""
+        """Returns every rank's KV pool: the one with least room decides, none takes more than is usable."""
         pages = min(ledger.kv_bytes // ledger.page_bytes for ledger in ledgers)
         settings = self.config.gpu
         if settings.num_pages is None and settings.kv_cache_gib is None:
@@ -332,7 +332,7 @@ class Planner:
         return KvPool(pages, settings.page_size, self._token_bytes())
 
     def _token_bytes(self) -> float:
-        """Of the rank whose layers take most."""
+        """Returns the bytes of a token on the rank whose layers take most."""
         return max(rank.page_bytes for rank in self.forecast.ranks) / self.config.gpu.page_size
 
     def _gpu_parts(
@@ -415,7 +415,7 @@ class Planner:
         return found
 
     def _streamed_tokens(self, hardware: Hardware, residency: Residency) -> int:
-        """Tokens of a step whose experts are streamed; 0: there are no such steps."""
+        """Returns the number of tokens of a step whose experts are streamed; 0: there are no such steps."""
         if not self.on_gpu:
             return 0
         assert hardware.gpu is not None
@@ -423,7 +423,7 @@ class Planner:
         return self.forecast.prefill_chunk(self.config, memory, self._all_held(residency, hardware)) or 0
 
     def _settings(self) -> dict[str, str]:
-        """What decides the plan, for its head."""
+        """Returns what decides the plan, for its head."""
         formats = {layer.gate_up or "no packed format" for layer in self.stored.values()}
         stored = ", ".join(sorted(formats)) or "none"
         target = REQUANTISED.get(self.config.experts.expert_dtype)
@@ -440,8 +440,8 @@ class Planner:
 
 
 def make_planner(config: MoebiusConfig, hardware: Hardware, fill: bool = True) -> Planner:
-    """A planner of these settings. With `fill` all GPUs that the model allows are tensor-parallel ranks,
-    where no setting says how many.
+    """Returns a planner of these settings. With `fill` all GPUs that the model allows are tensor-parallel
+    ranks, where no setting says how many.
 
     Raises UserError for more ranks than GPUs.
     """
@@ -465,8 +465,7 @@ def make_planner(config: MoebiusConfig, hardware: Hardware, fill: bool = True) -
 
 
 def plan_capacity(config: MoebiusConfig, hardware: Hardware, wish: Wish, fill: bool) -> CapacityPlan:
-    """The capacity, as `Planner.plan`; a refusal names how many GPUs of the kind would do, where up to 8
-    do."""
+    """Returns the capacity, as `Planner.plan`; a refusal names how many GPUs, up to 8, would do."""
     planner = make_planner(config, hardware, fill)
     if not planner.on_gpu:
         hardware = replace(hardware, gpus=0, gpu=None)
@@ -480,7 +479,7 @@ def plan_capacity(config: MoebiusConfig, hardware: Hardware, wish: Wish, fill: b
 
 
 def _name(config: MoebiusConfig) -> str:
-    """Of the checkpoint's directory; where that is a version in the hub's cache, of the repository."""
+    """Returns the name of the checkpoint's directory, or of the repository of one in the hub's cache."""
     path = Path(config.model.model)
     named = config.model.served_model_name if path.parent.name == "snapshots" else ""
     return named.rpartition("/")[2] or path.name

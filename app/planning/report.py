@@ -55,7 +55,7 @@ def print_plan(plan: CapacityPlan, command: str, console: Console | None = None)
 
 
 def hardware_line(plan: CapacityPlan) -> str:
-    """What is planned for, each number with where it comes from."""
+    """Returns what is planned for, each number with where it comes from."""
     found, of = plan.hardware, plan.hardware.origin
     parts = []
     if found.gpu is not None:
@@ -72,7 +72,7 @@ def hardware_line(plan: CapacityPlan) -> str:
 
 
 def summary(plan: CapacityPlan) -> list[str]:
-    """KV cache, residency and where the kernels' times are from, a line each."""
+    """Returns lines on KV cache, residency and where the kernels' times are from."""
     kv, held = plan.kv, plan.residency
     lines = [
         f"KV cache: {kv.tokens} tokens of {kv.token_bytes / 1024:.1f} KiB on the fullest rank: "
@@ -86,7 +86,8 @@ def summary(plan: CapacityPlan) -> list[str]:
 
 
 def serve_command(asked: MoebiusConfig, plan: CapacityPlan) -> str:
-    """What does on such hardware what was planned: the settings that were given, then those that were found.
+    """Returns what does on such hardware what was planned: the settings that were given, then those that were
+    found.
 
     `asked`: as the user gave it, before names were resolved and anything was decided. Secrets are left out.
     """
@@ -129,7 +130,7 @@ def _speeds(plan: CapacityPlan) -> Table:
 
 
 def _cells(row: Speed) -> list[str]:
-    """The longest part of the step in bold."""
+    """Returns the longest part of the step in bold."""
     seconds = row.seconds
     parts = seconds.parts
     cells = [_milliseconds(part) for part in parts.values()]
@@ -140,12 +141,14 @@ def _cells(row: Speed) -> list[str]:
 
 
 def _milliseconds(seconds: float) -> str:
-    """Narrow enough for nine columns on a terminal."""
+    """Formats a number narrow enough for nine columns on a terminal."""
     return f"{seconds * 1e3:.{2 if seconds < 0.1 else 0}f}"
 
 
 def document(plan: CapacityPlan, command: str) -> dict[str, Any]:
-    """All fields, and what follows from them: sums, and the command that serves so; bytes, seconds."""
+    """Returns all fields, and what follows from them: sums, and the command that serves so; bytes,
+    seconds.
+    """
     found = asdict(plan)
     found["total"] = plan.total
     found["totals"] = {place: plan.total_of(place) for place in plan.places}
@@ -199,7 +202,7 @@ def run(
 
 
 def _refuse_incomplete(config: MoebiusConfig) -> None:
-    """What services prove of their tensors before they read one, in their words, where there are any.
+    """Checks what services prove of their tensors before they read one, in their words, where there are any.
 
     Raises CheckpointError or ModelConfigError.
     """

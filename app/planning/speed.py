@@ -67,7 +67,7 @@ class ExpertTimes:
     intermediate_size: int
 
     def seconds(self, rows: float) -> float:
-        """The seconds of one expert with `rows` rows, all threads of one server at work."""
+        """Returns the seconds of one expert with `rows` rows, all threads of one server at work."""
         return self.gate_up_panels * self.gate_up.seconds(
             rows, self.hidden_size
         ) + self.down_panels * self.down.seconds(rows, self.intermediate_size)
@@ -148,7 +148,7 @@ class Speed:
 
 
 def predict_decode(work: Work, hardware: Hardware, streams: Sequence[int], context: int) -> tuple[Speed, ...]:
-    """One row per number of streams, each of them `context` tokens long."""
+    """Returns one row per number of streams, each of them `context` tokens long."""
     found = []
     for count in streams:
         seconds = step_seconds(work, hardware, count, count * context)
@@ -160,7 +160,8 @@ def predict_decode(work: Work, hardware: Hardware, streams: Sequence[int], conte
 def predict_prefill(
     work: Work, hardware: Hardware, chunk: int, context: int, streamed_chunk: int = 0
 ) -> Speed:
-    """The speed of a prompt of `context` tokens in chunks; each attends to half of the prompt on average.
+    """Returns the speed of a prompt of `context` tokens in chunks; each attends to half of the prompt on
+    average.
 
     With a `streamed_chunk` steps may be that long, with experts streamed as the engine divides them.
     """
@@ -179,7 +180,7 @@ def _prefill(work: Work, chunk: int, context: int, seconds: StepSeconds) -> Spee
 
 
 def _eager(work: Work, hardware: Hardware, rows: int, attended: int) -> StepSeconds:
-    """A step of a prompt, which no graph holds."""
+    """Returns a step of a prompt, which no graph holds."""
     seconds = step_seconds(work, hardware, rows, attended, attended)
     if hardware.gpu is None:
         return seconds
@@ -188,7 +189,7 @@ def _eager(work: Work, hardware: Hardware, rows: int, attended: int) -> StepSeco
 
 
 def _streamed(work: Work, hardware: Hardware, rows: int, eager: StepSeconds) -> StepSeconds:
-    """The same with the share of each layer streamed that takes least (decision 13).
+    """Returns the same with the share of each layer streamed that takes least (decision 13).
 
     Copies run ahead of everything that the GPU does; in "experts in RAM" is what that does not hide.
     """
@@ -211,7 +212,9 @@ def _streamed(work: Work, hardware: Hardware, rows: int, eager: StepSeconds) -> 
 def step_seconds(
     work: Work, hardware: Hardware, rows: int, kv_tokens: int, attended: int | None = None
 ) -> StepSeconds:
-    """A step of `rows` tokens that reads the KV of `kv_tokens`, each row attending to `attended` of them."""
+    """Returns a step of `rows` tokens that reads the KV of `kv_tokens`, each row attending to `attended` of
+    them.
+    """
     per_row = kv_tokens / rows if attended is None else attended
     in_ram = work.moe_layers and work.resident_share < 1.0
     return StepSeconds(
@@ -254,14 +257,16 @@ def _request_seconds(work: Work, hardware: Hardware, rows: int) -> float:
 
 
 def assumed_peak_share(isa: str, rows: float) -> float:
-    """What kernels are taken to reach of the peak of an instruction set, with `rows` rows per expert."""
+    """Returns what kernels are taken to reach of the peak of an instruction set, with `rows` rows
+    per expert.
+    """
     if isa != "amx":
         return ASSUMED_EXPERT_PEAK_SHARE
     return min(ASSUMED_EXPERT_PEAK_SHARE, ASSUMED_AMX_PEAK_SHARE * (1 + rows / ASSUMED_AMX_ROWS))
 
 
 def _gpu_expert_seconds(work: Work, hardware: Hardware, rows: int) -> float:
-    """Row by row, in tiles, or bound by operations."""
+    """Returns the time row by row, in tiles, or bound by operations."""
     if hardware.gpu is None or not work.resident_share:
         return 0.0
     pairs = work.resident_share * rows * work.top_k
@@ -275,7 +280,9 @@ def _gpu_expert_seconds(work: Work, hardware: Hardware, rows: int) -> float:
 
 
 def _hand_off_seconds(work: Work, hardware: Hardware, rows: int) -> float:
-    """Rows to all servers once, float32 sums back from each; over the links of all ranks at once."""
+    """Returns the time of rows to all servers and of float32 sums back, over the links of all ranks
+    at once.
+    """
     requests = -(-rows // work.request_rows)
     nbytes = rows * work.hidden_size * (work.item_bytes + 4 * work.servers)
     speed = HAND_OFF_BANDWIDTH
@@ -300,7 +307,7 @@ def make_work(
     residency: Residency,
     hardware: Hardware,
 ) -> Work:
-    """Experts of layers in several formats count with their mean size and the layout of most."""
+    """Counts experts of layers in several formats with their mean size and the layout of most."""
     formats, expert_bytes = expert_format(config, geometry, stored)
     ranks, model = config.parallel.tensor_parallel_size, forecast.model_config
     busiest = _busiest_of_stages(forecast)
@@ -336,8 +343,8 @@ def measured_times(
     dtype: str,
     hardware: Hardware,
 ) -> ExpertTimes | None:
-    """The measured times from `hardware.kernel_times`; None: no server of as many threads has measured both
-    matrices' formats.
+    """Returns the measured times from `hardware.kernel_times`; None: no server of as many threads has
+    measured both matrices' formats.
 
     `dtype`: of the model's activations.
     """

@@ -57,7 +57,10 @@ class CoreClaims:
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
-        """While no other instance claims cores. Raises TimeoutError when one keeps the directory locked."""
+        """Holds the directory while no other instance claims cores.
+
+        Raises TimeoutError when one keeps it locked.
+        """
         deadline = time.monotonic() + _WAIT_S
         while not _try_flock(self._directory, fcntl.LOCK_EX):
             if time.monotonic() > deadline:
@@ -69,7 +72,7 @@ class CoreClaims:
             fcntl.flock(self._directory, fcntl.LOCK_UN)
 
     def others(self) -> tuple[OtherInstance, ...]:
-        """Instances that live now; deletes the files of those that do not, in `exclusive`."""
+        """Returns the instances that live now; deletes the files of those that do not, in `exclusive`."""
         found = []
         for name in sorted(os.listdir(self._directory)):
             with contextlib.suppress(OSError, ValueError, RuntimeError):
@@ -79,7 +82,10 @@ class CoreClaims:
         return tuple(found)
 
     def _read(self, name: str) -> OtherInstance | None:
-        """None: its holder is gone. Raises OSError, ValueError or RuntimeError for what is no claim."""
+        """Returns the instance; None: its holder is gone.
+
+        Raises OSError, ValueError or RuntimeError for what is no claim.
+        """
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         descriptor = os.open(name, flags, dir_fd=self._directory)
         with os.fdopen(descriptor, "rb") as file:
@@ -112,7 +118,9 @@ class CoreClaims:
 
 
 def open_claims(directory: Path) -> CoreClaims | None:
-    """None, after a warning, where the directory cannot be used: then other instances are not seen."""
+    """Returns the claims; None, after a warning, where the directory cannot be used: then other instances are
+    not seen.
+    """
     try:
         return CoreClaims(directory)
     except OSError as error:

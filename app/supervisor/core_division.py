@@ -72,7 +72,7 @@ class CoreDivision:
 
 @contextlib.contextmanager
 def divided_cores(experts: ExpertConfig, measures: bool) -> Iterator[CoreDivision]:
-    """What other instances leave of this host; no other instance starts until the block ends.
+    """Holds what other instances leave of this host; no other instance starts until the block ends.
 
     With `measures`, nodes whose read bandwidth is not known are measured first, where no other instance
     computes and expert_threads is not set. Raises StartupError as `usable_nodes`.

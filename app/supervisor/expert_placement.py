@@ -44,7 +44,7 @@ class NodeCores:
         return tuple(cpu for cpu in self.cpus if cpu not in computing)
 
     def without(self, others: Sequence[OtherInstance], wanted: int) -> NodeCores:
-        """What other instances leave of it, or all cores, shared, where that is too little.
+        """Returns what other instances leave of it, or all cores, shared, where that is too little.
 
         `wanted` is how many cores a setting asks for; 0: as many as there are.
         """
@@ -74,7 +74,7 @@ class ServerBinding:
     is_shared: bool = False
 
     def __str__(self) -> str:
-        """How many threads there are, and why."""
+        """Returns how many threads there are, and why."""
         return f"{self.threads} ({self.reason})"
 
 
@@ -137,13 +137,15 @@ def place_experts(
 
 
 def _spared_cores(node: NodeCores, num_engines: int) -> int:
-    """Cores without a compute thread: for engines that have no CPU besides those of compute threads."""
+    """Returns the number of cores without a compute thread: for engines that have no CPU besides those of
+    compute threads.
+    """
     idle_cpus = len(node.cpus) - len(node.cores)
     return max(0, num_engines - idle_cpus) if len(node.cores) >= SPARED_FROM else 0
 
 
 def _num_threads(share: NodeCores, spared: int, knee: int | None, quota: float | None) -> tuple[int, str]:
-    """How many threads a server has that nothing was set for, and why: the smallest of all limits."""
+    """Returns how many threads a server has that nothing was set for, and why: the smallest of all limits."""
     cores = len(share.cores)
     has_siblings = any(len(core) > 1 for core in share.cores)
     kind = "physical core" if has_siblings else "CPU"
@@ -163,7 +165,8 @@ def _num_threads(share: NodeCores, spared: int, knee: int | None, quota: float |
 
 
 def _held_cpus(share: NodeCores, count: int, neighbours: int, quota: float | None) -> tuple[int, ...]:
-    """CPUs of `count` cores of the share; of all where a quota or other instances let the scheduler choose.
+    """Returns CPUs of `count` cores of the share; of all where a quota or other instances let the scheduler
+    choose.
 
     A node's only server also has `NodeCores.other_cpus`, for threads that do not compute.
     """

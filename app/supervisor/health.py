@@ -67,11 +67,11 @@ class GrpcProbe(Probe, Liveness):
         return self._status(PROBE_TIMEOUT_S) == int(health_pb2.HealthCheckResponse.SERVING)
 
     def sign(self, pid: int, timeout_s: float) -> object:
-        """The time of the answer, whatever it says."""
+        """Returns the time of the answer, whatever it says."""
         return None if self._status(timeout_s) is None else time.monotonic()
 
     def _status(self, timeout_s: float) -> int | None:
-        """The status; 0 (UNKNOWN) when it is refused; None when there is no answer."""
+        """Returns the status; 0 (UNKNOWN) when it is refused; None when there is no answer."""
         import grpc
         from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -101,7 +101,7 @@ class HttpProbe(Probe, Liveness):
         return self._status(PROBE_TIMEOUT_S) == 200
 
     def sign(self, pid: int, timeout_s: float) -> object:
-        """The time of the answer, whatever it says."""
+        """Returns the time of the answer, whatever it says."""
         return None if self._status(timeout_s) is None else time.monotonic()
 
     def _status(self, timeout_s: float) -> int | None:
@@ -127,7 +127,7 @@ class MailboxLiveness(Liveness):
     grpc: GrpcProbe
 
     def sign(self, pid: int, timeout_s: float) -> object:
-        """The counter, once the process has claimed its index."""
+        """Returns the counter, once the process has claimed its index."""
         found = self._state()
         if found is None or found.pid != pid:
             return self.grpc.sign(pid, timeout_s)
@@ -135,7 +135,10 @@ class MailboxLiveness(Liveness):
         return answered or found.progress
 
     def requests_served(self, pid: int) -> int | None:
-        """As the mailbox says, which outlives the process. Answers of one that was sent away do not count."""
+        """Returns what the mailbox says, which outlives the process.
+
+        Answers of a server that was refused do not count.
+        """
         found = self._state()
         if found is None or found.pid not in (pid, 0):
             return None
@@ -144,7 +147,7 @@ class MailboxLiveness(Liveness):
         return found.calls if found.pid == pid else None
 
     def _state(self) -> ServerState | None:
-        """None when there is no such mailbox, or no such server."""
+        """Returns the server's state; None when there is no such mailbox, or no such server."""
         from moebius.mailbox import MailboxError, server_health
 
         try:
@@ -195,6 +198,8 @@ class Plan:
     segments: tuple[Segment, ...] = ()
     # Memory of the expert servers that outlives them, but not the supervisor.
     weights: tuple[WeightFile, ...] = ()
+    # The same of the engine's prefixes in RAM.
+    prefixes: tuple[WeightFile, ...] = ()
     # (path, content) of files the processes read; written, readable by the owner only, before any start.
     files: tuple[tuple[Path, str], ...] = ()
     # Whether log lines are JSON objects, which take no prefix.
@@ -293,7 +298,7 @@ class Silence:
         self._stopped = stopped
 
     def verdict(self) -> Hang | None:
-        """None while it may still be alive."""
+        """Returns the hang; None while the process may still be alive."""
         if self._idle_s >= self._limit_s:
             what = "it is stopped, as by SIGSTOP" if self._stopped else "it does not compute either"
             return Hang(self._silent_s, what)
@@ -358,7 +363,9 @@ class Watch:
         self.hang = self._silence.verdict()
 
     def served_at_end(self) -> int:
-        """Requests that it had answered when it ended, also those since the last look."""
+        """Returns the number of requests that it had answered when it ended, also those since the
+        last look.
+        """
         return self._count(self.served)
 
     def _count(self, uncounted: int) -> int:
@@ -367,7 +374,7 @@ class Watch:
         return uncounted if found is None else found
 
     def _is_busy(self, activity: Activity, elapsed_s: float) -> bool:
-        """Whether it computed, or wanted to, since the look before."""
+        """Returns whether it computed, or wanted to, since the look before."""
         if activity.stopped:
             return False
         if activity.occupied or self._activity is None:

@@ -29,7 +29,7 @@ class ForwardedLines:
         self._said: dict[str, float] = {}
 
     def forwarded(self, text: str) -> str | None:
-        """The line to write; None: it was said a moment ago, or is of no use to anybody."""
+        """Returns the line to write; None: it was said a moment ago, or is of no use to anybody."""
         if text.startswith(_NOISE):
             return None
         native = _NATIVE.fullmatch(text)
@@ -49,7 +49,7 @@ class ForwardedLines:
         return json.dumps(line, ensure_ascii=False)
 
     def _is_repeated(self, words: str) -> bool:
-        """Whether a failed handshake for this reason was passed on within the last minute."""
+        """Returns whether a failed handshake for this reason was passed on within the last minute."""
         now = self._clock()
         if now - self._said.get(words, -HANDSHAKE_EVERY_S) < HANDSHAKE_EVERY_S:
             return True
@@ -58,7 +58,7 @@ class ForwardedLines:
 
 
 def _is_json(text: str) -> bool:
-    """Whether a logger wrote it as an object."""
+    """Returns whether a logger wrote it as an object."""
     if not text.startswith("{"):
         return False
     try:

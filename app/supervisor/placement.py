@@ -24,7 +24,7 @@ class Gpu:
 
 
 def find_gpus(root: Path = Path("/")) -> tuple[Gpu, ...]:
-    """NVIDIA GPUs that may be opened here, in the order of their PCI addresses.
+    """Returns NVIDIA GPUs that may be opened here, in the order of their PCI addresses.
 
     In a container only some of the machine's GPUs may be there; which ones is not visible in these files,
     so their NUMA nodes are then unknown.
@@ -60,14 +60,14 @@ class RankBinding:
 
 
 def runs_on_gpus(config: MoebiusConfig, gpus: Sequence[Gpu]) -> bool:
-    """Whether the engine's device is a GPU, as far as that is known before it starts."""
+    """Returns whether the engine's device is a GPU, as far as that is known before it starts."""
     return config.gpu.device == "cuda" or (config.gpu.device == "auto" and bool(gpus))
 
 
 def place_ranks(
     config: MoebiusConfig, gpus: Sequence[Gpu], node_cores: Mapping[int, NodeCores]
 ) -> tuple[RankBinding, ...]:
-    """One placement per rank of this host; `node_cores` maps NUMA node -> what we may use there.
+    """Returns one placement per rank of this host; `node_cores` maps NUMA node -> what we may use there.
 
     Raises ConfigError when there are more ranks than GPUs.
     """
@@ -100,13 +100,13 @@ def place_ranks(
 
 
 def _near(number: int, gpus: Sequence[Gpu], node_cores: Mapping[int, NodeCores]) -> tuple[int, ...]:
-    """All CPUs of the GPU's node, where that leaves any out."""
+    """Returns all CPUs of the GPU's node, where that leaves any out."""
     node = gpus[number].numa_node if number < len(gpus) else -1
     return node_cores[node].cpus if len(node_cores) > 1 and node in node_cores else ()
 
 
 def rank_address(config: MoebiusConfig) -> str:
-    """Where the ranks meet: a free port of this machine, unless one is given; empty for one rank.
+    """Returns where the ranks meet: a free port of this machine, unless one is given; empty for one rank.
 
     Raises ConfigError when ranks are on several hosts and no address is given.
     """
@@ -120,7 +120,7 @@ def rank_address(config: MoebiusConfig) -> str:
 
 
 def rank_settings(config: MoebiusConfig, placed: RankBinding) -> MoebiusConfig:
-    """The settings of one engine process; only rank 0 has metrics."""
+    """Returns the settings of one engine process; only rank 0 has metrics."""
     parallel = config.parallel.model_copy(update={"rank": placed.rank})
     own: dict[str, object] = {"gpu_threads": placed.threads}
     if placed.rank:

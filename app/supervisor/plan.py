@@ -48,6 +48,7 @@ from moebius.checkpoint.gguf.files import served_name
 from moebius.config import MoebiusConfig, Section
 from moebius.config_loader import effective_config
 from moebius.errors import ConfigError, StartupError
+from moebius.kv_tiers import ram_tier_path
 from moebius.models.geometry import MoeGeometry
 from moebius.served_model import read_served_geometry
 from moebius.tls import http_files
@@ -107,6 +108,7 @@ def plan_processes(config: MoebiusConfig) -> ServePlan:
             processes=tuple(_process(member, directory) for member in members),
             segments=(_mailbox(config, model),) if config.experts.mailbox else (),
             weights=_weight_files(config, model, directory, placements),
+            prefixes=_prefix_files(config, directory),
             files=tuple(
                 (_settings_file(member, directory), effective_config(member.config)) for member in members
             ),
@@ -121,7 +123,8 @@ def plan_processes(config: MoebiusConfig) -> ServePlan:
 
 
 def plan_ranks(config: MoebiusConfig) -> ServePlan:
-    """The ranks of this host alone (`moebius ranks`), for a Pod or a host whose other processes others start.
+    """Returns the ranks of this host alone (`moebius ranks`), for a Pod or a host whose other processes
+    others start.
 
     Raises ConfigError for what ranks would refuse, StartupError for a state directory that cannot be used.
     """
@@ -179,7 +182,7 @@ class _Member:
 def _members(
     config: MoebiusConfig, placements: Sequence[ServerBinding], ranks: Sequence[RankBinding]
 ) -> list[_Member]:
-    """All processes in the order of their start: those that load most first."""
+    """Returns all processes in the order of their start: those that load most first."""
     members = []
     for index, placement in enumerate(placements):
         own = _expert_settings(config, index, placement)
@@ -272,25 +275,25 @@ def _free_port(host: str) -> int:
 
 
 def base_url(config: MoebiusConfig) -> str:
-    """Where clients on this host reach the gateway."""
+    """Returns where clients on this host reach the gateway."""
     scheme = "http" if http_files(config.security) is None else "https"
     return f"{scheme}://{_bracketed(_reachable(config.gateway.host))}:{config.gateway.port}"
 
 
 def _bracketed(host: str) -> str:
-    """As URLs have an address."""
+    """Returns an address as URLs have it."""
     return f"[{host}]" if ":" in host else host
 
 
 def _reachable(host: str) -> str:
-    """An address that reaches a server bound to `host`."""
+    """Returns an address that reaches a server bound to `host`."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
 
 
 def expert_placements(
     config: MoebiusConfig, model: MoeGeometry, cores: HostCores
 ) -> tuple[ServerBinding, ...]:
-    """One placement per expert server that `serve` starts on this host, which has `cores` for it.
+    """Returns one placement per expert server that `serve` starts on this host, which has `cores` for it.
 
     None where `_starts_servers` says so. Raises ConfigError for shares that do not fit.
     """
@@ -298,7 +301,8 @@ def expert_placements(
 
 
 def _starts_servers(config: MoebiusConfig, model: MoeGeometry) -> bool:
-    """False where gpu_service computes the experts itself, or reaches servers that somebody else started.
+    """Returns False where gpu_service computes the experts itself, or reaches servers that somebody else
+    started.
 
     Raises ConfigError for addresses that are not used.
     """
@@ -313,8 +317,10 @@ def _starts_servers(config: MoebiusConfig, model: MoeGeometry) -> bool:
 
 
 def place_servers(config: MoebiusConfig, cores: HostCores) -> tuple[ServerBinding, ...]:
-    """The places of expert servers: as many servers as are set, else one per NUMA node. Raises ConfigError
-    for shares that do not fit."""
+    """Returns the places of expert servers: as many servers as are set, else one per NUMA node.
+
+    Raises ConfigError for shares that do not fit.
+    """
     experts = config.experts
     count = experts.expert_servers or len(cores.nodes)
     if experts.split_shares and len(experts.split_shares) != count:
@@ -333,7 +339,10 @@ def _num_engines_on_gpus(config: MoebiusConfig) -> int:
 
 
 def _is_all_resident(config: MoebiusConfig, model: MoeGeometry) -> bool:
-    """Whether the engine computes every expert itself. Raises UserError for a placement that cannot be."""
+    """Returns whether the engine computes every expert itself.
+
+    Raises UserError for a placement that cannot be.
+    """
     from moebius.placement import make_placement
 
     return make_placement(config.placement, model).covers_everything
@@ -344,7 +353,7 @@ def _absolute(path: str) -> str:
 
 
 def _shared_settings(config: MoebiusConfig, directory: Path, num_experts: int) -> MoebiusConfig:
-    """What all processes agree on: sockets, the mailbox's name, the served name."""
+    """Returns what all processes agree on: sockets, the mailbox's name, the served name."""
     model = Path(config.model.model).absolute()
     config = _replace(
         config,
@@ -355,7 +364,8 @@ def _shared_settings(config: MoebiusConfig, directory: Path, num_experts: int) -
         served_model_name=config.model.served_model_name or served_name(model),
     )
     gpu_address = _socket(directory, "gpu")
-    config = _replace(config, "gpu", gpu_address=gpu_address)
+    kept = config.gpu.kv_offload_dir or str(directory)
+    config = _replace(config, "gpu", gpu_address=gpu_address, kv_offload_dir=kept)
     config = _replace(config, "parallel", rank=0, rank_address=rank_address(config))
     responses = config.gateway.stored_responses_dir or str(directory)
     config = _replace(config, "gateway", engine_address=gpu_address, stored_responses_dir=responses)
@@ -375,7 +385,7 @@ def _shared_settings(config: MoebiusConfig, directory: Path, num_experts: int) -
 
 
 def _expert_settings(config: MoebiusConfig, index: int, placement: ServerBinding) -> MoebiusConfig:
-    """The settings of one expert server."""
+    """Returns the settings of one expert server."""
     experts = config.experts
     port = experts.expert_metrics_port
     return _replace(
@@ -398,7 +408,7 @@ def _server_node(config: MoebiusConfig, placement: ServerBinding) -> int:
 def _weight_files(
     config: MoebiusConfig, model: MoeGeometry, directory: Path, placements: Sequence[ServerBinding]
 ) -> tuple[WeightFile, ...]:
-    """Memory for every server's packed experts; none where the user gave a directory for it."""
+    """Returns the memory for every server's packed experts; none where the user gave a directory for it."""
     if config.experts.expert_weights_dir != str(directory):
         return ()
     sizes = [0] * len(placements)
@@ -417,8 +427,17 @@ def _weight_files(
     )
 
 
+def _prefix_files(config: MoebiusConfig, directory: Path) -> tuple[WeightFile, ...]:
+    """Memory for the engine's prefixes in RAM; none where the user gave a directory for it, or wants none."""
+    if config.gpu.kv_offload_dir != str(directory) or config.gpu.kv_offload_gib == 0:
+        return ()
+    return (WeightFile(ram_tier_path(str(directory)), 0, -1),)
+
+
 def _mailbox(config: MoebiusConfig, model: MoeGeometry) -> Segment:
-    """The shared memory between gpu_service and the expert servers; created here so that it outlives both."""
+    """Returns the shared memory between gpu_service and the expert servers; created here so that it outlives
+    both.
+    """
     name = config.experts.mailbox
 
     def create() -> object:

@@ -94,7 +94,7 @@ class ManagedProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """How it ended (negative: by that signal); None while it runs or before the first start."""
+        """Returns how it ended (negative: by that signal); None while it runs or before the first start."""
         return self._popen.poll() if self._popen is not None else None
 
     @property
@@ -122,12 +122,14 @@ class ManagedProcess:
 
     @property
     def can_not_heal(self) -> bool:
-        """Whether it has ended in a way that another start cannot fix."""
+        """Returns whether it has ended in a way that another start cannot fix."""
         return self._user_errors_in_a_row >= USER_ERRORS_ALLOWED
 
     @property
     def last_words(self) -> str:
-        """Why it ended, by its own words if it had any, else the last line it logged that is not empty."""
+        """Returns why it ended, by its own words if it had any, else the last line it logged that is not
+        empty.
+        """
         if self._forwarder is not None:
             self._forwarder.join(timeout=1.0)
         if self.cause:
@@ -156,7 +158,9 @@ class ManagedProcess:
         self._watch.start()
 
     def hang(self, now: float) -> Hang | None:
-        """Why it has to be replaced though it runs; None when it has not, or was killed for it already."""
+        """Returns why it has to be replaced though it runs; None when it has not, or was killed for it
+        already.
+        """
         if self.pid is None or self._watch is None or self.killed_for is not None:
             return None
         age_s, limit_s = now - self._started_at, self._timing.ready_timeout_s
@@ -252,7 +256,7 @@ class ManagedProcess:
             self._watch.stop()
 
     def _signal(self, number: signal.Signals) -> None:
-        """To its whole group for SIGKILL, else to the process alone."""
+        """Sends the signal to the whole group for SIGKILL, else to the process alone."""
         if self._popen is None:
             return
         with contextlib.suppress(ProcessLookupError):

@@ -110,7 +110,8 @@ class RunRecord:
 
 
 def start_ticks(pid: int) -> int | None:
-    """When the process started, in clock ticks since boot (proc_pid_stat(5), field 22); None: no such one.
+    """Returns when the process started, in clock ticks since boot (proc_pid_stat(5), field 22); None: no such
+    one.
 
     Together with the pid it names a process for ever: pids are reused, pairs are not.
     """
@@ -201,7 +202,7 @@ def clean_up_stale(state_dir: Path) -> list[str]:
 
 
 def _try_lock(directory: Path) -> int | None:
-    """A locked file descriptor, or None when a live process holds the lock."""
+    """Returns a locked file descriptor, or None when a live process holds the lock."""
     while True:
         descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
@@ -255,7 +256,10 @@ def _clear(directory: Path) -> None:
 
 
 def _read_record(run_file: Path) -> RunRecord | None:
-    """The run file; None when there is none. Raises StartupError when it is not ours, or not a run file."""
+    """Returns the run file; None when there is none.
+
+    Raises StartupError when it is not ours, or not a run file.
+    """
     try:
         descriptor = os.open(run_file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -291,7 +295,10 @@ def _checked(document: Any) -> RunRecord:
 
 
 def _own_segment(name: str, directory: Path) -> Path | None:
-    """Where that shared memory is; None: there is none. Raises StartupError when it is no mailbox of ours."""
+    """Returns where that shared memory is; None: there is none.
+
+    Raises StartupError when it is no mailbox of ours.
+    """
     path = SHARED_MEMORY / name
     try:
         found = path.lstat()

@@ -33,7 +33,7 @@ class RunningSystem:
 
     @property
     def seconds(self) -> float:
-        """How long it runs, seconds."""
+        """Returns how long it runs, seconds."""
         boot_s = float(Path("/proc/uptime").read_text().split()[0])
         return max(0.0, boot_s - self.ticks / os.sysconf("SC_CLK_TCK"))
 

@@ -109,7 +109,7 @@ def shared_memory_shortage(needed: int, found: Volume, error: str = "") -> Short
 
 
 def _address_space_limit() -> int | None:
-    """Bytes; None: there is none."""
+    """Returns bytes; None: there is none."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     return limit if limit >= 0 else None
 

@@ -49,7 +49,7 @@ class RestartGroup:
                     member.send_kill()
 
     def may_restart(self, name: str) -> bool:
-        """Whether this member, which has ended, may start now; the caller then calls `note_start`."""
+        """Returns whether this member, which has ended, may start now; the caller then calls `note_start`."""
         if self._deadline is not None and all(member.noted_exit for member in self._members):
             self._deadline = None
             self._due = {member.spec.name for member in self._members}
@@ -101,6 +101,7 @@ class Supervisor:
         self._directory = RunDirectory(plan.directory)
         self._segments: list[object] = []
         self._weights: WeightFiles | None = None
+        self._prefixes: WeightFiles | None = None
         self._signals_seen = 0
         # The first signal that asked for the end; 0: none did.
         self.ended_by = 0
@@ -115,7 +116,7 @@ class Supervisor:
 
     @property
     def stopping(self) -> bool:
-        """Whether a signal asked for the end."""
+        """Returns whether a signal asked for the end."""
         return self._signals_seen > 0
 
     def __enter__(self) -> Supervisor:
@@ -135,8 +136,9 @@ class Supervisor:
             for number, handler in self._previous_handlers.items():
                 ending.callback(signal.signal, number, handler)  # type: ignore[arg-type]
             ending.callback(self._directory.remove)
-            if self._weights is not None:
-                ending.callback(self._weights.close)
+            for memory in (self._weights, self._prefixes):
+                if memory is not None:
+                    ending.callback(memory.close)
             ending.callback(self._segments.clear)
             ending.callback(self._kill_rest)
             self._stop()
@@ -195,6 +197,7 @@ class Supervisor:
         # Held, not only created: a segment counts as stale once no living process maps it.
         self._segments = [segment.create() for segment in self._plan.segments]
         self._weights = WeightFiles(self._plan.weights)
+        self._prefixes = WeightFiles(self._plan.prefixes)
         for process in self.processes:
             process.withholds_progress = self._on_waiting is not None
             if self._on_line is not None:
@@ -325,7 +328,9 @@ class Supervisor:
                 process.kill()
 
     def _await_leader(self, members: Sequence[ManagedProcess]) -> None:
-        """While those that a leader on another host ends still run; a second signal, or its end, hurries."""
+        """Waits while those that a leader on another host ends still run; a second signal, or its end,
+        hurries.
+        """
         end = time.monotonic() + self._timing.stop_timeout_s
         while time.monotonic() < end and self._signals_seen < 2:
             led = [process for process in members if process.spec.ends_with_leader]
@@ -334,15 +339,16 @@ class Supervisor:
             self._pause()
 
     def _update_record(self) -> None:
-        """While serving, a directory without room is no reason to end."""
+        """Writes the record; while serving, a directory without room is no reason to end."""
         try:
             self._record()
         except StartupError as error:
             log.error("run file is out of date", error=str(error))
 
     def _is_incomplete(self, stage: int) -> bool:
-        """Whether a process that members of this stage work through is gone: it is not restarted now, so
-        what still runs cannot end well, and a second SIGTERM tells them not to wait for it."""
+        """Returns whether a process that members of this stage work through is gone: it is not restarted now,
+        so what still runs cannot end well, and a second SIGTERM tells them not to wait for it.
+        """
         return any(process.spec.stop_stage > stage and process.pid is None for process in self.processes)
 
     def _record(self) -> None:
@@ -363,7 +369,7 @@ class Supervisor:
 
 
 def _start_failure(process: ManagedProcess) -> str:
-    """The cause first, then where to look; the processes that did start are stopped by now."""
+    """Returns the cause first, then where to look; the processes that did start are stopped by now."""
     words = process.last_words
     name, lines = process.spec.name, f"the lines of {process.spec.name!r} above"
     if process.cause:

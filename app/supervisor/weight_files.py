@@ -36,8 +36,9 @@ class WeightFile:
 
 
 def free_reserved_bytes(node: int = -1, root: Path = SYS) -> int:
-    """The free bytes in reserved 2 MiB pages (hugetlb) of a NUMA node, or of the machine; 0 where there are
-    none."""
+    """Returns the free bytes in reserved 2 MiB pages (hugetlb) of a NUMA node, or of the machine; 0 where
+    there are none.
+    """
     place = root / "kernel/mm" if node < 0 else root / f"devices/system/node/node{node}"
     try:
         return int((place / "hugepages/hugepages-2048kB/free_hugepages").read_text()) * HUGE_PAGE
@@ -46,7 +47,9 @@ def free_reserved_bytes(node: int = -1, root: Path = SYS) -> int:
 
 
 def fits_reserved(files: Sequence[WeightFile], root: Path = SYS) -> bool:
-    """Whether all of them fit in reserved pages, of the machine and of each node that one is bound to."""
+    """Returns whether all of them fit in reserved pages, of the machine and of each node that one is bound
+    to.
+    """
     if not files or any(file.nbytes == 0 for file in files):
         return False
     for node in {-1, *(file.node for file in files)}:

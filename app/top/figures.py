@@ -56,7 +56,7 @@ class Figures:
     predicted_share: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """All fields."""
+        """Returns all fields."""
         return asdict(self)
 
 
@@ -100,7 +100,7 @@ def figures_between(before: Mapping[str, Any] | None, now: Mapping[str, Any]) ->
 def server_rates(
     before: Mapping[str, Any], now: Mapping[str, Any], elapsed: float
 ) -> list[ServerRates | None]:
-    """The rates of each server, in the order of the answer."""
+    """Returns the rates of each server, in the order of the answer."""
     old = {server["index"]: server for server in _servers(before)}
     found: list[ServerRates | None] = []
     for server in _servers(now):
@@ -127,13 +127,15 @@ def _roofline(now: Mapping[str, Any]) -> float | None:
 
 
 def _difference(before: Mapping[str, Any], now: Mapping[str, Any], part: str, name: str) -> float | None:
-    """What was added to a counter between two readings; None where the server lacks it or was restarted."""
+    """Returns what was added to a counter between two readings; None where the server lacks it or was
+    restarted.
+    """
     then, found = (before.get(part) or {}).get(name), (now.get(part) or {}).get(name)
     return None if then is None or found is None or found < then else found - then
 
 
 def _hand_off(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[float | None, float | None]:
-    """Seconds and calls."""
+    """Returns seconds and calls."""
     old, new = (before.get("experts") or {}), (now.get("experts") or {})
     return _difference(old, new, "hand_off", "seconds"), _difference(old, new, "hand_off", "calls")
 

@@ -27,7 +27,10 @@ class LayerRates:
 def layer_rates(
     before: Mapping[str, Any], now: Mapping[str, Any], elapsed: float, steps: float | None
 ) -> list[LayerRates]:
-    """The rates by layer, ascending. `steps`: forward passes in the `elapsed` seconds; None: not known."""
+    """Returns the rates by layer, ascending.
+
+    `steps`: forward passes in the `elapsed` seconds; None: not known.
+    """
     experts = now.get("experts") or {}
     old = {layer["layer"]: layer for layer in (before.get("experts") or {}).get("layers") or []}
     total = max(1, experts.get("num_experts") or 1)
@@ -60,7 +63,9 @@ def layer_rates(
 
 
 def _difference(then: Mapping[str, Any] | None, now: Mapping[str, Any], part: str, name: str) -> float | None:
-    """What was added to a counter between two readings; None where one lacks it or the count was reset."""
+    """Returns what was added to a counter between two readings; None where one lacks it or the count was
+    reset.
+    """
     if then is None:
         return None
     old, new = ((found.get(part) or {} if part else found).get(name) for found in (then, now))
@@ -68,12 +73,12 @@ def _difference(then: Mapping[str, Any] | None, now: Mapping[str, Any], part: st
 
 
 def moves_experts(rates: Sequence[LayerRates]) -> bool:
-    """Whether a GPU has experts of some layer, or gets some."""
+    """Returns whether a GPU has experts of some layer, or gets some."""
     return any(rate.resident_share or rate.streamed_share or rate.fetched_per_step for rate in rates)
 
 
 def layer_table(rates: Sequence[LayerRates], roofline: float | None) -> Table:
-    """A line for each. `roofline`: what all expert servers can read, bytes per second."""
+    """Returns a line for each. `roofline`: what all expert servers can read, bytes per second."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     titles = ("layer", "on GPU", "streamed", "fetch", "hits", "swaps/s", "MB/s", "CPU GB/s", "of it", "µs")
     for title in titles:

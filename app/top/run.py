@@ -36,7 +36,7 @@ class Source(ABC):
 
     @abstractmethod
     def ask(self) -> dict[str, Any]:
-        """An answer as `/v1/live` gives it. Raises Unreachable for what may pass, else UserError."""
+        """Returns an answer as `/v1/live` gives it. Raises Unreachable for what may pass, else UserError."""
 
 
 class GatewaySource(Source):
@@ -88,7 +88,8 @@ def print_once(source: Source, interval_s: float, as_json: bool) -> None:
 
 
 def print_layers(source: Source, interval_s: float, as_json: bool) -> None:
-    """Of two answers, `interval_s` apart: a line for each MoE layer, and what limits a step.
+    """Prints what two answers, `interval_s` apart, say: a line for each MoE layer, and what limits a step.
+    Raises UserError.
 
     Raises UserError.
     """
@@ -112,7 +113,10 @@ def print_layers(source: Source, interval_s: float, as_json: bool) -> None:
 
 
 def watch(source: Source, interval_s: float, console: Console | None = None) -> None:
-    """Until `q` or Ctrl-C; a server that goes away is waited for. Raises UserError for what stays."""
+    """Shows figures until `q` or Ctrl-C; a server that goes away is waited for.
+
+    Raises UserError for what stays.
+    """
     console = console or Console(highlight=False)
     before: dict[str, Any] | None = None
     now: dict[str, Any] | None = None
@@ -169,7 +173,9 @@ def _suspended_by_keys(live: Live) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _single_keys() -> Iterator[Any]:
-    """A function of a number of seconds, which waits that long for a key; "" without one, or a terminal."""
+    """Yields a function of a number of seconds, which waits that long for a key; "" without one, or a
+    terminal.
+    """
     if not sys.stdin.isatty():
 
         def wait(seconds: float) -> str:

@@ -104,7 +104,7 @@ def _bandwidth(now: Mapping[str, Any], figures: Figures) -> str:
 
 
 def memory_line(memory: Mapping[str, Any]) -> str:
-    """Who has the memory of pages and experts now."""
+    """Returns who has the memory of pages and experts now."""
     parts = (
         ("KV pages", "kv_bytes"),
         ("experts", "expert_bytes"),
@@ -140,7 +140,7 @@ def _copies(now: Mapping[str, Any], figures: Figures) -> str:
 
 
 def _placement(figures: Figures, rows: int) -> list[RenderableType]:
-    """Of each layer; where there is no room, of those whose experts take longest."""
+    """Returns the placement of each layer; where there is no room, of those whose experts take longest."""
     by_time = sorted(figures.placement, key=lambda rate: -(rate.call_microseconds or 0.0))
     chosen = sorted(by_time[:rows], key=lambda rate: rate.layer)
     total = len(figures.placement)
@@ -168,7 +168,7 @@ def _servers(now: Mapping[str, Any], figures: Figures, width: int) -> Table:
 
 
 def _server(server: Mapping[str, Any], rate: ServerRates | None) -> tuple[str, ...]:
-    """A cell for each title."""
+    """Returns a cell for each title."""
     node = "" if server["numa_node"] is None else f"node {server['numa_node']}, "
     roof = server["calibrated_bytes_per_second"]
     busy = None if rate is None else rate.busy_bytes_per_second
@@ -185,7 +185,7 @@ def _server(server: Mapping[str, Any], rate: ServerRates | None) -> tuple[str, .
 
 
 def _layers(layers: Mapping[int, float], rows: int, width: int) -> list[RenderableType]:
-    """The experts' time of each layer; where there is no room, of the slowest."""
+    """Returns the experts' time of each layer; where there is no room, of the slowest."""
     columns = max(1, min(3, (width + 2) // _LAYER_WIDTH))
     chosen = sorted(layers, key=lambda layer: -layers[layer])[: rows * columns]
     longest = max(layers.values())

@@ -8,9 +8,10 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from gateway.apis import embeddings, messages, native, ollama, responses
+from gateway.apis import batch_lines, compaction, embeddings, messages, native, ollama, responses
 from gateway.apis.translation import Context, Translation
 from gateway.generation.model import ServedModel
+from gateway.schemas.batches import BatchRequest
 from gateway.schemas.embeddings import (
     CohereEmbedRequest,
     EmbeddingRequest,
@@ -22,7 +23,7 @@ from gateway.schemas.embeddings import (
 from gateway.schemas.messages import CountTokensRequest, MessagesRequest
 from gateway.schemas.native import InfillRequest, LlamaCompletionRequest, SglangGenerateRequest
 from gateway.schemas.ollama import OllamaChatRequest, OllamaGenerateRequest, OllamaModelRequest
-from gateway.schemas.responses import ResponsesRequest
+from gateway.schemas.responses import CompactRequest, ConversationRequest, ResponsesRequest
 
 Kind = Literal[
     "chat",
@@ -48,6 +49,11 @@ Kind = Literal[
     "ollama_embedding",
     "cohere_embed",
     "cohere_embed_v2",
+    "batch",
+    "batch_lines",
+    "message_batch",
+    "compact",
+    "conversation",
 ]
 Translate = Callable[[Any, Context], Translation]
 
@@ -62,6 +68,9 @@ TRANSLATIONS: Mapping[Kind, tuple[type[BaseModel], Translate]] = {
     "llama_completion": (LlamaCompletionRequest, native.translate_completion),
     "llama_infill": (InfillRequest, native.translate_infill),
     "sglang_generate": (SglangGenerateRequest, native.translate_generate),
+    "batch": (BatchRequest, batch_lines.translate_batch),
+    "compact": (CompactRequest, compaction.translate),
+    "conversation": (ConversationRequest, responses.translate_items),
 }
 
 # Kinds that want the hidden states of prompts, not text.

@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from gateway.apis.conversations import MOST_ITEMS, Conversations
 from gateway.apis.stored_responses import not_found
 from gateway.apis.translation import (
     Context,
@@ -26,6 +27,9 @@ from gateway.schemas.responses import (
     ITEMS,
     AgentItem,
     CallItem,
+    CompactionItem,
+    CompactRequest,
+    ConversationRequest,
     CustomCallItem,
     CustomTool,
     FilePart,
@@ -50,7 +54,8 @@ NAMES = {
     "reasoning_effort": "reasoning.effort",
 }
 INPUT = "input"  # the one parameter of the function that stands for a custom tool
-_THOUGHT = "thought:"  # prefix of a thought in `encrypted_content`, which clients return as it is
+# Prefixes of what `encrypted_content` holds, which clients return as it is.
+_THOUGHT, _SUMMARY = "thought:", "summary:"
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,10 @@ class ResponsesReply:
     summarises: bool = False  # thoughts are shown as summaries
     encrypts: bool = False  # thoughts come with `encrypted_content`
     input_items: bytes | None = None  # JSON of the items before, to be stored; None: not stored
+    is_background: bool = False  # the client does not wait for the answer
+    wants_stream: bool = False  # of a background response: the client reads its events as they come
+    conversation: str = ""  # id of the one that gets `new_items` and the output; empty: none
+    new_items: bytes = b""  # JSON of the items that were sent
 
 
 def translate(body: ResponsesRequest, context: Context) -> Translation:
@@ -81,32 +90,36 @@ def translate(body: ResponsesRequest, context: Context) -> Translation:
         ApiError: 400 for what cannot be done; 404 for responses and items that are not stored.
     """
     _check_possible(body)
-    items = _all_items(body, context)
+    before, sent = all_items(body, context)
+    items = before + sent
     tools = _ToolList(context)
     tools.add(body.tools or (), "tools")
     for item in items:
         if isinstance(item, ToolsItem):
             tools.add(item.tools, "input")
-    messages = MessageList()
-    if body.instructions:
-        messages.system(body.instructions)
-    for number, item in enumerate(items):
-        _add_item(messages, item, f"input[{number}]", context)
-    if not messages.messages:
-        raise bad_request("'input' has no message", "input")
+    messages = messages_of(items, body.instructions, context)
     stores = body.store is not False and context.responses is not None and context.responses.keeps
+    if body.background and not stores:
+        message = "'background' needs a stored response: 'store' is false, or the server stores none"
+        raise bad_request(message, "background", "unsupported_parameter")
+    conversation = _conversation_id(body)
     reply = ResponsesReply(
         response_id=f"resp_{uuid.uuid4().hex}",
         fields=_repeated(body, stores),
         tools=tools.names,
         summarises=_wants_summary(body),
         encrypts="reasoning.encrypted_content" in (body.include or ()),
-        input_items=_stored_items(items) if stores else None,
+        input_items=_json(listed_items(items)) if stores else None,
+        is_background=bool(body.background),
+        wants_stream=bool(body.stream),
+        conversation=conversation,
+        new_items=_json(listed_items(sent)) if conversation else b"",
     )
     request = {
         "model": body.model,
         "messages": messages.finished(),
         **_sampling(body),
+        "stream": True if body.background else body.stream,  # events are kept for later requests
         **tools.fields(body),
         **_format(body),
     }
@@ -115,14 +128,39 @@ def translate(body: ResponsesRequest, context: Context) -> Translation:
 
 def _check_possible(body: ResponsesRequest) -> None:
     """Raises ApiError 400 for fields that change the answer and are not implemented."""
-    instead = {
-        "background": "leave it false",
-        "conversation": "send the input itself, or 'previous_response_id'",
-        "prompt": "send the input itself",
-    }
-    for name, remedy in instead.items():
-        if getattr(body, name):
-            raise bad_request(f"{name!r} is not supported: {remedy}", name, "unsupported_parameter")
+    if body.prompt:
+        raise bad_request(
+            "'prompt' is not supported: send the input itself", "prompt", "unsupported_parameter"
+        )
+    if body.conversation is not None and body.previous_response_id is not None:
+        message = "'conversation' and 'previous_response_id' exclude each other"
+        raise bad_request(message, "conversation", "mutually_exclusive_parameters")
+
+
+def _conversation_id(body: ResponsesRequest) -> str:
+    given = body.conversation
+    return "" if given is None else given if isinstance(given, str) else given.id
+
+
+def messages_of(items: Iterable[Any], instructions: str | None, context: Context) -> MessageList:
+    """Returns a chat's messages for the items of a conversation. Raises ApiError 400 if there are none."""
+    messages = MessageList()
+    if instructions:
+        messages.system(instructions)
+    for number, item in enumerate(items):
+        _add_item(messages, item, f"input[{number}]", context)
+    if not messages.messages:
+        raise bad_request("'input' has no message", "input")
+    return messages
+
+
+def translate_items(body: ConversationRequest, context: Context) -> Translation:
+    """Returns the items of a request about a conversation, each with an id, and what is noted of it."""
+    items = body.items or []
+    if len(items) > MOST_ITEMS:
+        raise bad_request(f"'items' has {len(items)} items; at most {MOST_ITEMS} are allowed", "items")
+    resolved = [_referenced(one.id, context) if isinstance(one, ReferenceItem) else one for one in items]
+    return Translation({}, answer={"items": listed_items(resolved), "metadata": body.metadata or {}})
 
 
 def _wants_summary(body: ResponsesRequest) -> bool:
@@ -131,15 +169,19 @@ def _wants_summary(body: ResponsesRequest) -> bool:
     return asked not in (None, "none")
 
 
-def _all_items(body: ResponsesRequest, context: Context) -> list[Any]:
-    """Returns the conversation's items: stored ones, then those sent, with references resolved."""
-    sent = body.input
+def all_items(body: ResponsesRequest | CompactRequest, context: Context) -> tuple[list[Any], list[Any]]:
+    """Returns the conversation's items: stored ones, and those sent, with references resolved."""
+    sent = body.input or []
     if isinstance(sent, str):
         sent = [MessageItem(role="user", content=sent)]
     before: list[Any] = []
     if body.previous_response_id is not None:
         before = _former_items(body.previous_response_id, context)
-    return before + [
+    elif isinstance(body, ResponsesRequest) and body.conversation is not None:
+        if context.responses is None:
+            raise not_found("conversation", "", "conversation", "conversation_not_found")
+        before = _read_items(Conversations(context.responses).items(_conversation_id(body)))
+    return before, [
         _referenced(item.id, context) if isinstance(item, ReferenceItem) else item for item in sent
     ]
 
@@ -172,7 +214,11 @@ def _read_items(items: list[dict[str, Any]]) -> list[Any]:
         raise bad_request(message, "input") from None
 
 
-def _stored_items(items: Iterable[Any]) -> bytes:
+def _json(items: list[dict[str, Any]]) -> bytes:
+    return json.dumps(items, ensure_ascii=False).encode()
+
+
+def listed_items(items: Iterable[Any]) -> list[dict[str, Any]]:
     """Returns the items as clients get them, each with an id."""
     listed = []
     for item in items:
@@ -182,7 +228,7 @@ def _stored_items(items: Iterable[Any]) -> bytes:
             value["content"] = [{"type": kind, "text": value["content"]}]
         value.setdefault("id", f"item_{uuid.uuid4().hex}")
         listed.append(value)
-    return json.dumps(listed, ensure_ascii=False).encode()
+    return listed
 
 
 def _add_item(messages: MessageList, item: Any, place: str, context: Context) -> None:
@@ -204,10 +250,19 @@ def _add_item(messages: MessageList, item: Any, place: str, context: Context) ->
             messages.call(item.call_id, name, {INPUT: item.input})
         case OutputItem():
             messages.result(item.call_id, _parts(item.output, place, context))
+        case CompactionItem():
+            summary = _decrypted(item.encrypted_content, _SUMMARY)
+            if summary is None:
+                context.leave_out("input[].compaction", place)
+            else:
+                messages.user([text_part(f"{_SUMMARY_OF}\n\n{summary}")])
         case ToolsItem():
             pass  # taken together with the request's tools
         case _:
             context.leave_out(f"input[].{item.type}", place)
+
+
+_SUMMARY_OF = "The conversation before this point was reduced to this summary:"
 
 
 def _add_message(messages: MessageList, item: MessageItem, place: str, context: Context) -> None:
@@ -249,14 +304,25 @@ def encrypted(thought: str) -> str:
     return base64.b64encode(f"{_THOUGHT}{thought}".encode()).decode()
 
 
+def encrypted_summary(summary: str) -> str:
+    """Returns the summary of a conversation as `encrypted_content`; it is encoded, not secret."""
+    return base64.b64encode(f"{_SUMMARY}{summary}".encode()).decode()
+
+
+def _decrypted(content: str | None, kind: str) -> str | None:
+    """Returns the text of this kind in `encrypted_content`; None: another server's, or of another kind."""
+    try:
+        decoded = base64.b64decode(content or "", validate=True).decode()
+    except ValueError:
+        return None
+    return decoded.removeprefix(kind) if decoded.startswith(kind) else None
+
+
 def _thought(item: ReasoningItem) -> str:
     """Returns the text of an earlier thought, from whichever field has it."""
-    try:
-        decoded = base64.b64decode(item.encrypted_content or "", validate=True).decode()
-    except ValueError:  # encrypted by another server
-        decoded = ""
-    if decoded.startswith(_THOUGHT):
-        return decoded.removeprefix(_THOUGHT)
+    thought = _decrypted(item.encrypted_content, _THOUGHT)
+    if thought is not None:
+        return thought
     parts = item.content or item.summary
     return "\n".join(part.words() for part in parts if isinstance(part, TextPart))
 
@@ -423,7 +489,8 @@ def _repeated(body: ResponsesRequest, stores: bool) -> dict[str, Any]:
     text.setdefault("format", {"type": "text"})
     reasoning = body.reasoning
     return {
-        "background": False,
+        "background": bool(body.background),
+        "conversation": {"id": _conversation_id(body)} if body.conversation is not None else None,
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "max_tool_calls": body.max_tool_calls,

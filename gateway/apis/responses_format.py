@@ -10,6 +10,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import structlog
+
+from gateway.apis.compaction import usage_of
+from gateway.apis.conversations import Conversations
 from gateway.apis.formats import Output, ResponseFormat, Usage
 from gateway.apis.parts import Part, PartList, PartStep, parsed_arguments, well_formed
 from gateway.apis.responses import INPUT, ResponsesReply, ToolName, encrypted
@@ -19,6 +23,9 @@ from gateway.parsers.events import Finish, ParsedDelta, TokenLogprob
 from gateway.schemas.errors import ApiError
 from gateway.text.tokenizer import Tokenizer
 from gateway.transport.streaming import event
+
+logger = structlog.get_logger(__name__)
+_ADDED = frozenset({"completed", "incomplete"})  # responses with these go into their conversation
 
 
 class InputText:
@@ -100,6 +107,7 @@ class ResponsesFormat(ResponseFormat):
         self._finish: Finish | None = None
         self._sequence = 0
         self._done: dict[str, Any] | None = None
+        self._is_settled = False  # its conversation has it
 
     def whole(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
         """Returns the whole response."""
@@ -127,13 +135,45 @@ class ResponsesFormat(ResponseFormat):
         code = "rate_limit_exceeded" if error.status == 429 else said["code"]
         shown = {"code": "server_error" if error.status >= 500 else code, "message": said["message"]}
         response = {**self._response("failed"), "error": shown, "output": self._items}
+        if self._reply.is_background:  # its client may ask later
+            self._done = response
         return self._opening() + self._event("response.failed", response=response)
 
+    @property
+    def reply(self) -> ResponsesReply:
+        """What the request asked for besides the output."""
+        return self._reply
+
+    def begun(self, status: str) -> dict[str, Any]:
+        """Returns the response before it is complete: queued or in_progress."""
+        return self._response(status)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the response has its end."""
+        return self._done is not None
+
+    def cancel(self) -> None:
+        """Ends the response without its end: `settle` stores the items that were complete."""
+        self._done = {**self._response("cancelled"), "output": self._items}
+
     async def settle(self) -> None:
-        """Stores the response if the request asked for that."""
+        """Stores the response, and adds it to its conversation, where the request asked for that.
+
+        A second call stores it again.
+        """
         items = self._reply.input_items
         if items is not None and self._done is not None:
             await asyncio.to_thread(self._store.put, self._done, items)
+        is_added = self._done is not None and self._done["status"] in _ADDED
+        if self._reply.conversation and is_added and not self._is_settled:
+            self._is_settled = True
+            assert self._done is not None
+            new = [*json.loads(self._reply.new_items), *self._done["output"]]
+            try:
+                await asyncio.to_thread(Conversations(self._store).append, self._reply.conversation, new)
+            except ApiError as error:  # it was deleted meanwhile: the answer itself is complete
+                logger.warning("a conversation was not continued", reason=error.message)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         payload = {"type": kind, "sequence_number": self._sequence, **fields}
@@ -167,13 +207,7 @@ class ResponsesFormat(ResponseFormat):
             "completed_at": None if self._is_cut else int(time.time()),
             "incomplete_details": {"reason": "max_output_tokens"} if self._is_cut else None,
             "output": self._items,
-            "usage": {
-                "input_tokens": usage.prompt_tokens,
-                "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
-                "output_tokens": usage.completion_tokens,
-                "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
-                "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-            },
+            "usage": usage_of(usage),
         }
 
     @property

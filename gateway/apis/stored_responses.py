@@ -12,7 +12,7 @@ import shutil
 import sqlite3
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -109,17 +109,19 @@ class ResponseStore:
 
     @property
     def keeps(self) -> bool:
-        """Whether responses are stored."""
+        """Returns whether responses are stored."""
         return self.limits.count > 0
 
     @contextlib.contextmanager
-    def _opened(self) -> Iterator[sqlite3.Connection]:
+    def opened(self, further_schema: Sequence[str] = ()) -> Iterator[sqlite3.Connection]:
+        """Yields the file in a transaction; `further_schema` makes tables. Raises sqlite3.Error, OSError."""
         connection = sqlite3.connect(self._path, timeout=_BUSY_S, isolation_level="IMMEDIATE")
         try:
             self._path.chmod(0o600)
             connection.execute("PRAGMA synchronous = OFF")  # what a power failure loses is gone anyway
             connection.execute("PRAGMA secure_delete = FAST")
-            connection.execute(_SCHEMA)
+            for statement in (_SCHEMA, *further_schema):
+                connection.execute(statement)
             with connection:
                 yield connection
         finally:
@@ -136,7 +138,7 @@ class ResponseStore:
             return False
         now = time.time()
         try:
-            with self._opened() as connection:
+            with self.opened() as connection:
                 row = (response["id"], now, size, input_items, data)
                 connection.execute("INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?, ?)", row)
                 bounds = (now - self.limits.age_s, self.limits.size, self.limits.count)
@@ -151,7 +153,7 @@ class ResponseStore:
         if not self.keeps or not self._path.exists():
             return None
         try:
-            with self._opened() as connection:
+            with self.opened() as connection:
                 found = connection.execute(
                     "SELECT response, input FROM responses WHERE id = ? AND created >= ?",
                     (response_id, time.time() - self.limits.age_s),
@@ -166,7 +168,7 @@ class ResponseStore:
         if not self.keeps or not self._path.exists():
             return False
         try:
-            with self._opened() as connection:
+            with self.opened() as connection:
                 done = connection.execute("DELETE FROM responses WHERE id = ?", (response_id,))
                 return done.rowcount > 0
         except (sqlite3.Error, OSError) as error:

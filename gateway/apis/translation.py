@@ -13,9 +13,8 @@ from typing import Any
 
 from gateway.apis.stored_responses import ResponseStore
 from gateway.generation.model import ServedModel
-from gateway.schemas.common import JsonError, parse_json
+from gateway.schemas.common import JsonError, Tolerance, parse_json
 from gateway.schemas.errors import ApiError, bad_request
-from gateway.schemas.parameters import Tolerance
 
 
 @dataclass(frozen=True)

@@ -19,14 +19,20 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.apis.registry import POOLED, TRANSLATIONS
+from gateway.app.background import BackgroundResponses
+from gateway.app.batch_routes import router as batch_router
+from gateway.app.conversation_routes import router as conversation_router
 from gateway.app.embedding_routes import router as embedding_router
-from gateway.app.heads import HeadMiddleware
+from gateway.app.file_routes import router as file_router
+from gateway.app.message_batch_routes import router as message_batch_router
 from gateway.app.native_routes import router as native_router
 from gateway.app.openapi import install_openapi
+from gateway.app.response_routes import router as response_router
 from gateway.app.routes import create_chat_completion, create_completion, live_router, router
 from gateway.app.state import Gateway
 from gateway.app.translated_routes import router as api_router
 from gateway.processes.shared import Shared
+from gateway.schemas.batches import MessageBatchRequest
 from gateway.schemas.errors import MESSAGES_PATH, install_error_handlers
 from gateway.schemas.requests import (
     ChatCompletionRequest,
@@ -36,8 +42,7 @@ from gateway.schemas.requests import (
 )
 from gateway.telemetry.tracing import TracingMiddleware
 from gateway.transport.admission import DrainMiddleware
-from gateway.transport.keys import KeyMiddleware
-from gateway.transport.origins import OriginMiddleware
+from gateway.transport.keys import KeyMiddleware, OriginMiddleware
 from gateway.transport.streaming import ClientGone
 from gateway.web.live import LiveFigures
 from gateway.web.pages import page_router
@@ -54,6 +59,24 @@ _OPEN_PATHS = frozenset({"/", "/health", "/ping", "/ready", "/metrics", "/versio
 _OPEN_PREFIX = "/web/"  # the page's own files: the data that they show needs the key
 _QUIET_PATHS = frozenset({"/health", "/ping", "/ready", "/metrics", "/v1/live"})  # polled
 _MAX_REQUEST_ID = 128
+_SCHEMAS: tuple[type[BaseModel], ...] = (
+    ChatCompletionRequest,
+    CompletionRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+    MessageBatchRequest,
+)
+_ROUTERS = (
+    router,
+    api_router,
+    response_router,
+    conversation_router,
+    embedding_router,
+    native_router,
+    file_router,
+    batch_router,
+    message_batch_router,
+)
 _OFTEN = {"/v1/chat/completions": create_chat_completion, "/v1/completions": create_completion}
 
 
@@ -126,8 +149,8 @@ def create_app(
     gateway = Gateway(config, on_broken, shared)
 
     @asynccontextmanager
-    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        await gateway.open()
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await gateway.open(app)
         try:
             yield
         finally:
@@ -145,23 +168,16 @@ def create_app(
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
     app.state.gateway = gateway
+    app.state.background = BackgroundResponses(gateway)
     install_error_handlers(app)
     app.add_exception_handler(ClientGone, _on_client_gone)
-    app.include_router(router)
-    app.include_router(api_router)
-    app.include_router(embedding_router)
-    app.include_router(native_router)
+    for one in _ROUTERS:
+        app.include_router(one)
     app.include_router(page_router(config.gateway.web_page))
     if config.gateway.live_view:
         app.state.live_figures = LiveFigures(lambda replica: gateway.engine.live(replica))
         app.include_router(live_router)
-    schemas: list[type[BaseModel]] = [
-        ChatCompletionRequest,
-        CompletionRequest,
-        TokenizeRequest,
-        DetokenizeRequest,
-    ]
-    described = [*schemas, *(schema for schema, _ in (*TRANSLATIONS.values(), *POOLED.values()))]
+    described = [*_SCHEMAS, *(schema for schema, _ in (*TRANSLATIONS.values(), *POOLED.values()))]
     install_openapi(app, described, config.gateway.strict_parameters)
     # Polled paths are matched first, without the framework's handling of parameters and dependencies, which
     # they do not have. Everything else about them, also the document, is as declared.
@@ -206,3 +222,23 @@ def _add_middleware(app: FastAPI, config: MoebiusConfig, gateway: Gateway) -> No
     )
     app.add_middleware(RequestContextMiddleware)  # around all others, so every answer has an id
     app.add_middleware(TracingMiddleware)
+
+
+class HeadMiddleware:
+    """Answers HEAD on every path that answers GET, with the same status and headers."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one connection."""
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_head(message: Message) -> None:
+            if message["type"] == "http.response.body":
+                message = {**message, "body": b""}
+            await send(message)
+
+        await self._app({**scope, "method": "GET"}, receive, send_head)

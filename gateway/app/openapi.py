@@ -9,9 +9,8 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from gateway.schemas.common import GenerationFields
+from gateway.schemas.common import NEUTRAL_VALUES, GenerationFields
 from gateway.schemas.errors import MESSAGES_PATH, OLLAMA_PATH
-from gateway.schemas.parameters import NEUTRAL_VALUES
 
 _SCHEMAS = "#/components/schemas/"
 _REFUSALS = {
@@ -132,8 +131,8 @@ def _describe_responses(path: str, operation: dict[str, Any], components: dict[s
             response["content"] = {"application/json": {"schema": {"$ref": _SCHEMAS + shape}}}
     if "requestBody" not in operation or "200" not in responses:
         return
-    described = operation["requestBody"]["content"]["application/json"]["schema"]
-    references = [one["$ref"] for one in described.get("anyOf", [described])]
+    described = operation["requestBody"]["content"].get("application/json", {"schema": {}})["schema"]
+    references = [one["$ref"] for one in described.get("anyOf", [described]) if "$ref" in one]
     bodies = [components.get(reference.removeprefix(_SCHEMAS), {}) for reference in references]
     if any("stream" in body.get("properties", {}) for body in bodies):
         streams = "application/x-ndjson" if shape == "OllamaErrorResponse" else "text/event-stream"

@@ -48,7 +48,7 @@ class GatewayServer(uvicorn.Server):
 
     @property
     def is_ready(self) -> bool:
-        """Whether the model is known: until then, requests are answered 503."""
+        """Returns whether the model is known: until then, requests are answered 503."""
         return self.gateway.is_ready
 
     def retire(self) -> None:

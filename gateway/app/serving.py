@@ -24,6 +24,7 @@ from gateway.generation.model import ServedModel
 from gateway.parsers.events import ParsedDelta
 from gateway.schemas.errors import to_api_error
 from gateway.telemetry import tracing
+from gateway.transport.internal import internal_caller
 from gateway.transport.keys import KeyUse, client_of
 from gateway.transport.streaming import INLINE_TOKENS, EventStream, LastEvent, encoded, run_until_disconnect
 
@@ -32,6 +33,7 @@ _LONGEST_DETAILS = 160
 _MOST_PROMPTS = 256
 # Headers for requests while the engine is gone or full.
 _COMMON = frozenset({429, 503})
+_LAST = 2**31 - 1  # the priority after all others
 
 
 def prompts_at_once(max_waiting_outputs: int) -> int:
@@ -74,6 +76,7 @@ class RequestRun:
         )
         self._context = otel_context.get_current()
         self._admitted = False
+        self._is_of_batch = False
         self._client = ""  # from `client_of`
         self._key_use: KeyUse | None = None  # None: no keys are required
         self._first: asyncio.Future[bytes] | None = None
@@ -93,7 +96,12 @@ class RequestRun:
         self._client = client_of(request.scope)
         for job in self._jobs:
             job.request.fairness_id = self._client
-        self._gateway.admission.enter(self._client)
+        self._is_of_batch = internal_caller(request.scope) is not None
+        if self._is_of_batch:  # `gateway/batches/slots.py` limits these
+            for job in self._jobs:
+                job.request.priority = _LAST
+        else:
+            self._gateway.admission.enter(self._client)
         self._gateway.metrics.in_flight(+1)
         self._admitted = True
         if not self._stream:
@@ -133,7 +141,8 @@ class RequestRun:
                 used = self._usage()
                 self._key_use.took(used.prompt_tokens + used.completion_tokens)
             self._gateway.metrics.in_flight(-1)
-            self._gateway.admission.leave(self._client)
+            if not self._is_of_batch:
+                self._gateway.admission.leave(self._client)
 
     async def _in_band(
         self, first: asyncio.Future[bytes], events: AsyncGenerator[bytes, None]

@@ -11,22 +11,28 @@ from typing import cast
 import grpc
 import structlog
 from starlette.requests import Request
+from starlette.types import ASGIApp
 
 from gateway.apis.registry import POOLED, Kind
 from gateway.apis.stored_responses import ResponseStore, check_store
+from gateway.batches.files import check_directory
+from gateway.batches.run import Means
+from gateway.batches.runner import BatchRunner
+from gateway.batches.slots import Slots
+from gateway.batches.store import BatchStore
 from gateway.generation.job import Prepared
 from gateway.generation.model import ServedModel, load_served_model
 from gateway.processes.shared import Shared, alone
-from gateway.prompts.contract import ModelFiles, WorkerSetup
 from gateway.prompts.pool import PromptPool
+from gateway.prompts.process import ModelFiles, WorkerSetup
 from gateway.replicas.replica_set import ReplicaSet
 from gateway.schemas.errors import ApiError
 from gateway.telemetry.combined import engine_metrics
 from gateway.telemetry.metrics import GatewayMetrics, GenAiMetrics
 from gateway.telemetry.repeated import RepeatedWarnings
 from gateway.text.model_files import ReadFiles, read_files
-from gateway.transport.admission import RETRY_AFTER_S, Admission, Drain, shutting_down
-from gateway.transport.bodies import BodyReceiver
+from gateway.transport.admission import RETRY_AFTER_S, Admission, BodyReceiver, Drain, shutting_down
+from gateway.transport.internal import InternalClient
 from gateway.transport.keys import client_of
 from gateway.transport.streaming import run_until_disconnect
 from moebius.config import MoebiusConfig
@@ -40,7 +46,8 @@ REFUSED_S = 30.0  # how long to check whether the right files are back
 _LOOK_S = 2.0
 _LISTEN_S = 60.0  # a process that cannot serve for longer answers so itself
 _MIB = 2**20
-_TEXT_KINDS = frozenset({"completions", "tokenize", "detokenize", *POOLED})
+_LINE_EXTRA = 2**16  # bytes of a batch's line around its body
+_TEXT_KINDS = frozenset({"completions", "tokenize", "detokenize", "batch", "conversation", *POOLED})
 
 
 class Gateway:
@@ -62,6 +69,9 @@ class Gateway:
         self.warnings = RepeatedWarnings()
         self.drain = Drain()
         check_store(config.gateway)
+        check_directory(config.gateway)
+        self.batches = BatchStore.of(config.gateway)  # None: no directory is configured
+        self._runner: BatchRunner | None = None
         self._responses: ResponseStore | None = None
         self._engine: ReplicaSet | None = None
         self._model: ServedModel | None = None
@@ -90,13 +100,22 @@ class Gateway:
         assert self._engine is not None, "the application is not running"
         return self._engine
 
-    async def open(self) -> None:
-        """Opens the channel and starts asking the engine for its model, without waiting for it."""
+    async def open(self, app: ASGIApp | None = None) -> None:
+        """Opens the channel and starts asking the engine for its model, without waiting for it.
+
+        `app`: answers the requests of batches; without it none are run.
+        """
         settings = self.config.gateway
         self._engine = ReplicaSet(settings.engines or (settings.engine_address,), self.metrics.replicas)
         await self._engine.open()
         self._responses = ResponseStore.of(settings)
         self._connecting = asyncio.create_task(self._connect())
+        if self.batches is not None and app is not None:
+            slots = Slots(settings.batch_requests, settings.workers, lambda: self.admission.in_flight)
+            longest = self._max_body_bytes + _LINE_EXTRA
+            means = Means(InternalClient(app), slots, self._read_lines, longest, self.drain)
+            self._runner = BatchRunner(self.batches, means, lambda: self.is_ready)
+            self._runner.start()
         if self.shared.listens_when_ready:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._settled.wait(), _LISTEN_S)
@@ -107,6 +126,8 @@ class Gateway:
             self._connecting.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._connecting
+        if self._runner is not None:
+            await self._runner.close()
         self.warnings.close()
         await self._prompts.close()
         if self._responses is not None:
@@ -254,6 +275,13 @@ class Gateway:
             client = client_of(request.scope)
             return await run_until_disconnect(request, self._prompts.prepare(kind, body, client))
 
+    async def _read_lines(self, data: bytes, owner: str) -> bytes:
+        """Reads lines of a batch; see `gateway.apis.batch_lines.read_lines`. Raises ApiError."""
+        self.model()
+        answer = await self._prompts.prepare("batch_lines", [data], owner)
+        assert isinstance(answer, bytes)
+        return answer
+
     async def render_metrics(self) -> bytes:
         """Returns Prometheus text of all processes of this port, all engines and their expert servers."""
         own = self.metrics.render() if self.shared.metrics is None else await self.shared.metrics()
@@ -261,7 +289,7 @@ class Gateway:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the model is known."""
+        """Returns whether the model is known."""
         return self._model is not None
 
     async def not_ready(self) -> str:

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from fastapi import APIRouter, Query, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi import APIRouter, Request, Response
 
 from gateway.apis import ollama
 from gateway.apis.messages import MessagesFormat
 from gateway.apis.ollama import OllamaFormat
 from gateway.apis.registry import Kind
-from gateway.apis.responses_format import ResponsesFormat
-from gateway.apis.stored_responses import StoredResponse, not_found
 from gateway.app.openapi import refuses, takes
 from gateway.app.serving import answered, respond
 from gateway.app.state import gateway_of
-from gateway.schemas.errors import bad_request
 from gateway.schemas.messages import CountTokensRequest, MessagesRequest
 from gateway.schemas.ollama import OllamaChatRequest, OllamaGenerateRequest, OllamaModelRequest
-from gateway.schemas.responses import ResponsesRequest
 
 router = APIRouter()
 
@@ -38,79 +32,6 @@ async def create_message(request: Request) -> Response:
 async def count_tokens(request: Request) -> Response:
     """Counts the tokens of a conversation with its tools; each image counts as one."""
     return await answered(request, "count_tokens")
-
-
-@router.post("/v1/responses", **takes(ResponsesRequest))
-async def create_response(request: Request) -> Response:
-    """Answers OpenAI's Responses: generates items, whole or as a stream of events."""
-    gateway = gateway_of(request)
-    prepared = await gateway.generation(request, "responses")
-    model = gateway.model()
-    form = ResponsesFormat(model.name, model.tokenizer, prepared.logprobs, prepared.reply, gateway.responses)
-    return await respond(request, prepared, form)
-
-
-async def _stored(request: Request, response_id: str) -> StoredResponse:
-    """Returns a stored response. Raises ApiError 404 when it is gone."""
-    found = await asyncio.to_thread(gateway_of(request).responses.find, response_id)
-    if found is None:
-        raise not_found("response", response_id, "response_id", "response_not_found")
-    return found
-
-
-@router.get("/v1/responses/{response_id}", **refuses(400, 401, 404))
-async def retrieve_response(request: Request, response_id: str) -> JSONResponse:
-    """Returns a stored response as it was sent."""
-    if request.query_params.get("stream", "false").lower() not in ("false", "0"):
-        raise bad_request("a stored response is not streamed again", "stream", "unsupported_parameter")
-    return JSONResponse((await _stored(request, response_id)).response)
-
-
-@router.delete("/v1/responses/{response_id}", **refuses(401, 404))
-async def delete_response(request: Request, response_id: str) -> dict[str, Any]:
-    """Deletes a stored response."""
-    if not await asyncio.to_thread(gateway_of(request).responses.delete, response_id):
-        raise not_found("response", response_id, "response_id", "response_not_found")
-    return {"id": response_id, "object": "response", "deleted": True}
-
-
-@router.post("/v1/responses/{response_id}/cancel", **refuses(400, 401, 404))
-async def cancel_response(request: Request, response_id: str) -> Response:
-    """Refuses: only background responses can be cancelled; others end with their connection."""
-    await _stored(request, response_id)
-    raise bad_request(
-        "Cannot cancel a synchronous response. Close its connection to end it",
-        "response_id",
-        "unsupported_operation",
-    )
-
-
-@router.get("/v1/responses/{response_id}/input_items", **refuses(400, 401, 404))
-async def list_input_items(
-    request: Request,
-    response_id: str,
-    limit: Annotated[int, Query(ge=1, le=100)] = 20,
-    order: Literal["asc", "desc"] = "desc",
-    after: str | None = None,
-) -> JSONResponse:
-    """Lists the items before a stored response's output, earlier responses included, newest first."""
-    items = (await _stored(request, response_id)).input
-    if order == "desc":
-        items.reverse()
-    places = [number for number, item in enumerate(items, 1) if item["id"] == after]
-    if after is not None and not places:
-        raise bad_request(f"'after' names no item of the response: {after[:100]!r}", "after")
-    start = places[0] if places else 0
-    page = items[start : start + limit]
-    return JSONResponse(
-        {
-            "object": "list",
-            "data": page,
-            "first_id": page[0]["id"] if page else None,
-            "last_id": page[-1]["id"] if page else None,
-            "has_more": start + limit < len(items),
-        }
-    )
 
 
 async def _generated(request: Request, kind: Kind) -> Response:

@@ -37,7 +37,7 @@ class ParsedText:
 
     @property
     def is_full(self) -> bool:
-        """Whether all that follows is ignored."""
+        """Returns whether all that follows is ignored."""
         return self._parser.sink.is_full
 
     def feed(self, text: str, token_id: int | None = None, piece: str = "") -> None:

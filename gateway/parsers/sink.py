@@ -77,7 +77,7 @@ class Sink:
 
     @property
     def has_content(self) -> bool:
-        """Whether content was emitted."""
+        """Returns whether content was emitted."""
         return self._content.has_text
 
     def take(self) -> list[OutputEvent]:

@@ -12,16 +12,19 @@ import structlog
 
 from gateway.apis.registry import Kind
 from gateway.generation.job import Prepared
-from gateway.prompts.contract import (
+from gateway.prompts.process import (
+    SMALL_BYTES,
     Broken,
+    Died,
+    Job,
     ModelFiles,
     Postponed,
+    Process,
     Refused,
     WorkerSetup,
     too_expensive,
     too_much_memory,
 )
-from gateway.prompts.process import SMALL_BYTES, Died, Job, Process
 from gateway.prompts.worker import OUT_OF_MEMORY
 from gateway.schemas.errors import ApiError
 from gateway.transport.admission import RETRY_AFTER_S

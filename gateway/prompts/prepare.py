@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from gateway.apis.batch_lines import read_lines, read_messages
 from gateway.apis.registry import POOLED, TRANSLATIONS, Kind
 from gateway.apis.stored_responses import ResponseStore
 from gateway.apis.translation import Context, Translation
@@ -18,12 +19,12 @@ from gateway.constraints.response_format import GrammarTakesLong, response_forma
 from gateway.generation.data_images import with_data
 from gateway.generation.job import Prepared
 from gateway.generation.model import ServedModel
-from gateway.prompts.contract import Answer, Broken, Refused
 from gateway.prompts.jobs import JobPlan, build_jobs
+from gateway.prompts.process import Answer, Broken, Refused
 from gateway.prompts.tool_use import constraint_of, conversation_of, output_plan
-from gateway.schemas.common import GenerationFields, JsonError, parse_json
+from gateway.schemas.batches import MessageBatchRequest
+from gateway.schemas.common import GenerationFields, JsonError, Tolerance, parse_json
 from gateway.schemas.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, bad_request, describe_validation_error
-from gateway.schemas.parameters import Tolerance
 from gateway.schemas.requests import (
     ROLES,
     ChatCompletionRequest,
@@ -34,9 +35,15 @@ from gateway.schemas.requests import (
     TokenizeRequest,
 )
 from gateway.schemas.structured import NO_STRUCTURE
-from gateway.text.chat_template import ChatTemplateError
-from gateway.text.conversation import Conversation, MarkedText, choose_mark, mark_text, render_prompt
-from gateway.transport.bodies import too_large
+from gateway.text.conversation import (
+    ChatTemplateError,
+    Conversation,
+    MarkedText,
+    choose_mark,
+    mark_text,
+    render_prompt,
+)
+from gateway.transport.admission import too_large
 from moebius.config import ImageConfig
 from protos import engine_pb2
 
@@ -77,6 +84,8 @@ class Preparer:
             "invocations": self._invocations,
             "tokenize": self._tokenize,
             "detokenize": self._detokenize,
+            "batch_lines": functools.partial(read_lines, model=model),
+            "message_batch": lambda data: read_messages(self._parsed(data, MessageBatchRequest)),
             **{kind: functools.partial(self._translated, kind) for kind in TRANSLATIONS},
             **{kind: functools.partial(self._pooled, kind) for kind in POOLED},
         }
@@ -306,9 +315,8 @@ class Preparer:
         self._model.check_name(body.model)
         self._model.check_token_ids(body.tokens, "tokens")
         text = self._model.tokenizer.decode(body.tokens, skip_special_tokens=False)
-        return _json(
-            {"prompt": text, "content": text, "text": text}
-        )  # vLLM's, llama-server's and SGLang's name
+        names = ("prompt", "content", "text")  # vLLM's, llama-server's and SGLang's
+        return _json(dict.fromkeys(names, text))
 
     def _rendered(self, conversation: Conversation, parse_special: bool) -> MarkedText:
         """Returns the prompt of a conversation. Raises ApiError 400 if there is no template or it refuses."""

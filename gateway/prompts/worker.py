@@ -21,7 +21,8 @@ from pathlib import Path
 from gateway.constraints.response_format import GrammarTakesLong, check_with
 from gateway.generation.model import load_served_model
 from gateway.processes.garbage import collect_rarely
-from gateway.prompts.contract import (
+from gateway.prompts.prepare import Preparer
+from gateway.prompts.process import (
     HEADER,
     READY,
     Answer,
@@ -32,7 +33,6 @@ from gateway.prompts.contract import (
     packed_answer,
     too_much_memory,
 )
-from gateway.prompts.prepare import Preparer
 from gateway.text.tokenizer import Tokenizer
 from moebius.errors import WRONG_IDENTITY_EXIT
 from moebius.grammar.compile import GrammarError, OverBudget

@@ -182,7 +182,7 @@ class ReplicaSet:
 
     @property
     def other_model(self) -> str:
-        """Why none of the replicas can be used until this gateway is restarted; empty: one can."""
+        """Returns why none of the replicas can be used until this gateway is restarted; empty: one can."""
         present = [one for one in self.replicas.values() if not one.is_leaving]
         return self._why_none() if present and all(one.mismatch for one in present) else ""
 

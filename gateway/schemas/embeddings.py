@@ -35,7 +35,9 @@ class EmbeddingRequest(PooledFields):
 
     input: Inputs = Field(description="A text, several, token ids, or several lists of them")
     encoding_format: Literal["float", "base64"] = "float"
-    dimensions: int | None = Field(None, ge=1, description="Keep so many first values, and normalise again")
+    dimensions: int | None = Field(
+        None, ge=1, description="Keep only this many first values, and normalise again"
+    )
     normalize: bool = Field(True, description="Divide by the Euclidean norm")
 
 

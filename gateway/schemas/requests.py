@@ -14,9 +14,9 @@ from gateway.schemas.common import (
     StrictModel,
     TokenId,
     parse_json,
+    tolerance_of,
 )
 from gateway.schemas.errors import param_error, shown
-from gateway.schemas.parameters import tolerance_of
 from gateway.schemas.structured import StructuredFields
 from gateway.schemas.tools import ToolFields
 from moebius.request_limits import MAX_LOGPROBS, MAX_OUTPUTS

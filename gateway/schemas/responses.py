@@ -140,6 +140,14 @@ class ReasoningItem(Item):
     encrypted_content: str | None = None
 
 
+class CompactionItem(Item):
+    """What an earlier conversation was reduced to."""
+
+    type: Literal["compaction", "compaction_summary"]
+    encrypted_content: str
+    created_by: Any = None
+
+
 class ReferenceItem(Item):
     """A reference to an item of a stored response."""
 
@@ -234,6 +242,8 @@ _ITEMS = {
     "custom_tool_call_output": "an-output",
     "reasoning": "a-thought",
     "item_reference": "a-reference",
+    "compaction": "a-compaction",
+    "compaction_summary": "a-compaction",
     "additional_tools": "a-list",
 }
 
@@ -251,6 +261,7 @@ AnyItem = Annotated[
     | Annotated[OutputItem, Tag("an-output")]
     | Annotated[ReasoningItem, Tag("a-thought")]
     | Annotated[ReferenceItem, Tag("a-reference")]
+    | Annotated[CompactionItem, Tag("a-compaction")]
     | Annotated[ToolsItem, Tag("a-list")]
     | Annotated[Other, Tag("an-other")],
     tagged(_ITEMS, _untyped),
@@ -288,6 +299,30 @@ class Text(StrictModel):
     verbosity: Any = Field(None, description="No effect")
 
 
+class ConversationReference(StrictModel):
+    """A conversation by its id."""
+
+    place = "conversation."
+    id: Label
+
+
+class ConversationRequest(StrictModel):
+    """Items of a conversation, or what is noted of it."""
+
+    items: Items | None = Field(None, description="Unset: none")
+    metadata: dict[str, str] | None = Field(None, max_length=16)
+
+
+class CompactRequest(StrictModel):
+    """A request for a shorter conversation that means the same."""
+
+    model: Label | None = None
+    input: str | Items | None = None
+    instructions: str | None = None
+    previous_response_id: Label | None = None
+    prompt_cache_key: Label | None = Field(None, description="No effect")
+
+
 class ResponsesRequest(StrictModel):
     """A request for a response; unknown fields have no effect and are counted."""
 
@@ -308,8 +343,10 @@ class ResponsesRequest(StrictModel):
     store: bool | None = Field(None, description="Unset: true")
     stream: bool | None = None
     stream_options: dict[str, Any] | None = Field(None, description="No effect")
-    background: bool | None = Field(None, description="Only false")
-    conversation: Any = Field(None, description="Only unset: the server keeps responses, not conversations")
+    background: bool | None = Field(None, description="True: answered at once, generated afterwards")
+    conversation: Label | ConversationReference | None = Field(
+        None, description="Id of a conversation, whose items precede the input; it gets input and output"
+    )
     prompt: Any = Field(None, description="Only unset: the server has no stored prompts")
     metadata: dict[str, str] | None = Field(None, max_length=16)
     truncation: Label | None = Field(None, description="No effect: too long inputs are refused")

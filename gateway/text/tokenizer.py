@@ -13,8 +13,14 @@ from typing import Any
 from tokenizers import Tokenizer as BackendTokenizer
 from tokenizers import decoders, normalizers, pre_tokenizers
 
-from gateway.text.chat_template import ChatTemplate, ChatTemplateError, own_template
-from gateway.text.conversation import ControlTokens, MarkedText, is_control
+from gateway.text.conversation import (
+    ChatTemplate,
+    ChatTemplateError,
+    ControlTokens,
+    MarkedText,
+    is_control,
+    own_template,
+)
 from moebius.checkpoint.byte_level import bytes_to_piece, piece_to_bytes
 from moebius.checkpoint.errors import CheckpointError, refuse_pointer
 from moebius.checkpoint.gguf.files import companion_directory, is_gguf

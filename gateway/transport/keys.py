@@ -1,4 +1,7 @@
-"""API keys: who sends a request, by key or else by address, and the limits of each key."""
+"""Who sends a request, by API key or else by address, with the limits of each key; and which web pages may.
+
+Requests of other sites' web pages are refused, and those for host names that are not this machine's.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gateway.processes.shared import ALLOWANCES, KeySlot, KeyTable
 from gateway.schemas.errors import ApiError
 from gateway.telemetry.metrics import GatewayMetrics
+from gateway.transport.internal import internal_caller
 from moebius.api_keys import ApiKey, ApiKeys, KeyLimits
+from moebius.web_origins import Sender, WebOrigins
 
 _MINUTE_S = 60.0
 _KEY_HEADERS = ("x-api-key", "api-key")
@@ -150,8 +155,7 @@ class KeyMiddleware:
         if scope["type"] != "http" or scope["method"] == "OPTIONS" or self._is_open(scope["path"]):
             await self._app(scope, receive, send)
             return
-        found = (self._keys.find(key) for key in _sent_keys(Headers(scope=scope)))
-        key = next((one for one in found if one is not None), None)
+        key = self._key_of(scope)
         if key is None:
             error = ApiError(
                 401,
@@ -161,17 +165,26 @@ class KeyMiddleware:
             await error.response(scope)(scope, receive, send)
             return
         use = self._use(key)
+        scope.setdefault("state", {})["key_name"] = use.name
         with structlog.contextvars.bound_contextvars(api_key=use.name):
             if scope["method"] != "POST":
                 await self._app(scope, receive, send)
                 return
-            scope.setdefault("state", {})["key_use"] = use
+            scope["state"]["key_use"] = use
             try:
                 with use.request():
                     await self._app(scope, receive, send)
             except ApiError as refusal:  # raised by `use.request`: the application answers its own
                 self._metrics.rejected("key_limit")
                 await refusal.response(scope)(scope, receive, send)
+
+    def _key_of(self, scope: Scope) -> ApiKey | None:
+        """Returns the key that a client sent, or on whose behalf this process acts; None: there is none."""
+        caller = internal_caller(scope)
+        if caller is not None:
+            return self._keys.named(caller.key_name)
+        found = (self._keys.find(key) for key in _sent_keys(Headers(scope=scope)))
+        return next((one for one in found if one is not None), None)
 
     def _use(self, key: ApiKey) -> KeyUse:
         """Returns the key's use, a new one when its limits have changed."""
@@ -194,8 +207,20 @@ def client_of(scope: Scope) -> str:
     use: KeyUse | None = scope.get("state", {}).get("key_use")
     if use is not None:
         return _hashed(f"key {use.name}")
+    if internal_caller(scope) is not None:
+        return _hashed("batches")
     address = (scope.get("client") or ("",))[0]
     return _hashed(f"address {_network(address)}")
+
+
+def owner_of(scope: Scope) -> tuple[str, str]:
+    """Returns whose files and batches a request may use, and the name of its key.
+
+    The first is a hash of the key's name, which survives a new secret of the key. Without keys all clients
+    share everything, and the name is empty.
+    """
+    name: str = scope.get("state", {}).get("key_name", "")
+    return _hashed(f"key {name}") if name else "everyone", name
 
 
 def _network(address: str) -> str:
@@ -210,3 +235,61 @@ def _network(address: str) -> str:
 
 def _hashed(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=_HASH_BYTES, person=b"moebius client").hexdigest()
+
+
+logger = structlog.get_logger(__name__)
+_MAX_LOGGED = 32  # different reasons: clients choose the names in them
+
+
+class OriginMiddleware:
+    """Answers such requests with 403, in every API.
+
+    Where a key is needed, the key decides: unlike a cookie, it is not added by the browser to requests of
+    foreign pages, so a page that has it was given it. The name in `Host` is checked nevertheless.
+    """
+
+    def __init__(self, app: ASGIApp, rules: WebOrigins, needs_key: Callable[[str], bool]) -> None:
+        """`needs_key` returns whether a path requires a key."""
+        self._app = app
+        self._rules = rules
+        self._needs_key = needs_key
+        self._logged: set[str] = set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one connection."""
+        refusal = self._refusal(scope) if scope["type"] == "http" else None
+        if refusal is None:
+            await self._app(scope, receive, send)
+            return
+        if refusal.message not in self._logged and len(self._logged) < _MAX_LOGGED:
+            self._logged.add(refusal.message)
+            logger.warning("a web page was refused", reason=refusal.message, path=scope["path"])
+        await refusal.response(scope)(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> ApiError | None:
+        for sender in _senders(scope):
+            if reason := self._rules.refused_host(sender):
+                return ApiError(403, reason, code="host_not_allowed")
+            if self._needs_key(scope["path"]) and not sender.asks_first:
+                continue
+            if reason := self._rules.refused_origin(sender):
+                return ApiError(403, reason, code="origin_not_allowed")
+        return None
+
+
+def _senders(scope: Scope) -> list[Sender]:
+    """Returns the request's origin headers, one entry per `Host`, since each has to be allowed."""
+    hosts: list[str] = []
+    forwarded: list[str] = []
+    origin = site = ""
+    for name, raw in scope["headers"]:
+        if name == b"host":
+            hosts.append(raw.decode("latin-1"))
+        elif name == b"origin":
+            # Browsers send one `Origin`: joined, several equal none that is allowed.
+            origin = f"{origin}, {raw.decode('latin-1')}" if origin else raw.decode("latin-1")
+        elif name == b"sec-fetch-site":
+            site = raw.decode("latin-1")
+        elif name == b"x-forwarded-host":
+            forwarded += [part.strip() for part in raw.decode("latin-1").split(",")]
+    return [Sender(scope["method"], host, origin, site, tuple(forwarded)) for host in hosts or [""]]

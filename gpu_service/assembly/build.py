@@ -14,7 +14,6 @@ import torch
 from gpu_service.assembly.built import Built, model_info
 from gpu_service.assembly.elastic import EngineCache, make_engine_cache, make_page_supply, make_pool
 from gpu_service.assembly.experts import (
-    RankMoe,
     check_experts,
     connect_experts,
     expert_memory,
@@ -26,8 +25,9 @@ from gpu_service.assembly.experts import (
     rank_moe,
     rank_streaming,
 )
-from gpu_service.assembly.identity import read_identity
+from gpu_service.assembly.identity import EngineIdentity, read_identity
 from gpu_service.assembly.kv_memory import KvMemory, cache_shape, scheduler_limits
+from gpu_service.assembly.kv_tiers import check_tiers, make_tiers
 from gpu_service.assembly.placement import known_routing, make_adaptive, routing_record
 from gpu_service.assembly.process import prepare_process
 from gpu_service.assembly.rank_plan import has_room_to_stream, make_kv_memory
@@ -37,7 +37,6 @@ from gpu_service.assembly.speculation import (
     make_drafter,
     make_speculation,
 )
-from gpu_service.assembly.step_check import MEASURE_AGAIN, make_check, report_failure
 from gpu_service.assembly.steps import (
     attention_that_runs,
     make_lane,
@@ -53,18 +52,19 @@ from gpu_service.cache.request_states import allocate_states
 from gpu_service.cache.state_cache import StateSlots
 from gpu_service.core.constraint import PREPARE, ConstraintCompiler, make_compiler
 from gpu_service.core.interface import EngineObserver, OutputDelta
-from gpu_service.core.limits import SchedulerLimits
 from gpu_service.core.partition import rank_layers
-from gpu_service.core.token_pool import TokenPool
+from gpu_service.core.request import SchedulerLimits
+from gpu_service.core.step import TokenPool
 from gpu_service.device import TORCH_DTYPES
 from gpu_service.device.stream import DeviceStream, device_stream
 from gpu_service.engine.engine import Engine
 from gpu_service.engine.input_builder import InputBuilder
 from gpu_service.engine.model_runner import ModelRunner
 from gpu_service.engine.prefill_lane import PrefillLane
-from gpu_service.engine.step_check import StepCheck
+from gpu_service.engine.step_check import MEASURE_AGAIN, StepCheck, make_check, report_failure
 from gpu_service.engine.step_runner import StepRunner
 from gpu_service.experts.adaptive.placement import AdaptivePlacement
+from gpu_service.experts.costs import RankMoe
 from gpu_service.experts.fetching.fetcher import ExpertFetcher
 from gpu_service.experts.recorder import recorder_operations
 from gpu_service.experts.resident.experts import ResidentExperts
@@ -112,6 +112,7 @@ def build_engine(
             model_type=model_config.model_type,
         )
     check_speculation(config.gpu, config.parallel)
+    check_tiers(config)
     has_lane = may_have_lane(config, model_config, device)
     group = join_group(config, device, identity=identity.text, has_lane=has_lane)
     layers = rank_layers(model_config, group.parallel)
@@ -120,7 +121,7 @@ def build_engine(
     backends.install(device, config.gpu.attention_backend, shape.dtype, sizes, shape.attention_modules)
     stream = device_stream(device)
     with stream.active(), ExitStack() as undo:
-        built = _assemble(config, model_config, identity.experts, group, stream, observer, on_output, undo)
+        built = _assemble(config, model_config, identity, group, stream, observer, on_output, undo)
         identity.confirm()
         undo.pop_all()
         return replace(built, identity=identity.parts)
@@ -129,17 +130,16 @@ def build_engine(
 def _assemble(
     config: MoebiusConfig,
     model_config: ModelConfig,
-    fingerprint: str,
+    identity: EngineIdentity,
     group: RankGroup,
     stream: DeviceStream,
     observer: EngineObserver,
     on_output: Callable[[list[OutputDelta]], None],
     undo: ExitStack,
 ) -> Built:
-    device, dtype = stream.device, TORCH_DTYPES[model_config.dtype]
+    device, dtype, fingerprint = stream.device, TORCH_DTYPES[model_config.dtype], identity.experts
     compiler = make_compiler(Path(config.model.model), model_config.vocab_size, model_config.eos_token_ids)
-    model = _shaped_model(config, model_config, device, group)
-    moe = rank_moe(config, model_config, group)
+    model, moe = _shaped_model(config, model_config, device, group), rank_moe(config, model_config, group)
     memory, config, streaming = _plan_memory(config, model, moe, group)
     gpu, shape = config.gpu, cache_shape(config.gpu, model.config, model.rank_layers, device)
     loaded = _load(config, model, model_config, fingerprint, moe, streaming, group, memory, undo)
@@ -180,7 +180,8 @@ def _assemble(
     if fetcher is not None:
         undo.callback(fetcher.close)
     check = make_check(observer, config, moe, runner, stream, dtype)
-    engine = _engine(config, group, runner, steps, lane, limits, kv, stream, check, on_output, compiler)
+    parts = config, identity, group, runner, steps, lane, limits, kv, stream
+    engine = _engine(*parts, check, on_output, compiler)
     return Built(
         *(engine, group, experts, runner.recorder, memory, model_config, kv.num_pages, limits.context_limit),
         warm_up_tokens(device, gpu.num_batched_tokens, limits.context_limit),
@@ -192,7 +193,7 @@ def _assemble(
 def _shaped_model(
     config: MoebiusConfig, model_config: ModelConfig, device: torch.device, group: RankGroup
 ) -> CausalLM:
-    """This rank's part, without weights."""
+    """Returns this rank's part, without weights."""
     rule = deferral_rule(config, model_config)
     model = build_model(model_config, device=device, parallel=group.parallel)
     shape_weights(model, config.model)
@@ -210,7 +211,9 @@ def _step_runners(
     memory: KvMemory,
     undo: ExitStack,
 ) -> tuple[StepRunner, PrefillLane | None]:
-    """Of the main lane, and of the prefill lane where there is one. Residents are watched from then on."""
+    """Returns the step runners of the main lane and, where there is one, of the prefill lane; residents are
+    watched from then on.
+    """
     assert isinstance(runner.model, CausalLM)
     if runner.experts is None and runner.model.model.deferral is not None:
         _log.warning("defer_experts changes answers and saves no time: no layer asks an expert server")
@@ -230,7 +233,9 @@ def _step_runners(
 def _plan_memory(
     config: MoebiusConfig, model: CausalLM, moe: RankMoe | None, group: RankGroup
 ) -> tuple[KvMemory, MoebiusConfig, StreamingPlan | None]:
-    """Before anything is loaded. Also the settings with what is chosen, and what will be streamed."""
+    """Plans memory before anything is loaded; also returns the settings with what is chosen, and what will be
+    streamed.
+    """
     device, dtype = model.device, TORCH_DTYPES[model.config.dtype]
     streaming = rank_streaming(config, moe, device)
     held = expert_memory(config, moe, dtype, group, streaming)
@@ -306,7 +311,7 @@ def _num_pages(
     lane_stream: DeviceStream | None,
     group: RankGroup,
 ) -> int:
-    """Of the KV pool, the same on all ranks."""
+    """Returns the number of pages of the KV pool, which is the same on all ranks."""
     geometry = None if moe is None else moe.geometry
     wanted = memory.num_pages(model, geometry, resident, states, streamed, lane_stream)
     return group.minimum("num_pages", wanted)
@@ -314,6 +319,7 @@ def _num_pages(
 
 def _engine(
     config: MoebiusConfig,
+    identity: EngineIdentity,
     group: RankGroup,
     runner: ModelRunner,
     steps: StepRunner,
@@ -325,7 +331,7 @@ def _engine(
     on_output: Callable[[list[OutputDelta]], None],
     compiler: ConstraintCompiler | None,
 ) -> Engine:
-    """Scheduler and loops around what runs the steps."""
+    """Returns scheduler and loops around what runs the steps."""
     gpu, recorder = config.gpu, runner.recorder
     operations = {} if recorder is None else dict(recorder_operations(recorder))
     if compiler is not None:
@@ -336,7 +342,10 @@ def _engine(
         check.measure_again()
 
     operations[MEASURE_AGAIN] = measure_again
-    cache = make_request_cache(gpu, runner.states, kv.num_pages, kv.absent)
+    cache, inbox = make_request_cache(gpu, runner.states, kv.num_pages, kv.absent), group.inbox(compiler)
+    operations |= make_tiers(
+        config, identity.text, cache, kv.cache, runner.states, inbox, check, group.parallel
+    )
     scheduler = Scheduler(limits, cache, make_speculation(gpu, limits, runner))
     scheduler.supply = make_page_supply(kv, cache, runner.placement, stream, check)
     builder = InputBuilder(limits, gpu.page_size, has_mrope=runner.has_mrope)
@@ -348,7 +357,7 @@ def _engine(
         observer=check,
         overlap=gpu.overlap_scheduling,
         max_waiting=gpu.max_waiting_requests,
-        inbox=group.inbox(compiler),
+        inbox=inbox,
         operations=operations,
         lane=lane,
         max_added_s=None if gpu.max_itl_ms is None else gpu.max_itl_ms / 1e3,

@@ -10,6 +10,7 @@ from typing import Any
 
 from gpu_service.assembly.kv_memory import KvMemory
 from gpu_service.assembly.vision import Vision
+from gpu_service.cache.tiers.prefix_tiers import PrefixTiers
 from gpu_service.core.constraint import ConstraintCompiler
 from gpu_service.engine.engine import Engine
 from gpu_service.engine.step_check import StepCheck
@@ -66,8 +67,14 @@ class Built:
         supply = self.engine.scheduler.supply
         return supply if isinstance(supply, ElasticMemory) else None
 
+    @property
+    def tiers(self) -> PrefixTiers | None:
+        """None: what the KV cache evicts is computed again."""
+        tiers = self.engine.scheduler.cache.tiers
+        return tiers if isinstance(tiers, PrefixTiers) else None
+
     def memory_shares(self) -> MemoryShares:
-        """Who has this rank's memory of pages and experts now."""
+        """Returns who has this rank's memory of pages and experts now."""
         elastic = self.elastic
         return MemoryShares(
             kv=self.kv_bytes if elastic is None else elastic.kv_bytes,
@@ -85,6 +92,8 @@ class Built:
         """
         if not self.engine.stop(timeout_s):
             return False
+        if self.tiers is not None:
+            self.tiers.close()
         if self.watch is not None:
             self.watch.close()
         if self.placement is not None:
@@ -104,12 +113,15 @@ _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "ma
 
 
 def sampling_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of generation_config.json that stand for what a request leaves unset."""
+    """Returns the fields of generation_config.json that stand for what a request leaves unset."""
     return {name: generation[name] for name in _DEFAULTS if generation.get(name) is not None}
 
 
 def model_info(config: MoebiusConfig, built: Built) -> pb.GetModelInfoResponse:
-    """Static facts for clients. Raises WrongIdentity when files have been written since they were read."""
+    """Returns static facts for clients.
+
+    Raises WrongIdentity when files have been written since they were read.
+    """
     directory = Path(config.model.model)
     model = built.model_config
     raw = read_config(directory)

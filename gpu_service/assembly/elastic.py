@@ -42,7 +42,8 @@ _FLOOR_REQUESTS, _FLOOR_TOKENS = 4, 8192
 def make_pool(
     config: MoebiusConfig, shape: CacheShape, group: RankGroup, follows_traffic: bool
 ) -> PhysicalPool | None:
-    """None: pages and experts have their own memory each, as long as the engine runs.
+    """Returns the pool that pages and experts share; None: each has its own memory as long as the engine
+    runs.
 
     So it is where residents do not change, with a number of pages that is set, with several ranks, which
     would have to agree on every page, on a CPU that is not asked, and where the device cannot map memory.
@@ -94,7 +95,7 @@ def try_out(memory: VirtualMemory) -> None:
 
 
 def chunk_bytes(granularity: int, shape: CacheShape) -> int:
-    """Bytes of a chunk: the more memory a GPU has, the larger; on a CPU as small as may be."""
+    """Returns the bytes of a chunk: the more memory a GPU has, the larger; on a CPU as small as may be."""
     memory, size = make_device_memory(shape.device), granularity
     if memory is None:
         return size
@@ -126,7 +127,7 @@ def make_engine_cache(
     num_pages: int,
     placement: AdaptivePlacement | None,
 ) -> EngineCache:
-    """With memory for up to `num_pages`, of the pool of `placement` where it has one."""
+    """Returns a cache with memory for up to `num_pages`, from the pool of `placement` where it has one."""
     if placement is None or placement.supply is None:
         return EngineCache(shape.make_pool(num_pages), num_pages)
     pool, rows = placement.supply.pool, shape.row_bytes()
@@ -169,7 +170,10 @@ def make_page_supply(
     stream: DeviceStream,
     check: StepCheck,
 ) -> PageSupply | None:
-    """What moves memory while the engine serves; None: none moves. `cache` accounts for the pages of `kv`."""
+    """Returns what moves memory while the engine serves; None: none moves.
+
+    `cache` accounts for the pages of `kv`.
+    """
     pages = kv.pages
     if pages is None or placement is None:
         return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -16,7 +15,7 @@ from gpu_service.core.partition import stage_layers
 from gpu_service.device.stream import DeviceStream, stream_of
 from gpu_service.device.virtual_memory import PhysicalPool
 from gpu_service.experts.adaptive.placement import AdaptivePlacement
-from gpu_service.experts.costs import ExpertCosts
+from gpu_service.experts.costs import ExpertCosts, RankMoe
 from gpu_service.experts.factory import make_expert_client
 from gpu_service.experts.fetching.fetcher import ExpertFetcher
 from gpu_service.experts.fetching.make import FetchPlan, make_fetcher, plan_fetching
@@ -33,23 +32,13 @@ from gpu_service.parallel.group import RankGroup
 from gpu_service.verify.self_test import ExpertsUnderTest, SelfTestReport, check_again, run_self_test
 from moebius.config import MoebiusConfig
 from moebius.models.config import ModelConfig
-from moebius.models.geometry import MoeGeometry
 from moebius.placement import make_placement
 from moebius.progress import phase
 from moebius.served_model import read_served_geometry
 
 
-@dataclass(frozen=True, slots=True)
-class RankMoe:
-    """The routed experts of this rank's layers; filled by `rank_moe`."""
-
-    geometry: MoeGeometry
-    layers: tuple[int, ...]  # the rank's decoder layers that have routed experts
-    costs: ExpertCosts
-
-
 def rank_moe(config: MoebiusConfig, model: ModelConfig, group: RankGroup) -> RankMoe | None:
-    """None for a model without MoE layers."""
+    """Returns this rank's part of the MoE layers; None for a model without them."""
     if not model.moe_layer_ids:
         return None
     geometry = read_served_geometry(config)
@@ -59,7 +48,7 @@ def rank_moe(config: MoebiusConfig, model: ModelConfig, group: RankGroup) -> Ran
 
 
 def rank_streaming(config: MoebiusConfig, moe: RankMoe | None, device: torch.device) -> StreamingPlan | None:
-    """What this rank streams of its layers; None: nothing."""
+    """Returns what this rank streams of its layers; None: nothing."""
     return None if moe is None else plan_streaming(config, moe.geometry, moe.layers, device)
 
 
@@ -96,7 +85,9 @@ def load_fetcher(
     streaming: StreamingPlan | None,
     streamer: ExpertStreamer | None,
 ) -> ExpertFetcher | None:
-    """With its slots, before graphs are captured, which hold its kernels; None: decode steps copy nothing."""
+    """Returns the fetcher with its slots, made before graphs are captured, which hold its kernels; None:
+    decode steps copy nothing.
+    """
     if moe is None or streaming is None or streamer is None:
         return None
     plan = _fetch_plan(config, moe, streaming)
@@ -112,7 +103,7 @@ def load_streamer(
     resident: ResidentExperts | None,
     group: RankGroup,
 ) -> ExpertStreamer | None:
-    """With its ring; None: nothing is streamed. Ranks decide alike."""
+    """Returns the streamer with its ring; None: nothing is streamed. All ranks decide alike."""
     streamer = None
     if moe is not None and streaming is not None:
         shared = group.parallel, group.elementwise_largest, moe.costs
@@ -129,7 +120,8 @@ def load_resident(
     known: Mapping[int, NDArray[np.int64]],
     pool: PhysicalPool | None = None,
 ) -> ResidentExperts | None:
-    """Experts on this rank's device, by layer those that were chosen most where it is known; None: none.
+    """Returns experts on this rank's device, by layer those that were chosen most where it is known; None:
+    none.
 
     `pool`: as in `make_resident_experts`.
     """
@@ -168,7 +160,7 @@ def connect_experts(
     placement: AdaptivePlacement | None,
     fetcher: ExpertFetcher | None,
 ) -> CheckedExperts | None:
-    """A client whose servers are ready; None where no layer of any rank needs one. `undo` closes it.
+    """Returns a client whose servers are ready; None where no layer of any rank needs one. `undo` closes it.
 
     `fingerprint`: `EngineIdentity.experts`. `placement` and `fetcher` are to know when servers find an expert
     damaged.
@@ -204,7 +196,7 @@ def check_experts(
     dtype: torch.dtype,
     group: RankGroup,
 ) -> SelfTestReport | None:
-    """The self-test: all ranks at once. Servers that return later have to pass it again.
+    """Returns the self-test: all ranks at once. Servers that return later have to pass it again.
 
     Raises SelfTestFailed.
     """

@@ -99,11 +99,11 @@ class Forecast:
     def device_plans(
         self, config: MoebiusConfig, total_bytes: int, experts: Sequence[ExpertMemory]
     ) -> tuple[MemoryPlan, ...]:
-        """Each rank's ledger on an empty GPU of so many bytes. Raises MemoryShort: it cannot fit."""
+        """Returns each rank's ledger on an empty GPU of `total_bytes`. Raises MemoryShort: it cannot fit."""
         return tuple(rank.make(config) for rank in self._on_device(config, total_bytes, experts))
 
     def has_room(self, config: MoebiusConfig, total_bytes: int, experts: Sequence[ExpertMemory]) -> bool:
-        """Whether everything fits such GPUs, with as few outputs in a step as may be."""
+        """Returns whether everything fits such GPUs, with as few outputs in a step as may be."""
         return all(rank.fits() for rank in self._on_device(config, total_bytes, experts))
 
     def num_seqs(self, config: MoebiusConfig, total_bytes: int, experts: Sequence[ExpertMemory]) -> int:
@@ -139,7 +139,7 @@ class Forecast:
         ]
 
     def shared_pages(self, config: MoebiusConfig) -> int:
-        """Pages of the pool of an engine on a CPU."""
+        """Returns the number of pages of the pool of an engine on a CPU."""
         return min(
             SharedKvMemory(config, shape).num_pages(model, None, None)
             for model, shape in zip(self._models, self._shapes, strict=True)
@@ -181,7 +181,9 @@ def _forecast(config: MoebiusConfig, rank: int, model: CausalLM, shape: CacheSha
 
 
 def _elements(model: CausalLM, tensors: Sequence[torch.Tensor]) -> int:
-    """Weights that the tensors stand for: those that are kept as they are stored are bytes."""
+    """Returns the number of weights that the tensors stand for: those that are kept as they are stored are
+    bytes.
+    """
     kept = [module for module in model.modules() if isinstance(module, StoredWeight)]
     counts = {id(module.weight): math.prod(module.weight_shape) for module in kept if module.packed_parts}
     return sum(counts.get(id(tensor), tensor.numel()) for tensor in tensors)
@@ -192,12 +194,14 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 
 def _tables(model: CausalLM) -> list[nn.Parameter]:
-    """Of n-grams."""
+    """Returns the tables of n-grams."""
     return [module.weight for module in model.modules() if isinstance(module, NGramRows)]
 
 
 def _largest_tensor_bytes(model: CausalLM) -> int:
-    """Of what a checkpoint stores as one: tables of n-grams are in parts."""
+    """Returns the bytes of the largest tensor that a checkpoint stores as one; tables of n-grams are in
+    parts.
+    """
     tables = [module for module in model.modules() if isinstance(module, NGramRows)]
     known = {id(table.weight) for table in tables}
     sizes = [_nbytes(tensor) for tensor in model.parameters() if id(tensor) not in known]
@@ -205,8 +209,8 @@ def _largest_tensor_bytes(model: CausalLM) -> int:
 
 
 def _read_tensors(model: CausalLM) -> list[nn.Parameter]:
-    """What a step of text reads whole: of tables of n-grams it looks up rows, and of the embedding unless it
-    is the head as well.
+    """Returns what a step of text reads whole: of tables of n-grams it looks up rows, and of the embedding
+    unless it is the head as well.
     """
     tied = model.lm_head is None and model.parallel.is_last_stage
     looked_up = {id(table) for table in _tables(model)}

@@ -39,16 +39,19 @@ class EngineIdentity:
 
     @property
     def experts(self) -> str:
-        """Of what holds the routed experts, as their servers say it."""
+        """The identity of what holds the routed experts, as their servers say it."""
         return expert_fingerprint(self.parts)
 
     @property
     def digest(self) -> str:
-        """What requests bring that were made for this model."""
+        """Returns what requests bring that were made for this model."""
         return identity_digest(self.text)
 
     def confirm(self) -> None:
-        """To be called once everything is loaded. Raises WrongIdentity when files were written meanwhile."""
+        """Compares the files again once everything is loaded.
+
+        Raises WrongIdentity when they were written meanwhile.
+        """
         check_unchanged(self.parts, lambda: _parts(self.model, self.index, self.expert_index))
 
 

@@ -17,7 +17,7 @@ from gpu_service.cache.elastic_pages import ElasticPages
 from gpu_service.cache.fp8 import E4M3
 from gpu_service.cache.kv_cache import Allocate, PagedCache, make_cache, page_bytes, zeros
 from gpu_service.cache.state_cache import StateSlots
-from gpu_service.core.limits import SchedulerLimits
+from gpu_service.core.request import SchedulerLimits
 from gpu_service.device import TORCH_DTYPES
 from gpu_service.device.stream import DeviceStream
 from gpu_service.device.virtual_memory import PhysicalPool
@@ -59,18 +59,18 @@ class CacheShape:
         return page_bytes(self.layers, self.page_size, self.storage_dtype, self.dtype)
 
     def attention_modules(self) -> list[Any]:
-        """What FlashInfer has to compile for attention over such pages. Imports FlashInfer."""
+        """Returns what FlashInfer has to compile for attention over such pages. Imports FlashInfer."""
         from gpu_service.attention.flashinfer_plan import attention_modules
 
         return attention_modules(self.layers, self.dtype, self.storage_dtype)
 
     def make(self, num_pages: int, allocate: Allocate = zeros) -> PagedCache:
-        """Allocates a cache of so many pages."""
+        """Allocates a cache of `num_pages` pages."""
         sizes = self.layers, num_pages, self.page_size, self.dtype, self.device, self.storage_dtype
         return make_cache(*sizes, allocate)
 
     def row_bytes(self) -> list[int]:
-        """Bytes of a page in each of the cache's tensors."""
+        """Returns the bytes of a page in each of the cache's tensors."""
         rows: list[int] = []
 
         def note(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -81,7 +81,7 @@ class CacheShape:
         return [row for row in rows if row]
 
     def make_pool(self, num_pages: int) -> PagedCache:
-        """The same for the service: a phase of the start."""
+        """Returns the same for the service: a phase of the start."""
         with phase("allocating the KV pool"):
             return self.make(num_pages)
 
@@ -127,7 +127,10 @@ class KvMemory(ABC):
         streamed: StreamedExperts | None = None,
         lane_stream: DeviceStream | None = None,
     ) -> int:
-        """Pages of the pool, after what is on the device already. UserError: there is no room for two."""
+        """Returns the number of pages of the pool, after what is on the device already.
+
+        UserError: there is no room for two.
+        """
 
 
 class SharedKvMemory(KvMemory):
@@ -174,7 +177,9 @@ class DeviceKvMemory(KvMemory):
         streamed: StreamedExperts | None = None,
         lane_stream: DeviceStream | None = None,
     ) -> int:
-        """Pages that fit after a run of the largest step, and of the prefill lane's largest on its stream."""
+        """Returns the number of pages that fit after a run of the largest step, and of the prefill lane's
+        largest on its stream.
+        """
         config, gpu, shape = self._config, self._config.gpu, self._shape
         memory = make_device_memory(shape.device)
         assert memory is not None
@@ -217,7 +222,7 @@ class DeviceKvMemory(KvMemory):
 
 
 def mapped_cache(shape: CacheShape, pool: PhysicalPool, num_pages: int) -> PagedCache:
-    """A cache whose memory is the pool's, and goes back there with its last tensor."""
+    """Returns a cache whose memory is the pool's, and goes back there with its last tensor."""
     pages = ElasticPages(pool, num_pages, max(shape.row_bytes()))
     pool.add(max(0, 1 - pool.free))
     cache, groups = shape.make(num_pages, pages.allocate), range(pages.num_groups)
@@ -227,7 +232,7 @@ def mapped_cache(shape: CacheShape, pool: PhysicalPool, num_pages: int) -> Paged
 
 
 def scheduler_limits(gpu: GpuConfig, model: ModelConfig, num_pages: int) -> SchedulerLimits:
-    """What a pool of so many pages can serve."""
+    """Returns what a pool of `num_pages` pages can serve."""
     pool_tokens = (num_pages - 1) * gpu.page_size
     context_limit = min(model.max_model_len, pool_tokens)
     if context_limit < model.max_model_len:
@@ -249,7 +254,8 @@ def scheduler_limits(gpu: GpuConfig, model: ModelConfig, num_pages: int) -> Sche
 
 
 def scored_token_cost(model: ModelConfig) -> int:
-    """Tokens without log-probabilities that take about as long as a prompt token with them; 2 to 8.
+    """Returns the number of tokens without log-probabilities that take about as long as a prompt token with
+    them; 2 to 8.
 
     The head's GEMM, and about as much again for reading its logits four times (normaliser, chosen, best
     ones, their conversion), against the weights that a token meets in the layers.

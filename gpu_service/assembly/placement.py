@@ -9,12 +9,12 @@ import structlog
 import torch
 from numpy.typing import NDArray
 
-from gpu_service.assembly.experts import RankMoe
 from gpu_service.experts.adaptive.counts import RoutingCounts
 from gpu_service.experts.adaptive.exchange import SlotExchanges
 from gpu_service.experts.adaptive.placement import AdaptivePlacement
 from gpu_service.experts.adaptive.record import RoutingRecord
 from gpu_service.experts.adaptive.supply import make_supply
+from gpu_service.experts.costs import RankMoe
 from gpu_service.experts.resident.experts import ResidentExperts, Share
 from gpu_service.experts.streaming.ring import transfer_device
 from gpu_service.experts.streaming.streamer import ExpertStreamer
@@ -27,7 +27,7 @@ Known = Mapping[int, NDArray[np.int64]]
 
 
 def follows_traffic(config: MoebiusConfig, group: RankGroup, device: torch.device) -> bool:
-    """Whether residents may change by the settings: expert servers hold them, too, and no rank has to
+    """Returns whether residents may change by the settings: expert servers hold them, too, and no rank has to
     agree.
     """
     placement = config.placement
@@ -49,7 +49,9 @@ def routing_record(
 
 
 def known_routing(config: MoebiusConfig, moe: RankMoe, record: RoutingRecord | None) -> Known:
-    """Counts by layer: of the file that the settings name, else of this model's last run; empty: none."""
+    """Returns the counts by layer: of the file that the settings name, else of this model's last run; empty:
+    none.
+    """
     if record is None:
         return {}
     named = recorded_counts(config.placement, moe.geometry)
@@ -63,7 +65,9 @@ def make_adaptive(
     record: RoutingRecord | None,
     known: Known,
 ) -> AdaptivePlacement | None:
-    """Before graphs are captured, which hold the counting; None: residents stay what they are."""
+    """Makes the placement before graphs are captured, which hold the counting; None: residents stay what they
+    are.
+    """
     if moe is None or resident is None or record is None:
         return None
     changing = [layer for layer in resident.slots if resident.share(layer) is Share.SOME]

@@ -45,7 +45,7 @@ def use_jit_cache(directory: str) -> None:
 
 
 def resolve_device(gpu: GpuConfig, local_rank: int = 0) -> torch.device:
-    """The device of this rank; `auto` takes a GPU where torch sees one.
+    """Returns the device of this rank; `auto` takes a GPU where torch sees one.
 
     Raises UserError when `device: cuda` is set and there is none, or fewer than the ranks of this host.
     """
@@ -62,7 +62,7 @@ def resolve_device(gpu: GpuConfig, local_rank: int = 0) -> torch.device:
 
 
 def local_rank(parallel: ParallelConfig) -> int:
-    """Number of the rank's GPU on its host, whose ranks have their order."""
+    """Returns the number of the rank's GPU on its host, whose ranks have their order."""
     return parallel.rank % max(1, parallel.num_ranks // parallel.rank_hosts)
 
 

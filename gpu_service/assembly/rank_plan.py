@@ -33,16 +33,16 @@ from moebius.checkpoint.index import has_weights
 from moebius.config import DEFAULT_BATCHED_TOKENS, DEFAULT_NUM_SEQS, MoebiusConfig
 from moebius.errors import UserError
 
-# Tokens of a streamed step where nobody says how many.
+# Tokens of a streamed step where no setting says how many.
 PREFILL_CHUNKS = (16384, 12288, 8192, 6144, 4096, 3072, 2048, 1024)
 # Tokens of a step where nothing is computed elsewhere; on small GPUs, which compute less, requests that
 # decode would wait too long for thousands of prompt tokens. The same bounds are vLLM's.
 _BATCHED_TOKENS, _SMALL_GPU_TOKENS, _SMALL_GPU_BYTES = (8192, 6144, 4096, 3072, 2048, 1024), 2048, 64 * 2**30
 _NUM_SEQS = (DEFAULT_NUM_SEQS, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1)
-# Fewer tokens in a step make prompts slow; a context shorter than this serves nobody.
+# Fewer tokens in a step make prompts slow; a context shorter than this is of no use.
 _LEAST_BATCHED_TOKENS, _LEAST_CONTEXT = 64, 4096
-# Of the KV cache, besides the state of the outputs, where no size is set: room for so many requests of the
-# longest kind, of at most so many tokens. `moebius plan` leaves as much when it fills a GPU with experts.
+# Of the KV cache, besides the state of the outputs, where no size is set: room for this many requests of the
+# longest kind, of at most this many tokens. `moebius plan` leaves as much when it fills a GPU with experts.
 _ROOMS, _ROOM_TOKENS = (4, 1), 8192
 # Tokens that a proposal leaves room for, the best last; the first: what one step needs.
 _LEAST_ROOMS = (0, 2048, 4096, 8192)
@@ -68,13 +68,16 @@ class _Setting:
     words: Callable[[Any], str]
 
     def mildest(self, trial: Trial, fits: Fits) -> int | None:
-        """Index of the mildest value that fits; what fits with one is taken to fit with all after it."""
+        """Returns the index of the mildest value that fits; what fits with one is taken to fit with all after
+        it.
+        """
         index = bisect.bisect_left(self.values, True, key=lambda value: fits(self.change(trial, value)))
         return index if index < len(self.values) else None
 
 
 def smallest_change(config: MoebiusConfig, num_experts: int, longest: int, fits: Fits) -> str | None:
-    """The settings to change, as options of the command line; None: no change of these settings is enough.
+    """Returns the settings to change, as options of the command line; None: no change of these settings is
+    enough.
 
     One setting alone where one is enough, and of several that are the first in the order of `_settings`; else
     as few as possible. Of equally few, those that leave the KV cache most room for a request. `longest`:
@@ -98,7 +101,7 @@ def smallest_change(config: MoebiusConfig, num_experts: int, longest: int, fits:
 
 
 def _smallest(trial: Trial, longest: int, fits: Fits) -> list[str] | None:
-    """The mildest change of settings that fits, as command-line options; None: no change does."""
+    """Returns the mildest change of settings that fits, as command-line options; None: no change does."""
     settings = [setting for setting in _settings(trial, longest) if setting.values]
     for setting in settings:
         index = setting.mildest(trial, fits)
@@ -122,7 +125,8 @@ def _smallest(trial: Trial, longest: int, fits: Fits) -> list[str] | None:
 
 
 def chosen_num_seqs(config: MoebiusConfig, fits: Fits, num_experts: int, longest: int) -> int:
-    """Outputs per step where nobody says how many: the most that fit with room for requests in the KV cache.
+    """Returns the number of outputs per step where no setting says how many: the most that fit with room for
+    requests in the KV cache.
 
     1 where there is no room for one; the default where not even that fits, so that the refusal is about it.
     """
@@ -142,7 +146,7 @@ def _room_tokens(longest: int) -> list[int]:
 
 
 def _with_room(trial: Trial, tokens: int) -> Trial:
-    """The same with a KV cache of so many tokens; 0, or a size that is set: as it is."""
+    """Returns the same with a KV cache of `tokens` tokens; 0, or a size that is set: unchanged."""
     gpu = trial.config.gpu
     if not tokens or gpu.num_pages is not None or gpu.kv_cache_gib is not None:
         return trial
@@ -157,7 +161,7 @@ def _apply(trial: Trial, settings: Sequence[_Setting], changed: dict[int, int]) 
 
 
 def _settings(trial: Trial, longest: int) -> list[_Setting]:
-    """In the order in which they are proposed."""
+    """Returns the settings in the order in which they are proposed."""
     config, gpu = trial.config, trial.config.gpu
     tokens = gpu.num_batched_tokens
     kinds: list[tuple[str, Sequence[Any]]] = [
@@ -187,7 +191,7 @@ def _settings(trial: Trial, longest: int) -> list[_Setting]:
 
 
 def _halves(whole: int, least: int, unit: int) -> list[int]:
-    """3/4, 1/2, 3/8, 1/4, ... of it, whole units."""
+    """Returns 3/4, 1/2, 3/8, 1/4, ... of it, whole units."""
     values: list[int] = []
     size = whole
     while size >= least:
@@ -220,7 +224,7 @@ _log = structlog.get_logger(__name__)
 
 
 class RankPlan:
-    """Of one rank; `model` is its part as `config` composes it, memory or not."""
+    """Plans one rank; `model` is its part as `config` composes it, memory or not."""
 
     def __init__(
         self,
@@ -242,12 +246,12 @@ class RankPlan:
         self._parallel, self._longest = model.parallel, model.config.max_model_len
 
     def make(self, config: MoebiusConfig) -> MemoryPlan:
-        """The ledger under these settings. Raises MemoryShort: it cannot fit; as `prefill_chunk`."""
+        """Returns the ledger under these settings. Raises MemoryShort: it cannot fit; as `prefill_chunk`."""
         chosen = _with_gpu(config, prefill_chunk_max=self.prefill_chunk(config))
         return self._plan(Trial(chosen, self._experts.count))
 
     def fits(self) -> bool:
-        """Whether there is a plan under the settings, with as few outputs in a step as may be."""
+        """Returns whether there is a plan under the settings, with as few outputs in a step as may be."""
         gpu = self._config.gpu
         config = self._config if gpu.max_num_seqs is not None else _with_gpu(self._config, max_num_seqs=1)
         # A chunk that was asked for and does not fit is refused by name, later.
@@ -255,11 +259,11 @@ class RankPlan:
         return self._fits(Trial(chosen, self._experts.count))
 
     def num_seqs(self) -> int:
-        """What `max_num_seqs` is, or becomes where it is unset."""
+        """Returns what `max_num_seqs` is, or becomes where it is unset."""
         return chosen_num_seqs(self._config, self._fits, self._experts.count, self._longest)
 
     def batched_tokens(self, config: MoebiusConfig) -> int:
-        """What `max_num_batched_tokens` is, or becomes where it is unset.
+        """Returns what `max_num_batched_tokens` is, or becomes where it is unset.
 
         Where expert servers compute a part of each step, longer steps gain nothing: they stay short, and long
         prompts have steps of their own (`prefill_chunk`).
@@ -280,7 +284,8 @@ class RankPlan:
         return DEFAULT_BATCHED_TOKENS
 
     def prefill_chunk(self, config: MoebiusConfig) -> int:
-        """What `prefill_chunk_max` is, or becomes where it is unset; 0: no step streams more than others.
+        """Returns what `prefill_chunk_max` is, or becomes where it is unset; 0: no step streams more than
+        others.
 
         Raises UserError for a value that is impossible whatever the memory.
         """
@@ -334,13 +339,16 @@ class RankPlan:
         ).page_bytes
         held = replace(self._experts, count=trial.num_experts)
         # Weights do not depend on it.
-        config = replace(model.config, max_model_len=longest or self._longest)
+        config = model.config.with_max_model_len(longest or self._longest)
         return plan_memory(
             trial.config, config, dense_bytes, self._use, page_bytes, held, self._parallel, self._vision
         )
 
     def _model(self, config: MoebiusConfig) -> tuple[CausalLM, int]:
-        """Composed anew where dense weights are kept otherwise. Raises UserError where they cannot be."""
+        """Composes the model again where dense weights are kept otherwise.
+
+        Raises UserError where they cannot be.
+        """
         key = config.model.dense_weights
         if key not in self._models:
             composed, _ = self._models[self._config.model.dense_weights]
@@ -359,7 +367,8 @@ def make_kv_memory(
     device: torch.device,
     vision: VisionMemory | None = None,
 ) -> tuple[KvMemory, MoebiusConfig]:
-    """Before anything is loaded: `model` is on the meta device. Also the settings with what is chosen.
+    """Plans KV memory before anything is loaded, with `model` on the meta device; also returns the settings
+    with what is chosen.
 
     Ranks choose alike. Raises UserError when it cannot fit.
     """
@@ -392,14 +401,14 @@ def has_room_to_stream(
     device: torch.device,
     vision: VisionMemory | None = None,
 ) -> bool:
-    """Whether the ring of `experts` fits with all else, on every rank; all of them call it."""
+    """Returns whether the ring of `experts` fits with all else, on every rank; all of them call it."""
     memory = make_device_memory(device)
     fits = memory is None or RankPlan(config, model, memory.use(), experts, vision).fits()
     return group.minimum("room to stream", int(fits)) == 1
 
 
 def with_num_seqs(config: MoebiusConfig, count: int) -> MoebiusConfig:
-    """The same settings; says so where nobody chose that many."""
+    """Returns the same settings; logs it where no setting chose that many."""
     if config.gpu.max_num_seqs is None:
         _log.info("max_num_seqs is chosen by what fits", max_num_seqs=count, default=DEFAULT_NUM_SEQS)
     gpu = config.gpu.model_copy(update={"max_num_seqs": count})

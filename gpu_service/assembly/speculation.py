@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from gpu_service.core.limits import SchedulerLimits
 from gpu_service.core.parallel import ParallelContext
-from gpu_service.core.token_pool import TokenPool
+from gpu_service.core.request import SchedulerLimits
+from gpu_service.core.step import TokenPool
 from gpu_service.engine.model_runner import ModelRunner
 from gpu_service.models.common import CausalLM
 from gpu_service.speculation.drafter import DeviceDrafter
@@ -27,14 +27,16 @@ def check_speculation(gpu: GpuConfig, parallel: ParallelConfig) -> None:
 
 
 def make_drafter(model: CausalLM, token_pool: TokenPool, parallel: ParallelContext) -> DeviceDrafter | None:
-    """Of a model that serves its MTP layers; None: drafts come from elsewhere, if at all."""
+    """Returns the drafter of a model whose MTP layers are served; None: drafts come from elsewhere, if at
+    all.
+    """
     if not model.config.num_mtp_heads:
         return None
     return MtpDrafter(model, token_pool, parallel)
 
 
 def make_speculation(gpu: GpuConfig, limits: SchedulerLimits, runner: ModelRunner) -> Speculation | None:
-    """The scheduler's part; None: speculation is off."""
+    """Returns the scheduler's part; None: speculation is off."""
     if gpu.speculative_method == "off":
         return None
     host = None if runner.drafter is not None else NGramDrafter(gpu.ngram_match_min, gpu.ngram_match_max)
@@ -42,5 +44,5 @@ def make_speculation(gpu: GpuConfig, limits: SchedulerLimits, runner: ModelRunne
 
 
 def make_draft_pace(gpu: GpuConfig) -> DraftPace | None:
-    """What measures steps for it; None: nothing is to follow from what they take."""
+    """Returns what measures steps for it; None: nothing is to follow from what they take."""
     return None if gpu.speculative_method == "off" or not gpu.adaptive_drafts else DraftPace()

@@ -8,15 +8,16 @@ import torch
 from gpu_service.attention.registry import Attention, make_attention
 from gpu_service.attention.warm_up import warm_up_attention
 from gpu_service.cache.kv_cache import PagedCache
-from gpu_service.core.limits import SchedulerLimits
 from gpu_service.core.parallel import ParallelContext
+from gpu_service.core.request import SchedulerLimits
 from gpu_service.device.graphs import CudaGraphs
 from gpu_service.device.stream import CudaDeviceStream, DeviceStream, Uploader
 from gpu_service.engine.decode_graphs import DecodeGraphs, graph_sizes
 from gpu_service.engine.device_runner import DeviceLane, DeviceRunner
 from gpu_service.engine.host_runner import CpuStream, HostRunner, InlineStream
 from gpu_service.engine.model_runner import ModelRunner
-from gpu_service.engine.prefill_lane import LanePace, PrefillLane
+from gpu_service.engine.pacing import LanePace
+from gpu_service.engine.prefill_lane import PrefillLane
 from gpu_service.engine.step_runner import StepRunner
 from gpu_service.experts.streaming.make import streams
 from gpu_service.memory.plan import has_lane
@@ -88,7 +89,10 @@ def may_have_lane(config: MoebiusConfig, model: ModelConfig, device: torch.devic
 def make_lane_stream(
     config: MoebiusConfig, device: torch.device, parallel: ParallelContext
 ) -> DeviceStream | None:
-    """Of the prefill lane; None: there is none. Made before memory is measured, which is the stream's own."""
+    """Returns the stream of the prefill lane; None: there is none.
+
+    It is made before memory is measured, which includes the stream's own.
+    """
     if device.type != "cuda" or not has_lane(config.gpu, parallel):
         return None
     return CudaDeviceStream(device)
@@ -102,7 +106,8 @@ def make_lane(
     limits: SchedulerLimits,
     group: RankGroup,
 ) -> PrefillLane | None:
-    """A second step in flight for long prompts: `runner` again, with all that steps write to of its own.
+    """Returns a second step in flight for long prompts: `runner` again, with all that steps write to of its
+    own.
 
     None: nothing can be streamed, or there is no `stream`.
     """
@@ -148,8 +153,8 @@ def make_lane(
 
 
 def lane_min_tokens(gpu: GpuConfig, break_even_rows: int) -> tuple[int, int]:
-    """As `LaneRunner.min_tokens`: with nobody else, link and servers together take what fits one usual
-    step.
+    """Returns the bounds as `LaneRunner.min_tokens` does: while no other request runs, link and servers
+    together take what fits one usual step.
     """
     if gpu.prefill_lane_min_tokens is not None:
         return gpu.prefill_lane_min_tokens, gpu.prefill_lane_min_tokens
@@ -159,7 +164,7 @@ def lane_min_tokens(gpu: GpuConfig, break_even_rows: int) -> tuple[int, int]:
 def attention_that_runs(
     gpu: GpuConfig, rank_layers: Layers, cache: PagedCache, limits: SchedulerLimits
 ) -> Attention:
-    """Of the backends that the configuration allows, the best whose kernels run on this device.
+    """Returns the best backend of those that the configuration allows whose kernels run on this device.
 
     Every kind of step is tried, with sequences as long as the service takes. Raises UserError as
     `attention.registry.make_attention`.
@@ -173,7 +178,7 @@ def attention_that_runs(
 
 
 def graphs_unsupported_reason(config: MoebiusConfig, runner: ModelRunner) -> str:
-    """Why decode steps cannot be captured; empty: they can."""
+    """Returns why decode steps cannot be captured; empty: they can."""
     if not config.gpu.cuda_graphs:
         return "cuda_graphs is off"
     if not runner.attention.captures:

@@ -26,14 +26,14 @@ _TRIAL_SIZE = (32, 32)
 
 @dataclass(frozen=True, slots=True)
 class Vision:
-    """Of a model with vision; filled by `load_vision`."""
+    """The vision part of a model that has one; filled by `load_vision`."""
 
     encoder: ImageEncoder
     preparer: ImagePreparer
 
 
 def load_vision(config: MoebiusConfig, model: ModelConfig, device: torch.device) -> Vision | None:
-    """The tower with its values; None: the model is text-only.
+    """Returns the tower with its values; None: the model is text-only.
 
     Raises UserError when the checkpoint does not say how images are prepared, CheckpointError when tensors
     of the tower are missing.
@@ -95,6 +95,8 @@ def vision_memory(config: MoebiusConfig, model: ModelConfig) -> VisionMemory:
 
 
 def encoding_bytes(vision: VisionConfig, patches: int, itemsize: int) -> int:
-    """Most bytes that live while an image is encoded: residual, norm, queries, keys and values, or an MLP."""
+    """Returns the most bytes that live while an image is encoded: residual, norm, queries, keys and values,
+    or an MLP.
+    """
     widest = max(8 * vision.hidden_size, 3 * vision.hidden_size + 2 * vision.intermediate_size)
     return patches * widest * itemsize

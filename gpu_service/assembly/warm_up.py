@@ -19,7 +19,7 @@ _MAX_TOKENS = 3
 
 
 def warm_up_tokens(device: torch.device, max_num_batched_tokens: int, context_limit: int) -> int:
-    """Length of the longer prompt: a large chunk on a GPU; a CPU has nothing to compile."""
+    """Returns the length of the longer prompt: a large chunk on a GPU; a CPU has nothing to compile."""
     wanted = min(max_num_batched_tokens, _LONGEST_PROMPT) if device.type == "cuda" else _SHORT_PROMPT
     return max(1, min(wanted, context_limit - _MAX_TOKENS))
 
@@ -81,3 +81,5 @@ class WarmUpGate:
             if request.error_message:
                 raise UserError(f"a warm-up step failed: {request.error_message}")
         engine.flush().result(timeout_s)
+        # Not before: what the warm-up computed is no prefix of a request, and a flush goes through all tiers.
+        engine.scheduler.cache.open_tiers()

@@ -60,7 +60,7 @@ class PlannedAttention(ABC):
         raise NotImplementedError(f"{type(self).__name__} cannot be captured in a graph")
 
     def plan_replay(self, inputs: ForwardInputs) -> None:
-        """Before replaying the graph captured for as many requests: `inputs` are its refilled tensors."""
+        """Prepares a replay of the graph captured for as many requests; `inputs` are its refilled tensors."""
         raise NotImplementedError(f"{type(self).__name__} cannot be captured in a graph")
 
 
@@ -82,7 +82,7 @@ PLAIN = AttentionLayer()
 
 
 def grouped_queries(layers: Layers) -> tuple[GQA, ...]:
-    """The mixers whose keys and values are in a `KVCache`, in the order of its layers."""
+    """Returns the mixers whose keys and values are in a `KVCache`, in the order of its layers."""
     return tuple(mixer for mixer in mixers(layers) if isinstance(mixer, GQA))
 
 
@@ -128,19 +128,21 @@ class AttentionBackend(PlannedAttention):
         layer_id: int,
         layer: AttentionLayer = PLAIN,
     ) -> torch.Tensor:
-        """`forward` of queries and keys before norm and rotation, which are one kernel with storing."""
+        """Computes `forward` of queries and keys before norm and rotation, which are one kernel
+        with storing.
+        """
         query, key = self.kv_cache.append_rotated(layer_id, unrotated, value, self._planned.slot_mapping)
         if unrotated.table.query_scale is not None:
             query = query * unrotated.table.query_scale
         return self._attend(query, key, value, layer_id, layer)
 
     def choose_blocks(self, query: torch.Tensor, index_layer: int) -> torch.Tensor | None:
-        """Which blocks of tokens each row of the step attends to, for `AttentionLayer.kept_blocks`.
+        """Returns which blocks of tokens each row of the step attends to, for `AttentionLayer.kept_blocks`.
 
         query `[T, num_kv_heads, head_dim of the indexer]`, rotary embedding applied; `index_layer` counts the
         layers that choose, whose keys of the step are in `kv_cache.index_keys` already. A block's score is
         the highest product of query and key among its tokens up to the row; the latest `local_blocks` are
-        always chosen. With `shared_heads`, so many queries choose once for all heads, by the keys of whole
+        always chosen. With `shared_heads`, that many queries choose once for all heads, by the keys of whole
         blocks (`mean_block_scores`). Equal scores are chosen together, so that the way a sequence was cut
         into steps cannot decide. None: no sequence has more blocks than may be chosen.
         """
@@ -185,7 +187,7 @@ class AttentionBackend(PlannedAttention):
         layer_id: int,
         layer: AttentionLayer,
     ) -> torch.Tensor:
-        """`forward` after storing."""
+        """Computes `forward` after storing."""
 
 
 def check_step(inputs: ForwardInputs, page_size: int) -> None:

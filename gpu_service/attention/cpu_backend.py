@@ -1,8 +1,9 @@
-"""Paged attention on a CPU: single tokens by the kernels of `kernels/dense`, chunks of prompts by torch.
+"""Paged attention on a CPU by the kernels of `kernels/dense`.
 
-A token's query reads keys and values where they lie, in blocks with a running softmax (Dao et al. 2022,
-arXiv:2205.14135), so that nothing is gathered, masked or padded. Chunks of a few tokens (draft tokens) are
-computed row by row likewise; longer ones share what they read in torch's kernel.
+Queries read keys and values where they lie, in blocks with a running softmax (Dao et al. 2022,
+arXiv:2205.14135), so that nothing is gathered, masked or padded. Single tokens and chunks of a few (draft
+tokens) are computed row by row; rows of longer chunks share what they read. Layers that choose the blocks
+that they see are left to torch.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from gpu_service.core.step import ForwardInputs
 from gpu_service.ops.host_kernels import dense_threads
 from moebius.models.layers.layer import Layers
 
-# Longer chunks gain more from sharing what they read than they lose by gathering it.
+# Longer chunks gain more from sharing what they read than they lose by widening it.
 _MOST_CHUNK_ROWS = 8
 
 
 class _Rows(NamedTuple):
-    """Rows of a step that are computed one by one, for one window or chunk; int32 `[n]` each."""
+    """Rows of a step that one call computes, for one window or chunk of layers; int32 `[n]` each."""
 
     requests: torch.Tensor
     begins: torch.Tensor  # The first position that a row sees.
@@ -39,11 +40,14 @@ class CpuAttention(TorchReferenceAttention):
         # Of the planned step: rows that are computed one by one, with their requests and positions.
         self._single_rows: list[tuple[int, int, int]] = []
         self._row_index: torch.Tensor | None = None  # int64; None: all rows of the step, in order.
-        self._rows: dict[tuple[int | None, int | None], _Rows] = {}
+        # Requests whose rows are computed together.
+        self._prompts: list[int] = []
+        # By window and chunk of layers, and by request; None: the single rows.
+        self._rows: dict[tuple[int | None, int | None, int | None], _Rows] = {}
 
     @classmethod
     def unsupported(cls, layers: Layers, kv_cache: KVCache) -> str:
-        """As `AttentionBackend.unsupported`."""
+        """Returns the reason, as `AttentionBackend.unsupported`."""
         if kv_cache.is_quantised or kv_cache.dtype not in (torch.float32, torch.bfloat16):
             return f"keys and values are {kv_cache.storage_dtype}; allowed: float32, bfloat16"
         sizes = sorted({mixer.head_dim for mixer in grouped_queries(layers) if mixer.head_dim % 16})
@@ -51,16 +55,16 @@ class CpuAttention(TorchReferenceAttention):
 
     def plan(self, inputs: ForwardInputs) -> None:
         super().plan(inputs)
-        starts, single, rows = inputs.query_start_loc, set[int](), []
+        starts, prompts, rows = inputs.query_start_loc, [], []
         for request, kv_len in enumerate(inputs.seq_lens):
             begin, end = starts[request], starts[request + 1]
             is_masked = inputs.visible_ends is not None and end - begin > 1
             if end - begin > _MOST_CHUNK_ROWS or is_masked:
+                prompts.append(request)
                 continue
-            single.add(request)
             first = kv_len - (end - begin)
             rows += [(begin + i, request, first + i) for i in range(end - begin)]
-        self._left_out, self._single_rows, self._rows = frozenset(single), rows, {}
+        self._prompts, self._single_rows, self._rows = prompts, rows, {}
         everything = len(rows) == starts[-1]
         self._row_index = None if everything else torch.tensor([row for row, _, _ in rows])
 
@@ -73,37 +77,26 @@ class CpuAttention(TorchReferenceAttention):
         layer: AttentionLayer,
     ) -> torch.Tensor:
         if layer.kept_blocks is not None:
-            return self._attend_gathered(query, key, value, layer_id, layer)
+            return super()._attend(query, key, value, layer_id, layer)
         index = self._row_index
         if index is None:
             return self._attend_rows(query, layer_id, layer)
+        starts, prompts = self._planned.query_start_loc, self._prompts
+        if len(prompts) == 1 and starts[prompts[0] + 1] - starts[prompts[0]] == starts[-1]:
+            return self._attend_rows(query, layer_id, layer, prompts[0])
         output = query.new_empty(query.shape[0], query.shape[1] * query.shape[2])
         if self._single_rows:
             output[index] = self._attend_rows(query[index], layer_id, layer)
-        for chunk in self._plan_of(layer.window, layer.chunk).chunks:
-            rows = slice(chunk.begin, chunk.end)
-            output[rows] = self._attend_chunk(query[rows], layer_id, chunk, layer)
+        for request in prompts:
+            rows = slice(starts[request], starts[request + 1])
+            output[rows] = self._attend_rows(query[rows], layer_id, layer, request)
         return output
 
-    def _attend_gathered(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        layer_id: int,
-        layer: AttentionLayer,
+    def _attend_rows(
+        self, query: torch.Tensor, layer_id: int, layer: AttentionLayer, prompt: int | None = None
     ) -> torch.Tensor:
-        """All requests as the reference has them: of layers that chose what they see."""
-        left_out, plans = self._left_out, self._plans
-        self._left_out, self._plans = frozenset(), {}
-        try:
-            return super()._attend(query, key, value, layer_id, layer)
-        finally:
-            self._left_out, self._plans = left_out, plans
-
-    def _attend_rows(self, query: torch.Tensor, layer_id: int, layer: AttentionLayer) -> torch.Tensor:
-        """`[n, num_heads, head_dim]` of the single rows, in order, to `[n, num_heads * head_dim]`."""
-        pages, rows = self.kv_cache.pages(layer_id), self._rows_of(layer)
+        """`[n, num_heads, head_dim]` to `[n, num_heads * head_dim]`, of the single rows or of a prompt's."""
+        pages, rows = self.kv_cache.pages(layer_id), self._rows_of(layer, prompt)
         num_rows, num_heads, head_dim = query.shape
         if query.stride(2) != 1 or query.stride(1) != head_dim or query.dtype != pages.dtype:
             query = query.to(pages.dtype).contiguous()
@@ -128,15 +121,35 @@ class CpuAttention(TorchReferenceAttention):
             num_heads,
             self.kv_cache.kv_heads(layer_id),
             head_dim,
+            prompt is not None,
         )
         return output
 
-    def _rows_of(self, layer: AttentionLayer) -> _Rows:
-        """The single rows with what they see in layers of this window or chunk."""
-        found = self._rows.get((layer.window, layer.chunk))
+    def _rows_of(self, layer: AttentionLayer, prompt: int | None) -> _Rows:
+        """The single rows, or those of one request, with what they see in layers of this window or chunk."""
+        key = layer.window, layer.chunk, prompt
+        found = self._rows.get(key)
         if found is None:
             seen = FirstSeen(layer.window, layer.chunk)
-            columns = [(request, seen(position), position + 1) for _, request, position in self._single_rows]
-            requests, begins, ends = torch.tensor(columns, dtype=torch.int32).t().contiguous()
-            found = self._rows[layer.window, layer.chunk] = _Rows(requests, begins, ends)
+            if prompt is None:
+                columns = [(request, seen(place), place + 1) for _, request, place in self._single_rows]
+                requests, begins, ends = torch.tensor(columns, dtype=torch.int32).t().contiguous()
+            else:
+                requests, begins, ends = self._rows_of_prompt(prompt, seen, layer.window)
+            found = self._rows[key] = _Rows(requests, begins, ends)
         return found
+
+    def _rows_of_prompt(
+        self, request: int, seen: FirstSeen, window: int | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Columns of `_Rows`; layers with a window see to the ends of images, too."""
+        inputs = self._planned
+        begin, end = inputs.query_start_loc[request : request + 2]
+        last = inputs.seq_lens[request]
+        positions = torch.arange(last - (end - begin), last)
+        ends = positions + 1
+        if window is not None and inputs.visible_ends is not None:
+            ends = inputs.visible_ends[begin:end]
+        columns = torch.full_like(positions, request), seen.of_rows(positions), ends
+        requests, begins, ends = (column.to(torch.int32).contiguous() for column in columns)
+        return requests, begins, ends

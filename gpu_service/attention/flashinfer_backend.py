@@ -186,7 +186,9 @@ class FlashInferAttention(FusedDecodeAttention):
         return not self.kv_cache.is_quantised and list(new) == inputs.seq_lens
 
     def _new_captured(self, num_requests: int, max_pages: int) -> Any:
-        """A decode wrapper for batches of this size; its buffers keep their memory, as a graph needs."""
+        """Returns a decode wrapper for batches of this size; its buffers keep their memory, as a
+        graph needs.
+        """
         device = self.kv_cache.device
 
         def buffer(size: int) -> torch.Tensor:

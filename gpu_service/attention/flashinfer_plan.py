@@ -49,7 +49,7 @@ SCALAR_GROUPS = (1, 2, 3)
 
 
 def unsupported_types(dtype: torch.dtype, head_dim: int) -> str:
-    """Why FlashInfer has no kernel for these activations; empty: it has."""
+    """Returns why FlashInfer has no kernel for these activations; empty: it has."""
     if dtype not in HALF_TYPES:
         return f"FlashInfer computes in float16 and bfloat16, not in {dtype}"
     if head_dim not in HEAD_DIMS:
@@ -83,7 +83,8 @@ def unsupported_device(device: torch.device) -> str:
 
 
 def attention_modules(layers: Layers, dtype: torch.dtype, storage_dtype: torch.dtype) -> list[Any]:
-    """What the wrappers of grouped-query attention will compile (`JitSpec`s), so that it can be done before.
+    """Returns what the wrappers of grouped-query attention will compile (`JitSpec`s), so that it can be done
+    before.
 
     Of a rank's own layers; empty where FlashInfer is not used, for latents, whose wrappers compile
     at their first plan, and for compressed attention.
@@ -113,7 +114,7 @@ _PROGRAMS_PER_SM = 2
 
 
 def tile_rows(rows_per_request: int, head_dim: int) -> int:
-    """Rows of a tile, query heads of a group counting as rows."""
+    """Returns the number of rows of a tile, query heads of a group counting as rows."""
     if rows_per_request > 64 and head_dim < 256:
         return 128
     return 64 if rows_per_request > 16 else 16
@@ -124,7 +125,7 @@ def _bytes(num_tiles: int, rows: int, num_heads: int, head_dim: int) -> int:
 
 
 def eager_bytes(num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device) -> int:
-    """Of results of split requests, for any step that is not captured.
+    """Returns the bytes for results of split requests, for any step that is not captured.
 
     FlashInfer's kernels hand out tiles of rows; where keys are split, every tile's results are kept as
     float32 with one more number per row. The planner refuses a plan that does not fit, so the memory is sized
@@ -136,7 +137,9 @@ def eager_bytes(num_heads: int, num_kv_heads: int, head_dim: int, device: torch.
 
 
 def captured_bytes(num_requests: int, num_heads: int, num_kv_heads: int, head_dim: int) -> int:
-    """The same for a captured step: every request has its own tiles, all of them as if they were split."""
+    """Returns the same for a captured step: every request has its own tiles, all of them as if they were
+    split.
+    """
     group = num_heads // num_kv_heads
     rows = tile_rows(group, head_dim)
     num_tiles = -(-num_requests * group // rows) + num_requests - 1
@@ -218,7 +221,7 @@ class PlanStaging:
 
 
 def host_int32(values: Sequence[int], device: torch.device) -> torch.Tensor:
-    """int32 on the host, pinned where a device copies from it without waiting."""
+    """Returns int32 on the host, pinned where a device copies from it without waiting."""
     return torch.tensor(values, dtype=torch.int32, pin_memory=device.type == "cuda")
 
 
@@ -281,7 +284,10 @@ class PageBounds:
 def page_bounds(
     seq_lens: Sequence[int], page_size: int, device: torch.device, pinned: bool = True
 ) -> PageBounds:
-    """From the lengths alone; an empty sequence has no page. Pinned where a device copies from it."""
+    """Returns the bounds of pages from the lengths alone; an empty sequence has no page.
+
+    They are pinned where a device copies from them.
+    """
     counts = [-(-length // page_size) for length in seq_lens]
     indptr = list(accumulate(counts, initial=0))
     last = [length - (count - 1) * page_size for length, count in zip(seq_lens, counts, strict=True)]

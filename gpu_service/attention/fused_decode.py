@@ -35,7 +35,9 @@ _MERGED_AT_ONCE = 8192
 
 @jit
 def _weighted(normed, weight, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """float32 of normed elements times their weights, rounded before and after as `rms_norm` rounds."""
+    """Returns the float32 of normed elements times their weights, rounded before and after as
+    `rms_norm` rounds.
+    """
     return (normed.to(weight.dtype).to(tl.float32) * weight.to(tl.float32)).to(dtype).to(tl.float32)
 
 
@@ -44,7 +46,8 @@ def _rotated(  # type: ignore[no-untyped-def]
     row, element, held, weight, cos, sin, eps, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
     INTERLEAVED: tl.constexpr, NORMS: tl.constexpr,
 ):  # fmt: skip
-    """Heads `[M, HEAD_DIM]` normed and rotated, rounded where the ops rounds; `element` `[1, HEAD_DIM]`.
+    """Norms and rotates heads `[M, HEAD_DIM]`, rounded where the op rounds; `element` `[1,
+    HEAD_DIM]`.
 
     Element e of a pair (e, partner) is e * cos[e] + partner * sin[e]: the table's sines have the signs.
     """
@@ -180,7 +183,9 @@ def decode_attention_kernel(  # type: ignore[no-untyped-def]
 
 
 def can_decode(unrotated: Unrotated, value: torch.Tensor, slots: torch.Tensor) -> bool:
-    """Whether a step of one token a request is one of few, of heads and slots that the kernel knows."""
+    """Returns whether a step of one token a request is one of few, of heads and slots that the
+    kernel knows.
+    """
     heads, table = unrotated.heads, unrotated.table
     num_requests, head_dim = heads.shape[0], heads.shape[2]
     return (
@@ -206,7 +211,7 @@ def decode_attention(
     page_size: int,
     softmax_scale: float,
 ) -> torch.Tensor:
-    """Attention of R requests that compute one token each, `[R, num_heads * head_dim]`.
+    """Computes attention of R requests that compute one token each, `[R, num_heads * head_dim]`.
 
     heads `[R, num_heads + num_kv_heads, head_dim]` before norm and rotation and value `[R, num_kv_heads,
     head_dim]`; slots `[num_slots, 2 * num_kv_heads, head_dim]`, which get both; slot_mapping int64 `[R]`;

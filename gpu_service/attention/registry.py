@@ -39,11 +39,11 @@ class BackendEntry:
     cost: str = ""  # what is lost with those before it
 
     def load(self) -> Any:
-        """The class. Raises ImportError (or what a broken package raises)."""
+        """Returns the class. Raises ImportError (or what a broken package raises)."""
         return getattr(importlib.import_module(self.module), self.class_name)
 
     def missing(self, device: torch.device) -> str:
-        """Why the backend cannot be used on a device; empty: nothing is missing."""
+        """Returns why the backend cannot be used on a device; empty: nothing is missing."""
         if self.device_type and device.type != self.device_type:
             return f"it needs a {self.device_type.upper()} device, this one is {device.type!r}"
         if self.package and importlib.util.find_spec(self.package) is None:
@@ -84,7 +84,10 @@ ATTENTION_BACKENDS: dict[str, BackendEntry] = {
 
 
 def check_attention_backend(name: str, device: torch.device | str) -> None:
-    """Before a model is loaded: raises UserError when what is asked for by name cannot be there."""
+    """Checks the name before a model is loaded.
+
+    Raises UserError when a backend that is named cannot be used.
+    """
     if name == "auto":
         return
     reason = _entry(ATTENTION_BACKENDS, name).missing(torch.device(device))
@@ -100,7 +103,10 @@ def choose_backend(
     name: str = "auto",
     try_out: TryOut | None = None,
 ) -> Any:
-    """The backend to use. With `auto`, better ones that fell out on a GPU are named in one log line."""
+    """Returns the backend to use.
+
+    With `auto`, better ones that fell out on a GPU are named in one log line.
+    """
     if name != "auto":
         _entry(entries, name)
     refused: dict[str, str] = {}
@@ -180,7 +186,7 @@ COMPRESSED_BACKENDS: dict[str, BackendEntry] = {
 
 
 def compressed_dimensions(layers: Layers) -> CompressedDimensions:
-    """Of a rank's own layers. Raises ValueError where none compresses."""
+    """Returns the sizes of a rank's own layers. Raises ValueError where none compresses."""
     kept = [mixer for mixer in mixers(layers) if isinstance(mixer, CompressedAttention)]
     if not kept:
         raise ValueError("no layer has compressed attention")
@@ -201,7 +207,7 @@ def compressed_dimensions(layers: Layers) -> CompressedDimensions:
 
 
 def mla_dimensions(layers: Layers) -> MlaDimensions:
-    """Of a rank's own layers. Raises ValueError where none has latents."""
+    """Returns the sizes of a rank's own layers. Raises ValueError where none has latents."""
     kept = [mixer for mixer in mixers(layers) if isinstance(mixer, MLA)]
     if not kept:
         raise ValueError("no layer has latent attention")

@@ -52,7 +52,7 @@ class GatherPlan:
 
     @property
     def most_pages(self) -> int:
-        """Of the gathers, which follow one another: the largest's pages."""
+        """The pages of the largest gather; gathers follow one another."""
         gathers = [group.pages for group in self.decode_groups] + [chunk.pages for chunk in self.chunks]
         return max((pages.shape[0] for pages in gathers), default=0)
 
@@ -64,18 +64,12 @@ def plan_gathers(
     dtype: torch.dtype,
     window: int | None,
     chunk: int | None = None,
-    left_out: frozenset[int] = frozenset(),
 ) -> GatherPlan:
-    """`table`: the step's block table as int64; pages before the window or chunk are not read at all.
-
-    `left_out`: requests of the step that are not planned for.
-    """
+    """`table`: the step's block table as int64; pages before the window or chunk are not read at all."""
     seen = FirstSeen(window, chunk)
     starts, chunks = inputs.query_start_loc, []
     by_length: dict[int, list[int]] = {}
     for index, kv_len in enumerate(inputs.seq_lens):
-        if index in left_out:
-            continue
         begin, end = starts[index], starts[index + 1]
         if end - begin == 1:
             num_pages = -(-kv_len // page_size) - seen(kv_len - 1) // page_size
@@ -84,7 +78,7 @@ def plan_gathers(
         else:
             ahead = None if window is None or inputs.visible_ends is None else inputs.visible_ends[begin:end]
             chunks.append(_plan_chunk(begin, end, kv_len, table[index], page_size, dtype, seen, ahead))
-    all_rows = len(by_length) == 1 and not chunks and not left_out
+    all_rows = len(by_length) == 1 and not chunks
     groups = [
         _plan_decode(requests, inputs, table, page_size, dtype, seen, all_rows)
         for requests in by_length.values()
@@ -101,17 +95,17 @@ class FirstSeen:
 
     @property
     def is_first(self) -> bool:
-        """Whether every query sees the first position."""
+        """Returns whether every query sees the first position."""
         return self.window is None and self.chunk is None
 
     def __call__(self, position: int) -> int:
-        """Of one query."""
+        """Returns the first position that one query sees."""
         if self.chunk is not None:
             return position // self.chunk * self.chunk
         return 0 if self.window is None else max(0, position + 1 - self.window)
 
     def of_rows(self, positions: torch.Tensor) -> torch.Tensor:
-        """Of several, int64."""
+        """Returns the first positions that several queries see, int64."""
         if self.chunk is not None:
             return positions // self.chunk * self.chunk
         return positions * 0 if self.window is None else (positions + 1 - self.window).clamp_(min=0)
@@ -186,7 +180,7 @@ def attend(
     scale: float,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`softmax(scale * query key^T + mask) value`; a sink adds its exponential to the softmax's sum.
+    """Computes `softmax(scale * query key^T + mask) value`; a sink adds its exponential to the softmax's sum.
 
     query `[B, N, L, head_dim]`; key, value `[B, N, S, head_dim]`; mask of query's dtype, 0 or -inf,
     broadcastable to `[B, N, L, S]`, or None: causal from the first key on; sinks broadcastable to
@@ -208,7 +202,10 @@ def attend(
 def attend_with_lse(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `attend` computes without sinks, and float32 `[B, N, L]`: the scores' log-sum-exp. CPU only."""
+    """Returns what `attend` computes without sinks, and float32 `[B, N, L]`: the scores' log-sum-exp.
+
+    CPU only.
+    """
     q, k, v, added = widened(query, key, value, mask)
     output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, mask is None, attn_mask=added, scale=scale
@@ -219,7 +216,7 @@ def attend_with_lse(
 def attend_with_lse_unfused(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same on any device, with all scores in memory."""
+    """Returns the same on any device, with all scores in memory."""
     q, k, v = widened(query, key, value)
     scores = (q @ k.transpose(-1, -2)).float() * scale
     if mask is None:
@@ -230,7 +227,7 @@ def attend_with_lse_unfused(
 
 
 def block_mask(layer: AttentionLayer, num_keys: int, dtype: torch.dtype) -> torch.Tensor:
-    """A layer's `kept_blocks` by token: 0 or -inf `[n, num_kv_heads, num_keys]`."""
+    """Returns a layer's `kept_blocks` by token: 0 or -inf `[n, num_kv_heads, num_keys]`."""
     kept = layer.kept_blocks
     assert kept is not None, "asked only where rows have chosen"
     block = torch.arange(num_keys, device=kept.device) // layer.block_size
@@ -247,7 +244,6 @@ class TorchReferenceAttention(AttentionBackend):
         self._table = torch.empty(0, dtype=torch.int64)
         # By window and chunk.
         self._plans: dict[tuple[int | None, int | None], GatherPlan] = {}
-        self._left_out: frozenset[int] = frozenset()  # Requests of the step that gathers are not for.
         # Gathered pages of one layer, kept between calls: fresh memory of this size costs a page fault per
         # 4 KiB, which is more than the copy itself. A second one where pages must be converted, too.
         # Elements of a page in the layer that has most.
@@ -267,7 +263,7 @@ class TorchReferenceAttention(AttentionBackend):
         if plan is None:
             cache = self.kv_cache
             sizes = cache.page_size, cache.dtype, window, chunk
-            plan = plan_gathers(self._planned, self._table, *sizes, self._left_out)
+            plan = plan_gathers(self._planned, self._table, *sizes)
             self._plans[window, chunk] = plan
             if self._gathered.shape[0] < plan.most_pages * self._page_elements:
                 self._gathered = self._gathered.new_empty(plan.most_pages * self._page_elements)
@@ -313,7 +309,9 @@ class TorchReferenceAttention(AttentionBackend):
     def _decode(
         self, query: torch.Tensor, layer_id: int, group: DecodeGroup, layer: AttentionLayer
     ) -> torch.Tensor:
-        """query `[R, num_heads, D]`; the heads of a KV group stand in the place of query positions."""
+        """Attends with query `[R, num_heads, D]`; the heads of a KV group stand in the place of query
+        positions.
+        """
         kv_heads, head_dim = self.kv_cache.kv_heads(layer_id), query.shape[-1]
         gathered = self._gather(layer_id, group.pages)
         gathered = gathered.view(group.num_requests, -1, 2 * kv_heads, head_dim).transpose(1, 2)
@@ -333,7 +331,9 @@ class TorchReferenceAttention(AttentionBackend):
     def _attend_chunk(
         self, query: torch.Tensor, layer_id: int, chunk: QueryChunk, layer: AttentionLayer
     ) -> torch.Tensor:
-        """query `[n, num_heads, D]`; KV heads stand in the place of the batch, so keys are not repeated."""
+        """Attends with query `[n, num_heads, D]`; KV heads stand in the place of the batch, so keys are not
+        repeated.
+        """
         kv_heads, (num_new, num_heads, head_dim) = self.kv_cache.kv_heads(layer_id), query.shape
         groups = num_heads // kv_heads
         gathered = self._gather(layer_id, chunk.pages).view(-1, 2 * kv_heads, head_dim)[: chunk.kv_len]

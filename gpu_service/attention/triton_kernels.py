@@ -28,15 +28,16 @@ LOG2_E = 1.4426950408889634
 
 @jit
 def keys_per_split(length, num_splits, MINIMUM: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A request's share of keys per split, in whole tiles: from its length on the device, so that a
-    captured launch stays right while lengths grow."""
+    """Returns a request's share of keys per split, in whole tiles: from its length on the device, so that a
+    captured launch stays right while lengths grow.
+    """
     share = tl.cdiv(tl.cdiv(length, num_splits), BLOCK_N) * BLOCK_N
     return tl.maximum(share, MINIMUM)
 
 
 @jit
 def first_visible(length, WINDOW: tl.constexpr, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The earliest key that the last of `length` tokens sees; no window and no chunk: 0."""
+    """Returns the earliest key that the last of `length` tokens sees; no window and no chunk: 0."""
     first = 0
     if WINDOW > 0:
         first = tl.maximum(length - WINDOW, 0)
@@ -49,7 +50,7 @@ def first_visible(length, WINDOW: tl.constexpr, CHUNK: tl.constexpr):  # type: i
 def empty_softmax(  # type: ignore[no-untyped-def]
     sinks, head, holds, ROWS: tl.constexpr, HAS_SINKS: tl.constexpr, LOG2_E: tl.constexpr
 ):
-    """Running maximum and sum `[ROWS]` before the first key; a sink is a key whose value is zero."""
+    """Returns running maximum and sum `[ROWS]` before the first key; a sink is a key whose value is zero."""
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     if HAS_SINKS:
@@ -76,7 +77,7 @@ def _add_values(scores, value, maximum, total, weighted, PRECISION: tl.constexpr
 def _is_kept(  # type: ignore[no-untyped-def]
     kept, row, kv_head, position, seen, num_blocks, NUM_KV_HEADS: tl.constexpr, SPARSE: tl.constexpr
 ):
-    """Whether rows and positions that are `seen` meet in a block that the row's KV head chose."""
+    """Returns whether rows and positions that are `seen` meet in a block that the row's KV head chose."""
     at = (row.to(tl.int64) * NUM_KV_HEADS + kv_head) * num_blocks + position // SPARSE
     return tl.load(kept + at, mask=seen, other=0) != 0
 
@@ -177,7 +178,9 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
 
 
 def _blocks(layer: AttentionLayer) -> tuple[torch.Tensor | None, int, int]:
-    """Of chosen blocks: a byte for each, how many a row has, and a block's tokens; 0: all are read."""
+    """Returns the chosen blocks, a byte for each, how many a row has, and a block's tokens; 0: all
+    are read.
+    """
     kept = layer.kept_blocks
     return (None, 0, 0) if kept is None else (kept.view(torch.uint8), kept.shape[-1], layer.block_size)
 
@@ -241,7 +244,7 @@ def decode(
 
 @jit
 def _hide(scores, position, own, last, WINDOW: tl.constexpr, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """-inf for keys after the last position that a row sees, or before its window or chunk."""
+    """Returns -inf for keys after the last position that a row sees, or before its window or chunk."""
     scores = tl.where(position <= last, scores, float("-inf"))
     if WINDOW > 0:
         scores = tl.where(position > own - WINDOW, scores, float("-inf"))
@@ -295,7 +298,7 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
             chosen = _is_kept(
                 kept, row[:, None], kv_head, position[None, :], asked, num_blocks, NUM_KV_HEADS, SPARSE
             )
-            # Nobody reads what no row chose.
+            # What no row chose is never read.
             seen = seen & (tl.max(chosen.to(tl.int32), 0) > 0)
         wanted = seen[:, None] & in_head[None, :]
         key = widened(tl.load(at, mask=wanted, other=0.0), q.dtype)

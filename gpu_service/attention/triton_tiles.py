@@ -34,7 +34,7 @@ class Tile:
 
 
 def decode_tile(group: int, head_dim: int, dtype: torch.dtype) -> Tile:
-    """One row per query head of the group."""
+    """Returns one row per query head of the group."""
     width = next_power_of_2(max(head_dim, 16))
     return Tile(
         rows=max(MIN_ROWS, next_power_of_2(group)),
@@ -47,7 +47,9 @@ def decode_tile(group: int, head_dim: int, dtype: torch.dtype) -> Tile:
 
 
 def prefill_tile(group: int, head_dim: int, dtype: torch.dtype, decodes: bool = False) -> Tile:
-    """Rows of consecutive queries times the heads of the group; `decodes`: keys are bytes of 8-bit floats."""
+    """Returns the rows of consecutive queries times the heads of the group; `decodes`: keys are bytes of
+    8-bit floats.
+    """
     width = next_power_of_2(max(head_dim, 16))
     if dtype == torch.float32:
         # No tensor cores: what a tile holds is in registers.
@@ -62,7 +64,7 @@ def prefill_tile(group: int, head_dim: int, dtype: torch.dtype, decodes: bool = 
 
 
 def with_smaller(tile: Tile, fewest_rows: int) -> tuple[Tile, ...]:
-    """The tile, then ones that take less shared memory, for devices with less of it than an H200.
+    """Returns the tile, then ones that take less shared memory, for devices with less of it than an H200.
 
     First fewer keys in flight, then fewer keys at a time, then fewer rows, of which more are read again.
     """
@@ -81,12 +83,13 @@ def with_smaller(tile: Tile, fewest_rows: int) -> tuple[Tile, ...]:
 
 
 def streaming_multiprocessors(device: torch.device) -> int:
-    """Of a GPU; where there is none (Triton's interpreter), as many as an H200 has."""
+    """Returns the number of multiprocessors of a GPU; without one (Triton's interpreter), that of an H200."""
     return device_limits(device).num_sms
 
 
 def num_splits(num_requests: int, num_kv_heads: int, max_length: int, min_split: int, num_sms: int) -> int:
-    """Programs per request and KV head: enough for two per multiprocessor, as far as lengths allow.
+    """Returns the number of programs per request and KV head: enough for two per multiprocessor, as far as
+    lengths allow.
 
     A power of two, so that few variants are compiled. Each program finds its share of keys on the device.
     """
@@ -121,7 +124,8 @@ class PartialResults:
         return self._results.nbytes + self._lse.nbytes
 
     def take(self, num_rows: int, num_heads: int, splits: int, width: int | None = None) -> Partial | None:
-        """float32 `[num_rows, num_heads, splits, width]` and `[num_rows, num_heads, splits]`; one: None.
+        """Returns float32 `[num_rows, num_heads, splits, width]` and `[num_rows, num_heads, splits]`; one:
+        None.
 
         `width`: at most that of the whole, which it is by default.
         """

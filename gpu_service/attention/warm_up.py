@@ -23,12 +23,14 @@ from moebius.models.layers.gqa import GQA
 
 # Tiles hold 16, 64 or 128 rows, a query times the heads of its group; these reach all of them.
 _CHUNKS = (2, 8, 128)
-# After so many tokens a decode is divided over several programs by every backend.
+# From this number of tokens on a decode is divided over several programs by every backend.
 _LONG = 4096
 
 
 def warm_up_steps(capacity: int) -> list[list[tuple[int, int]]]:
-    """(earlier tokens, new tokens) of each request of each step, for sequences up to `capacity` tokens."""
+    """Returns (earlier tokens, new tokens) of each request of each step, for sequences up to `capacity`
+    tokens.
+    """
     long = min(_LONG, capacity - 1)
     chunks = [chunk for chunk in _CHUNKS if chunk < capacity]
     steps = [[(0, 1)], [(0, 1)] * 3, [(long, 1)], [(long, 1), (0, 1)]]
@@ -41,7 +43,9 @@ def warm_up_steps(capacity: int) -> list[list[tuple[int, int]]]:
 def kinds_of_layers(
     mixers: Sequence[GQA], dtype: torch.dtype, device: torch.device
 ) -> list[tuple[int, GQA, AttentionLayer]]:
-    """A layer of the cache, its mixer and options, for each combination of the model; sinks are zero."""
+    """Returns a layer of the cache, its mixer and options, for each combination of the model; sinks
+    are zero.
+    """
     kinds: dict[tuple[Any, ...], tuple[int, GQA]] = {}
     for layer, mixer in enumerate(mixers):
         heads = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, mixer.blocks
@@ -95,7 +99,7 @@ def _attend(attention: AttentionBackend, num_rows: int) -> None:
 
 
 def _attend_latents(attention: MlaAttentionBackend, num_rows: int) -> None:
-    """In the form that the planned step takes in a model."""
+    """Attends in the form that the planned step takes in a model."""
     cache, sizes = attention.cache, attention.dimensions
 
     def zeros(*shape: int) -> torch.Tensor:

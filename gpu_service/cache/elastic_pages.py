@@ -31,7 +31,7 @@ class _Tensor:
 
 
 class ElasticPages:
-    """Of one cache, whose tensors `allocate` makes. Driven by one thread."""
+    """The elastic pages of one cache, whose tensors `allocate` makes. Driven by one thread."""
 
     def __init__(self, pool: PhysicalPool, num_pages: int, row_bytes: int) -> None:
         """`num_pages`: the most there may be; `row_bytes`: a page's in the layer with the largest rows."""
@@ -42,7 +42,7 @@ class ElasticPages:
         self._tensors: list[_Tensor] = []
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """As `kv_cache.Allocate`: no page has memory yet. One chunk of the pool has to be free."""
+        """Allocates as `kv_cache.Allocate`: no page has memory yet. One chunk of the pool has to be free."""
         row_bytes = math.prod(shape[1:]) * dtype.itemsize
         if not row_bytes:
             return torch.zeros(tuple(shape), dtype=dtype, device=device)
@@ -53,7 +53,7 @@ class ElasticPages:
         return memory.view(dtype).view(tuple(shape))
 
     def pages_of(self, group: int) -> range:
-        """The pages of a group."""
+        """Returns the pages of a group."""
         first = group * self.pages_per_group
         return range(first, min(first + self.pages_per_group, self.num_pages))
 
@@ -107,12 +107,12 @@ class ElasticPages:
         return sum(len(self._places(tensor, 0)) for tensor in self._tensors)
 
     def absent_pages(self) -> list[int]:
-        """Pages without memory, ascending."""
+        """Returns pages without memory, ascending."""
         absent = (group for group in range(self.num_groups) if group not in self.present)
         return [page for group in absent for page in self.pages_of(group)]
 
     def holders(self) -> list[object]:
-        """All chunks that are mapped here, for checks."""
+        """Returns all chunks that are mapped here, for checks."""
         return [handle for tensor in self._tensors for handle in tensor.range.holders()]
 
     def _places(self, tensor: _Tensor, group: int) -> range:

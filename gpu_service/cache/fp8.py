@@ -12,7 +12,7 @@ STORAGE_DTYPES: dict[str, torch.dtype | None] = {"auto": None, "fp8_e4m3": E4M3}
 
 
 def quantise_e4m3(values: torch.Tensor, scale: float) -> torch.Tensor:
-    """`values / scale` rounded to nearest even; beyond the largest value it saturates.
+    """Computes `values / scale` rounded to nearest even; beyond the largest value it saturates.
 
     NaN stays NaN, and infinity becomes it, so that what overflowed before is still seen.
     """

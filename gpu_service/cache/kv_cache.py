@@ -28,7 +28,7 @@ Allocate = Callable[[Sequence[int], torch.dtype, torch.device], torch.Tensor]
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Pages that all have memory, for good; on a CPU once they are used, since mappings begin as zeros."""
+    """Returns pages that all have memory for good; on a CPU once used, as mappings begin as zeros."""
     if device.type == "cpu" and all(shape):
         return own_pages(shape, dtype)
     return torch.zeros(tuple(shape), dtype=dtype, device=device)
@@ -78,8 +78,12 @@ class LayerPages:
         return len(self._layers)
 
     def _tensors(self) -> Iterable[torch.Tensor]:
-        """All that lies in the pages, the page being the first index."""
+        """Returns all that lies in the pages, the page being the first index."""
         return self._layers
+
+    def page_tensors(self) -> list[torch.Tensor]:
+        """All memory of pages, the page being the first index: for copies of whole pages."""
+        return list(self._tensors())
 
     @property
     def nbytes(self) -> int:
@@ -88,11 +92,11 @@ class LayerPages:
 
     @property
     def is_quantised(self) -> bool:
-        """Whether readers must convert what they gather."""
+        """Returns whether readers must convert what they gather."""
         return self.storage_dtype != self.dtype
 
     def pages(self, layer_id: int) -> torch.Tensor:
-        """A layer, `[num_pages, places, *row]`."""
+        """Returns a layer, `[num_pages, places, *row]`."""
         return self._layers[layer_id]
 
     def zero_pages(self, pages: Sequence[int]) -> None:
@@ -123,7 +127,7 @@ class IndexKeys(LayerPages):
         self._layers[index_layer].flatten(0, 1).index_copy_(0, slot_mapping, keys)
 
     def gather(self, index_layer: int, pages: torch.Tensor) -> torch.Tensor:
-        """Pages side by side, `[len(pages) * page_size, row_dim]`."""
+        """Returns pages side by side, `[len(pages) * page_size, row_dim]`."""
         return self._layers[index_layer].index_select(0, pages).flatten(0, 1)
 
 
@@ -152,7 +156,7 @@ class AttendedPages(LayerPages):
         self._describe(layers)
 
     def _describe(self, layers: Layers) -> None:
-        """Called once the pages are there: notes what readers ask the kind of cache."""
+        """Notes what readers ask the kind of cache; called once the pages are there."""
 
     def _tensors(self) -> Iterable[torch.Tensor]:
         return self._layers if self.index_keys is None else (*self._layers, *self.index_keys._tensors())
@@ -178,19 +182,19 @@ class KVCache(AttendedPages):
         self._slots = [layer.flatten(0, 1) for layer in self._layers]
 
     def kv_heads(self, layer_id: int) -> int:
-        """Key and value heads of a layer."""
+        """Returns key and value heads of a layer."""
         return self._layers[layer_id].shape[2] // 2
 
     def slots(self, layer_id: int) -> torch.Tensor:
-        """The same memory by token slot, `[num_pages * page_size, 2 * num_kv_heads, head_dim]`."""
+        """Returns the same memory by token slot, `[num_pages * page_size, 2 * num_kv_heads, head_dim]`."""
         return self._slots[layer_id]
 
     def keys(self, layer_id: int) -> torch.Tensor:
-        """View of the keys, `[num_pages, page_size, num_kv_heads, head_dim]`."""
+        """Returns a view of the keys, `[num_pages, page_size, num_kv_heads, head_dim]`."""
         return self._layers[layer_id][:, :, : self.kv_heads(layer_id)]
 
     def values(self, layer_id: int) -> torch.Tensor:
-        """View of the values, `[num_pages, page_size, num_kv_heads, head_dim]`."""
+        """Returns a view of the values, `[num_pages, page_size, num_kv_heads, head_dim]`."""
         return self._layers[layer_id][:, :, self.kv_heads(layer_id) :]
 
     def append(
@@ -203,7 +207,7 @@ class KVCache(AttendedPages):
     def append_rotated(
         self, layer_id: int, unrotated: Unrotated, value: torch.Tensor, slot_mapping: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same of keys that are normed and rotated first, with their queries; returns both."""
+        """Stores keys that are normed and rotated first, with their queries; returns both."""
         scales = self.key_scales[layer_id], self.value_scales[layer_id]
         return rotate_and_append(*unrotated, value, self._slots[layer_id], slot_mapping, *scales)
 
@@ -224,11 +228,11 @@ class MlaCache(AttendedPages):
         self.scales = [1.0] * self.num_layers
 
     def latents(self, layer_id: int) -> torch.Tensor:
-        """View of the compressed part, `[num_pages, page_size, latent_dim]`."""
+        """Returns a view of the compressed part, `[num_pages, page_size, latent_dim]`."""
         return self._layers[layer_id][..., : self.latent_dim]
 
     def rotated(self, layer_id: int) -> torch.Tensor:
-        """View of the rotated part, `[num_pages, page_size, rope_dim]`."""
+        """Returns a view of the rotated part, `[num_pages, page_size, rope_dim]`."""
         return self._layers[layer_id][..., self.latent_dim :]
 
     def append(
@@ -244,11 +248,11 @@ class MlaCache(AttendedPages):
         slots.index_copy_(0, slot_mapping, rows)
 
     def gather(self, layer_id: int, pages: torch.Tensor) -> torch.Tensor:
-        """Pages side by side in `dtype`, `[len(pages) * page_size, latent_dim + rope_dim]`."""
+        """Returns pages side by side in `dtype`, `[len(pages) * page_size, latent_dim + rope_dim]`."""
         return self._select(layer_id, self._layers[layer_id], pages).flatten(0, 1)
 
     def gather_slots(self, layer_id: int, slots: torch.Tensor) -> torch.Tensor:
-        """Single tokens in `dtype`, `[len(slots), latent_dim + rope_dim]`."""
+        """Returns single tokens in `dtype`, `[len(slots), latent_dim + rope_dim]`."""
         return self._select(layer_id, self._layers[layer_id].flatten(0, 1), slots)
 
     def _select(self, layer_id: int, stored: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -259,8 +263,8 @@ class MlaCache(AttendedPages):
 
 
 class CompressedCache(AttendedPages):
-    """Of compressed attention: entries of all layers, `[num_pages, places, head_dim]` each, which are keys
-    and values of all heads; of layers without entries no places.
+    """Holds the entries of compressed attention of all layers, `[num_pages, places, head_dim]` each, which
+    are keys and values of all heads; layers without entries have no places.
 
     The entry that ends with token t of a request is in the place `t % page_size // rate` of the token's page.
     In layers with an indexer, `index_keys` has its keys of the same entries in the same places. Tokens that
@@ -274,7 +278,7 @@ class CompressedCache(AttendedPages):
         self._index_layers = {layer: index for index, layer in enumerate(choosing)}
 
     def index_pages(self, layer_id: int) -> torch.Tensor:
-        """Of a layer with an indexer, `[num_pages, places, index_head_dim]`."""
+        """Returns the pages of a layer with an indexer, `[num_pages, places, index_head_dim]`."""
         assert self.index_keys is not None, "asked only of layers that choose"
         return self.index_keys.pages(self._index_layers[layer_id])
 

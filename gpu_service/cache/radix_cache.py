@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +32,8 @@ class Node:
     last_access: int = 0
     # Where the state of linear attention after the node's last token is kept; 0: nowhere.
     state_slot: int = 0
+    # Names of the pages, where there are tiers below.
+    digests: list[bytes] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,6 +56,22 @@ class InsertResult:
     takes_state: bool = False  # Whether the tree keeps the state that came with the run.
 
 
+class LowerTiers(Protocol):
+    """What keeps pages and states that the tree gives up; `cache.tiers.prefix_tiers` is the real one."""
+
+    def digests(self, namespace: str, parent: Node, tokens: TokenArray) -> list[bytes]:
+        """Names of the whole pages of `tokens`, which follow a node."""
+
+    def kept(self, node: Node) -> None:
+        """The tree has a new node, or a state at the end of one."""
+
+    def evicting(self, node: Node) -> None:
+        """A node is about to go, with its pages."""
+
+    def evicting_state(self, node: Node) -> None:
+        """A node's state is about to go."""
+
+
 class RadixCache:
     """Page-aligned prefix tree with one root per namespace, lock counts and LRU eviction of leaves.
 
@@ -64,25 +83,33 @@ class RadixCache:
         """`drop_state` gets each slot that the tree no longer keeps; None: prefixes need no states."""
         self.page_size = page_size
         self._drop_state = drop_state
+        self.tiers: LowerTiers | None = None  # None: what is evicted is gone.
         self._roots: dict[str, Node] = {}
         self._clock = 0
         self._serial = 0
         self.num_pages = 0
-        # Pages of nodes that nobody locks; eviction can return all of them.
+        # Pages of unlocked nodes; eviction can return all of them.
         self.evictable_pages = 0
 
     def match(self, tokens: Sequence[int], namespace: str = "") -> PrefixHandle:
-        """The longest cached prefix of whole pages (that ends in a state, if states are needed).
+        """Returns the longest cached prefix of whole pages (that ends in a state, if states are needed).
 
         May split a node; locks nothing.
 
         The caller must `lock` the handle before the next `evict`, or drop it.
         """
+        handle = self.match_pages(tokens, namespace)
+        if self._drop_state is None:
+            return handle
+        node, pages = handle.node, list(handle.pages)
+        while node.parent is not None and node.state_slot == 0:
+            del pages[len(pages) - len(node.pages) :]
+            node = node.parent
+        return PrefixHandle(node, len(pages) * self.page_size, tuple(pages), node.state_slot)
+
+    def match_pages(self, tokens: Sequence[int], namespace: str = "") -> PrefixHandle:
+        """The longest cached prefix of whole pages, whether it ends in a state or not; else as `match`."""
         node, pages = self._walk(np.asarray(tokens, dtype=np.int64), self._root(namespace))
-        if self._drop_state is not None:
-            while node.parent is not None and node.state_slot == 0:
-                del pages[len(pages) - len(node.pages) :]
-                node = node.parent
         return PrefixHandle(node, len(pages) * self.page_size, tuple(pages), node.state_slot)
 
     def insert(
@@ -104,11 +131,16 @@ class RadixCache:
         already = len(found) * self.page_size
         if already < len(array):
             self._roots[namespace] = root
-            node = self._add_child(node, array[already:].copy(), list(pages[len(found) :]))
+            new, parent = array[already:].copy(), node
+            node = self._add_child(parent, new, list(pages[len(found) :]))
+            if self.tiers is not None:
+                node.digests = self.tiers.digests(namespace, parent, new)
             found = [*found, *node.pages]
         takes_state = state_slot != 0 and node.state_slot == 0
         if takes_state:
             node.state_slot = state_slot
+        if self.tiers is not None and (takes_state or already < len(array)):
+            self.tiers.kept(node)
         handle = PrefixHandle(node, len(array), tuple(found), node.state_slot)
         return InsertResult(already, handle, takes_state)
 
@@ -129,7 +161,7 @@ class RadixCache:
                 self.evictable_pages += len(node.pages)
 
     def unlocked_pages(self, handle: PrefixHandle) -> int:
-        """Pages of the prefix that nobody locks: what locking it would take from `evictable_pages`."""
+        """Returns how many pages of the prefix are unlocked, which locking takes from `evictable_pages`."""
         return sum(len(node.pages) for node in _ancestry(handle.node) if node.locks == 0)
 
     @property
@@ -138,7 +170,7 @@ class RadixCache:
         return self._clock
 
     def evictable_since(self, time: int) -> int:
-        """Pages of unlocked nodes that were used after a `time`."""
+        """Returns the number of pages of unlocked nodes that were used after a `time`."""
         return sum(len(node.pages) for node in self.nodes() if node.locks == 0 and node.last_access > time)
 
     def evict(self, num_pages: int, until: int | None = None) -> list[int]:
@@ -152,6 +184,8 @@ class RadixCache:
         freed: list[int] = []
         while heap and len(freed) < num_pages and (until is None or heap[0][0] <= until):
             _, _, node = heapq.heappop(heap)
+            if self.tiers is not None:
+                self.tiers.evicting(node)
             freed.extend(node.pages)
             parent = self._remove(node)
             if parent.parent is not None and not parent.children and parent.locks == 0:
@@ -161,14 +195,17 @@ class RadixCache:
         return freed
 
     def evict_state(self) -> bool:
-        """Gives up the least recently used state, whoever locks its node; False: there is none.
+        """Gives up the least recently used state, also of a locked node; False: there is none.
 
         A locked node's pages stay, and so does whatever a request has read of its state.
         """
         nodes = [node for node in self.nodes() if node.state_slot]
         if not nodes:
             return False
-        self._forget_state(min(nodes, key=lambda node: (node.last_access, node.serial)))
+        oldest = min(nodes, key=lambda node: (node.last_access, node.serial))
+        if self.tiers is not None:
+            self.tiers.evicting_state(oldest)
+        self._forget_state(oldest)
         return True
 
     def _forget_state(self, node: Node) -> None:
@@ -178,7 +215,7 @@ class RadixCache:
             node.state_slot = 0
 
     def nodes(self) -> Iterator[Node]:
-        """Every node but the roots, parents first."""
+        """Yields every node but the roots, parents first."""
         stack = [child for root in self._roots.values() for child in root.children.values()]
         while stack:
             node = stack.pop()
@@ -244,8 +281,11 @@ class RadixCache:
         upper = self._new_node(node.tokens[:cut].copy(), node.pages[:num_pages], parent)
         upper.locks, upper.last_access = node.locks, node.last_access
         parent.children[self._key(upper.tokens)] = upper
+        upper.digests, node.digests = node.digests[:num_pages], node.digests[num_pages:]
         node.tokens, node.pages, node.parent = node.tokens[cut:].copy(), node.pages[num_pages:], upper
         upper.children[self._key(node.tokens)] = node
+        if self.tiers is not None:
+            self.tiers.kept(upper)
         return upper
 
     def _add_child(self, parent: Node, tokens: TokenArray, pages: list[int]) -> Node:
@@ -271,7 +311,7 @@ class RadixCache:
 
 
 def _ancestry(node: Node) -> Iterator[Node]:
-    """The node and its parents, without the root."""
+    """Yields the node and its parents, without the root."""
     current: Node | None = node
     while current is not None and current.parent is not None:
         yield current

@@ -10,7 +10,8 @@ from __future__ import annotations
 import enum
 import heapq
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 from gpu_service.cache.radix_cache import PrefixHandle, RadixCache
 from gpu_service.cache.request_states import RequestStates, StatePool, num_snapshots
@@ -21,6 +22,7 @@ from moebius.config import GpuConfig
 
 # Pages that are taken at once, from which they are those of a prompt.
 _MANY_PAGES = 8
+_LONGEST_WAIT_S = 0.1
 
 
 class PageState(enum.IntEnum):
@@ -142,6 +144,52 @@ class PagePool:
             raise AssertionError(f"pages whose recorded state differs from their holder: {wrong}")
 
 
+class LowerCopies(Protocol):
+    """What a cache knows of its tiers below: `cache.tiers.prefix_tiers`."""
+
+    @property
+    def arriving_pages(self) -> list[int]:
+        """Pages on their way up, which nothing else owns."""
+
+    @property
+    def arriving_states(self) -> list[int]:
+        """The same of slots of states, which count as snapshots."""
+
+    @property
+    def copied_states(self) -> list[int]:
+        """Slots that are held because they are copied down."""
+
+    has_moved: bool  # Something has ended since `wait_for_tiers` was called last.
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is on its way whose end may let a request start."""
+
+    def open(self) -> None:
+        """From now on blocks are kept and fetched."""
+
+    def close(self) -> None:
+        """Ends whatever runs beside the engine's thread, once no step is computed any more."""
+
+    def attached(self, request: Request, handle: PrefixHandle) -> None:
+        """A request starts from a prefix of the tree."""
+
+    def drop(self) -> None:
+        """Forgets all that is kept below, and what is on its way."""
+
+    def planned(self, batch: Batch) -> None:
+        """A step is going to be launched."""
+
+    def ended(self, batch: Batch) -> None:
+        """The step writes no page any more that is free."""
+
+    def poll(self) -> None:
+        """Takes in what has arrived, and starts what may start."""
+
+    def awaits(self, request: Request, has_room: Callable[[PrefixHandle], bool]) -> bool:
+        """Whether a waiting request should not start yet, since blocks of its prefix are on their way up."""
+
+
 class RequestCache:
     """Gives requests pages and takes them back.
 
@@ -158,6 +206,7 @@ class RequestCache:
         self.states = states
         self.page_size = tree.page_size
         self.prefix_caching = prefix_caching
+        self.tiers: LowerCopies | None = None  # None: what the tree gives up is gone.
         # Prompt tokens looked up in, and found in, the tree since start.
         self.query_tokens = 0
         self.hit_tokens = 0
@@ -184,7 +233,7 @@ class RequestCache:
         }
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that hold `num_tokens` tokens."""
+        """Returns the number of pages that hold `num_tokens` tokens."""
         return -(-num_tokens // self.page_size)
 
     def probe(self, request: Request) -> PrefixHandle | None:
@@ -209,6 +258,8 @@ class RequestCache:
         if handle is not None:
             self.tree.lock(handle)
             self._prefixes[request] = handle
+            if self.tiers is not None:
+                self.tiers.attached(request, handle)
         if self.states is not None:
             self.states.start(request, handle.state_slot if handle else 0)
         self._set_pages(request, list(handle.pages) if handle else [])
@@ -224,9 +275,7 @@ class RequestCache:
             return True
         if wanted > self.available:
             return False
-        if wanted > self.pool.available:
-            self.pool.free(self.tree.evict(wanted - self.pool.available))
-        request.pages.extend(self.pool.alloc(wanted))
+        request.pages.extend(self.take(wanted))
         return True
 
     def grow_for_drafts(self, batch: Batch, index: int, count: int, spared_pages: int) -> bool:
@@ -246,14 +295,64 @@ class RequestCache:
             self.states.accept(request, slot)
             self.keep_state(request, slot)
 
+    def take(self, count: int) -> list[int]:
+        """So many pages, at most `available`, evicting from the tree; the caller owns them."""
+        if count > self.pool.available:
+            self.pool.free(self.tree.evict(count - self.pool.available))
+        return self.pool.alloc(count)
+
     @property
     def has_free_state(self) -> bool:
-        """Whether one request more can be in the next step, as far as its state matters."""
+        """Returns whether one request more can be in the next step, as far as its state matters."""
         return self.states is None or self.states.pool.available > 0
+
+    def scheduled(self, request: Request, batch: Batch) -> None:
+        """The batch's next row is of this request."""
+        if self.states is not None:
+            self.states.advance(request, batch)
+        if self.tiers is not None:
+            self.tiers.planned(batch)
+
+    def ended(self, batch: Batch) -> None:
+        """The batch will never be run again."""
+        if self.states is not None:
+            self.states.committed(batch)
+        if self.tiers is not None:
+            self.tiers.ended(batch)
+
+    def opened_lane(self, batch: Batch) -> None:
+        """The batch is the prefill lane's, whose requests give up no page before its end: so it writes none
+        that blocks of a lower tier arrive in.
+        """
+        if self.tiers is not None:
+            self.tiers.ended(batch)
+
+    def open_tiers(self) -> None:
+        """From now on what the tree gives up is kept, and prefixes come back from lower tiers."""
+        if self.tiers is not None:
+            self.tiers.open()
+
+    def poll_tiers(self) -> None:
+        """Takes in what has arrived from lower tiers."""
+        if self.tiers is not None:
+            self.tiers.poll()
+
+    def wait_for_tiers(self, wait: Callable[[float], None]) -> bool:
+        """Whether requests may start once something has come or gone: called where none can start now.
+
+        `wait` blocks until there is a message, at most so many seconds; what comes posts one.
+        """
+        tiers = self.tiers
+        if tiers is None or not (tiers.is_busy or tiers.has_moved):
+            return False
+        if not tiers.has_moved:
+            wait(_LONGEST_WAIT_S)
+        tiers.has_moved = False
+        return True
 
     @property
     def keeps_states(self) -> bool:
-        """Whether a state is worth computing where a prompt's whole pages end: others can start from it."""
+        """Returns whether states at the end of a prompt's whole pages are worth computing."""
         return self.prefix_caching and self.states is not None and self.states.max_snapshots > 0
 
     def keep_state(self, request: Request, slot: int) -> None:
@@ -290,7 +389,7 @@ class RequestCache:
                 self.states.forget(slot)
 
     def _store_pages(self, request: Request, whole: int, state_slot: int = 0) -> bool:
-        """The first `whole` pages, and the state after them; whether the tree keeps the state.
+        """Stores the first `whole` pages and the state after them; returns whether the tree keeps the state.
 
         |-- locked --|-- duplicates of the tree's --|-- new to the tree --|-- last, partial page --|
         0         locked                         already                whole             computed_len
@@ -312,7 +411,7 @@ class RequestCache:
         return result.takes_state
 
     def _set_pages(self, request: Request, pages: list[int]) -> None:
-        """Replaces entries rather than appending: whoever copied the old ones sees it by the epoch."""
+        """Replaces entries rather than appending: holders of a copy of the old ones see it by the epoch."""
         request.pages = pages
         request.pages_epoch = next(self._epochs)
 
@@ -321,7 +420,7 @@ class RequestCache:
         return request.pages[len(self._prefix_pages(request)) :]
 
     def _prefix_pages(self, request: Request) -> tuple[int, ...]:
-        """The tree's pages that the request begins with and holds locked."""
+        """Returns the tree's pages that the request begins with and holds locked."""
         handle = self._prefixes.get(request)
         return () if handle is None else handle.pages
 
@@ -339,9 +438,13 @@ class RequestCache:
         request.computed_len = request.scheduled_len = 0
 
     def flush(self) -> int:
-        """Drops every prefix that no request holds; returns the pages freed."""
+        """Drops every prefix that no request holds, in all tiers; returns the pages freed."""
+        tiers, self.tree.tiers = self.tree.tiers, None
         pages = self.tree.evict(self.tree.num_pages)
+        self.tree.tiers = tiers
         self.pool.free(pages)
+        if self.tiers is not None:
+            self.tiers.drop()
         return len(pages)
 
     def check_integrity(self, requests: Iterable[Request]) -> None:
@@ -349,10 +452,13 @@ class RequestCache:
         requests = list(requests)
         self.tree.check_integrity()
         assert self._prefixes.keys() <= set(requests), "a request that left holds a prefix"
+        tiers = self.tiers
         if self.states is not None:
             kept = [node.state_slot for node in self.tree.nodes() if node.state_slot]
-            self.states.check_integrity(requests, kept)
-        owned: list[int] = []
+            if tiers is not None:
+                kept += tiers.arriving_states
+            self.states.check_integrity(requests, kept, [] if tiers is None else tiers.copied_states)
+        owned = [] if tiers is None else list(tiers.arriving_pages)
         for request in requests:
             locked = self._prefix_pages(request)
             assert tuple(request.pages[: len(locked)]) == locked, f"{request.key} lost its prefix pages"

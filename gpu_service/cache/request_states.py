@@ -1,4 +1,4 @@
-"""States of requests with linear attention: written anew by every step, kept where prefixes may end.
+"""States of requests with linear attention: rewritten by every step, kept where prefixes may end.
 
 steps of a request   ... N reads a, writes b | N+1 reads b, writes c | N+2 reads c, writes d ...
 
@@ -44,7 +44,7 @@ class StatePool:
         return len(self._free)
 
     def alloc(self) -> int:
-        """A slot that nobody holds, held once now. Raises OutOfStates when there is none."""
+        """Returns a free slot, which is held once now. Raises OutOfStates when there is none."""
         if not self._free:
             raise OutOfStates(f"all {self.num_slots - 1} slots of states are held")
         slot = self._free.pop()
@@ -64,7 +64,7 @@ class StatePool:
         if slot == ZERO_SLOT:
             return
         if self._holders[slot] < 1:
-            raise ValueError(f"slot {slot} is held by nobody")
+            raise ValueError(f"slot {slot} is not held")
         self._holders[slot] -= 1
         if self._holders[slot] == 0:
             self._free.append(slot)
@@ -83,7 +83,7 @@ SLOTS_PER_REQUEST = 3
 
 
 def slots_per_request(gpu: GpuConfig) -> int:
-    """The same where steps have drafts, too: a request in such a step is in no other one."""
+    """Returns the same where steps have drafts, too: a request in such a step is in no other one."""
     if gpu.speculative_method == "off":
         return SLOTS_PER_REQUEST
     return max(SLOTS_PER_REQUEST, 2 + gpu.num_draft_tokens)
@@ -102,14 +102,14 @@ def num_state_slots(gpu: GpuConfig) -> int:
 
 
 def all_states_bytes(gpu: GpuConfig, rank_layers: Layers, dtype: torch.dtype) -> int:
-    """Bytes of all slots, that of padding included; 0 where no layer has a state."""
+    """Returns the bytes of all slots, that of padding included; 0 where no layer has a state."""
     return (num_state_slots(gpu) + 1) * state_bytes(rank_layers, dtype)
 
 
 def allocate_states(
     gpu: GpuConfig, rank_layers: Layers, dtype: torch.dtype, device: torch.device
 ) -> StateSlots | None:
-    """All slots that the settings ask for; None where no layer has a state."""
+    """Returns all slots that the settings ask for; None where no layer has a state."""
     return make_states(rank_layers, num_state_slots(gpu), dtype, device)
 
 
@@ -172,7 +172,7 @@ class RequestStates:
 
     @property
     def is_full(self) -> bool:
-        """Whether one snapshot more needs another one forgotten."""
+        """Returns whether one snapshot more needs another one forgotten."""
         return self.num_snapshots >= self.max_snapshots
 
     def snapshot(self, request: Request, slot: int, length: int) -> None:
@@ -181,13 +181,19 @@ class RequestStates:
         self.num_snapshots += 1
         request.snapshots.append((length, slot))
 
+    def adopt(self) -> int:
+        """A slot for a snapshot that comes from elsewhere; not `is_full`. Raises OutOfStates."""
+        slot = self.pool.alloc()
+        self.num_snapshots += 1
+        return slot
+
     def forget(self, slot: int) -> None:
         """A snapshot is no longer kept, by a request or by the tree."""
         self.num_snapshots -= 1
         self.pool.drop(slot)
 
     def take_snapshots(self, request: Request) -> Sequence[tuple[int, int]]:
-        """Those of a request, (length, slot) in ascending order; the caller keeps or forgets each."""
+        """Returns those of a request, (length, slot) in ascending order; the caller keeps or forgets each."""
         taken, request.snapshots = request.snapshots, []
         return taken
 
@@ -198,9 +204,13 @@ class RequestStates:
         self.pool.drop(request.state_slot)
         request.state_slot = ZERO_SLOT
 
-    def check_integrity(self, requests: Iterable[Request], cached: Sequence[int]) -> None:
-        """Raises AssertionError unless every slot's holders are requests, steps and the tree (`cached`)."""
-        held, snapshots = list(cached), len(cached)
+    def check_integrity(
+        self, requests: Iterable[Request], cached: Sequence[int], copied: Sequence[int] = ()
+    ) -> None:
+        """Raises AssertionError unless every slot's holders are requests, steps, the tree (`cached`) and
+        copies that are being made (`copied`).
+        """
+        held, snapshots = [*cached, *copied], len(cached)
         for request in requests:
             held += [request.state_slot, *(slot for _, slot in request.snapshots)]
             snapshots += len(request.snapshots)

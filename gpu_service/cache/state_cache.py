@@ -51,13 +51,17 @@ class StateSlots:
         """Bytes of all layers."""
         return sum(tensor.nbytes for state in self._parts for tensor in state)
 
+    def tensors(self) -> list[torch.Tensor]:
+        """All memory of states, the slot being the first index: for copies of whole states."""
+        return [tensor for state in self._parts for tensor in state]
+
     def of(self, place: int) -> tuple[torch.Tensor, ...]:
-        """Of the `place`-th part with a state, all slots of each tensor in the order of its `state`."""
+        """Returns all slots of each tensor of the `place`-th part with a state, in its order."""
         return self._parts[place]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """On a CPU, memory that the system hands over only where it is first written: most slots never are."""
+    """Returns zeros; on a CPU, memory that the system provides only where it is first written."""
     if device.type != "cpu" or not math.prod(shape):
         return torch.zeros(shape, dtype=dtype, device=device)
     untouched = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
@@ -65,7 +69,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def state_bytes(layers: Layers, dtype: torch.dtype) -> int:
-    """Bytes of one slot over all layers; 0 for a model whose layers have none."""
+    """Returns the bytes of one slot over all layers; 0 for a model whose layers have none."""
     return tensors_state_bytes((part for state in states(layers) for part in state), dtype.itemsize)
 
 

@@ -108,7 +108,7 @@ class OutputConstraint:
 
     @property
     def follows_grammar(self) -> bool:
-        """Whether the mask is the matcher's; `finish_mask` comes after it all the same."""
+        """Returns whether the mask is the matcher's; `finish_mask` comes after it all the same."""
         is_undecided = self.phase is Phase.OPENING and self._place == 0
         return self.matcher is not None and (self.phase is Phase.GRAMMAR or is_undecided)
 
@@ -236,11 +236,11 @@ class ConstraintCompiler:
 
     @property
     def num_words(self) -> int:
-        """Of a mask."""
+        """The number of words of a mask."""
         return -(-self._tokenizer.vocab_size // 32)
 
     def make(self, constraint: Constraint, count: int = 1) -> list[OutputConstraint]:
-        """For `count` outputs. Raises GrammarError when it cannot be enforced."""
+        """Returns the constraints of `count` outputs. Raises GrammarError when it cannot be enforced."""
         if constraint.WhichOneof("kind") is None:
             return [OutputConstraint(constraint, None, self._eos, self.num_words) for _ in range(count)]
         beginning = self._matcher(constraint)
@@ -292,7 +292,7 @@ class ConstraintCompiler:
 
 
 def make_compiler(model: Path, vocab_size: int, eos_token_ids: Iterable[int]) -> ConstraintCompiler | None:
-    """For a checkpoint; None, with a warning, where it has no tokenizer."""
+    """Returns the compiler for a checkpoint; None, with a warning, where it has no tokenizer."""
     try:
         with phase("reading the tokenizer"):
             return ConstraintCompiler(read_backend(model), vocab_size, frozenset(eos_token_ids))

@@ -25,7 +25,7 @@ def make_depths(preceding: list[int]) -> list[DepthRows]:
 
 
 def at_depth(inputs: ForwardInputs, depth: DepthRows) -> ForwardInputs:
-    """The step of these rows alone, each a request of one token; on the inputs' device."""
+    """Returns the step of these rows alone, each a request of one token; on the inputs' device."""
     index, count = depth.index, len(depth.rows)
     assert inputs.state_reads is not None
     assert inputs.state_writes is not None

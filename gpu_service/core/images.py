@@ -67,7 +67,7 @@ class ImageLayout:
     sees_ahead: bool = False  # As `VisionConfig.sees_ahead`.
 
     def runs(self, image: PreparedImage) -> Iterator[tuple[tuple[int, ...], int]]:
-        """Tokens of the layout, and how many features follow them; `end` comes after the last."""
+        """Yields the tokens of the layout, and how many features follow them; `end` comes after the last."""
         rows, columns = image.tiles
         before = self.start
         for row in range(rows):
@@ -112,7 +112,8 @@ class VisionPrompt:
     sees_ahead: bool = False
 
     def uncut(self, start: int, count: int, most: int) -> int:
-        """Tokens to compute from `start` on, about `count` and up to `most`, that end within no such image.
+        """Returns the number of tokens to compute from `start` on, about `count` and up to `most`, that end
+        within no such image.
 
         0: the image at `start` is longer than `most`.
         """
@@ -133,7 +134,9 @@ class VisionPrompt:
         )
 
     def keyed(self, tokens: Sequence[int]) -> list[int]:
-        """`tokens`, the request's first ones, with the images' keys in place of their placeholders."""
+        """Returns `tokens`, the request's first ones, with the images' keys in place of their
+        placeholders.
+        """
         keys = list(tokens)
         for placed in self.images:
             stop = min(placed.end, len(keys))
@@ -176,7 +179,7 @@ class ImageFeatures:
             stream.index_add_(0, self.rows, self.values[1 + layer].to(stream.dtype))
 
     def reaches(self, layer: int) -> bool:
-        """Whether anything is added after decoder layer `layer`."""
+        """Returns whether anything is added after decoder layer `layer`."""
         return layer + 1 < self.values.shape[0]
 
 
@@ -210,7 +213,7 @@ def place_images(
 
 
 def locate(num_tokens: int, placed: Sequence[PromptImage], sees_ahead: bool = False) -> VisionPrompt:
-    """What a prompt of `num_tokens` tokens has besides them. `placed`: its images, ascending.
+    """Returns what a prompt of `num_tokens` tokens has besides them. `placed`: its images, ascending.
 
     Text counts on along all axes. An image's tokens share one position in time and count along the
     others; what follows begins after the longer side (Qwen2-VL, arXiv 2409.12191, section 2.1). Models whose

@@ -6,16 +6,13 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from opentelemetry.context import Context
 
 from gpu_service.core.request import FinishReason, Request, TokenLogprobs
 from gpu_service.core.results import StepResult
 from gpu_service.core.step import Batch
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +84,7 @@ class Inbox:
         self.num_added = 0
         # What the engine goes by until the next drain, and how this rank finds it out; the engine sets that.
         self.sight = LaneSight()
-        self.look: Callable[[], LaneSight] = LaneSight
+        self.look: Callable[[], LaneSight] = lambda: self.sight
 
     def post(self, message: Message) -> None:
         """Appends a message and wakes the engine thread."""
@@ -104,7 +101,7 @@ class Inbox:
                 self._condition.wait(timeout_s)
 
     def drain(self, wait: bool) -> list[Message]:
-        """All messages so far; with `wait`, blocks until there is one. Sets `sight`."""
+        """Returns all messages so far; with `wait`, blocks until there is one. Sets `sight`."""
         with self._condition:
             while wait and not self._messages:
                 self._condition.wait()
@@ -145,7 +142,7 @@ class OutputDelta:
 
 
 def delta_of(request: Request) -> OutputDelta:
-    """What is new since the last call for this request; called by the engine thread."""
+    """Returns what is new since the last call for this request; called by the engine thread."""
     start = request.reported_len
     request.reported_len = len(request.output_token_ids)
     return OutputDelta(
@@ -207,20 +204,20 @@ class NullObserver:
     """Observes nothing."""
 
     def submitted(self, request: Request) -> None:
-        """Ignored."""
+        """Does nothing."""
 
     def launched(self, batch: Batch) -> Context | None:
         """Never traced."""
         return None
 
     def committed(self, batch: Batch, result: StepResult | None, deltas: list[OutputDelta]) -> None:
-        """Ignored."""
+        """Does nothing."""
 
     def ended(self, deltas: list[OutputDelta]) -> None:
-        """Ignored."""
+        """Does nothing."""
 
     def loaded(self, load: EngineLoad) -> None:
-        """Ignored."""
+        """Does nothing."""
 
     def corrupted(self, error: AssertionError) -> None:
-        """Ignored: the engine logs it."""
+        """Does nothing: the engine logs it."""

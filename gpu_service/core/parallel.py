@@ -17,7 +17,9 @@ class Collectives(ABC):
 
     @abstractmethod
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`[..., N]` of each rank, joined along the last dimension in rank order: `[..., N * size]`."""
+        """Returns `[..., N]` of each rank, joined along the last dimension in rank order: `[..., N
+        * size]`.
+        """
 
     @abstractmethod
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
@@ -81,16 +83,18 @@ class ParallelContext:
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether the embedding is here."""
+        """Returns whether the embedding is here."""
         return self.stage == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether the final norm, the head and the sampler are here."""
+        """Returns whether the final norm, the head and the sampler are here."""
         return self.stage == self.num_stages - 1
 
     def send_to_next_stage(self, hidden_states: torch.Tensor) -> None:
-        """To the rank with the same place in the next stage; ranks of a stage hold the same `[T, H]`."""
+        """Sends to the rank with the same place in the next stage; ranks of a stage hold the same
+        `[T, H]`.
+        """
         self.world_group.send(hidden_states, self.rank + self.tp_size)
 
     def receive_from_previous_stage(self, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,9 @@ def vocab_shard(vocab_size: int, parallel: ParallelContext) -> ShardRange:
 
 
 def padded_vocab(vocab_size: int, parallel: ParallelContext) -> int:
-    """Rows of embedding and head in each rank's memory; those without a token are zero."""
+    """Returns the number of rows of embedding and head in each rank's memory; those without a token
+    are zero.
+    """
     if parallel.tp_size == 1:
         return vocab_size
     rows = -(-vocab_size // parallel.tp_size)
@@ -38,7 +40,7 @@ def padded_vocab(vocab_size: int, parallel: ParallelContext) -> int:
 
 
 def heads_shard(num_heads: int, parallel: ParallelContext) -> ShardRange:
-    """Query heads, or key heads of linear attention, of a rank."""
+    """Returns query heads, or key heads of linear attention, of a rank."""
     return even_shard(num_heads, parallel.tp_rank, parallel.tp_size)
 
 
@@ -48,7 +50,7 @@ def kv_heads_shard(num_heads: int, parallel: ParallelContext) -> ShardRange:
 
 
 def stage_layers(config: ModelConfig, parallel: ParallelContext) -> range:
-    """Decoder layers of a pipeline stage, by their index in the checkpoint."""
+    """Returns decoder layers of a pipeline stage, by their index in the checkpoint."""
     shard = even_shard(config.num_layers, parallel.stage, parallel.num_stages)
     return range(shard.begin, shard.end)
 
@@ -107,7 +109,7 @@ def _check_stage(config: ModelConfig, stage: range, num_stages: int) -> None:
 
 
 def rank_layers(config: ModelConfig, parallel: ParallelContext) -> tuple[Layer, ...]:
-    """What a rank computes: its stage's layers, with its own heads and widths.
+    """Returns what a rank computes: its stage's layers, with its own heads and widths.
 
     The vocabulary stays whole: every rank's sampler needs all of it. Raises ConfigError as `check_divisible`.
     """

@@ -8,6 +8,9 @@ yet. A request whose `scheduled_len` is short of `planned_len` has work; a step 
 difference. Prefill, chunked prefill, decode and resume after preemption are all this rule. Drafts that a
 step verifies (`gpu_service/speculation`) are in none of the lengths until it is committed: how many of them
 count is unknown, and the request is in no other step before.
+
+`SchedulerLimits` has what bounds a request and a step; requests beyond the bounds are refused, and outputs
+that reach them end.
 """
 
 from __future__ import annotations
@@ -85,7 +88,7 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether counts of the tokens so far are needed."""
+        """Returns whether counts of the tokens so far are needed."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
@@ -229,8 +232,88 @@ MOST_TRACE_IDS = 16
 
 
 def trace_fields(requests: Iterable[Request]) -> dict[str, Any]:
-    """For log lines: `trace_id` of one request, `trace_ids` of the first of several, nothing of none."""
+    """Returns fields for log lines: `trace_id` of one request, `trace_ids` of the first of several, nothing
+    of none.
+    """
     found = list(dict.fromkeys(request.trace_id for request in requests if request.trace_id))
     if len(found) == 1:
         return {"trace_id": found[0]}
     return {"trace_ids": found[:MOST_TRACE_IDS]} if found else {}
+
+
+class RequestRefused(ValueError):
+    """The request can never be served here; the message names the field and what is allowed."""
+
+
+class QueueFull(RuntimeError):
+    """Too many requests wait already; try again later."""
+
+
+class EngineStopped(RuntimeError):
+    """Nothing is computed any more, or soon will not be."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """Filled once from the configuration and the KV pool's size; lengths in tokens."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    # Longest prompt + output: what the model allows and the whole KV pool can hold.
+    context_limit: int
+    # Pages left free when a request is admitted, so that running ones can grow before anyone is preempted.
+    watermark_pages: int = 0
+    eos_token_ids: frozenset[int] = frozenset()
+    # What a prompt token whose log-probability is asked for takes of the budget of tokens.
+    scored_token_cost: int = 1
+    # Most tokens of a step that streams its experts: the prefill lane's, or one in which no request decodes.
+    prefill_chunk_max: int = 0
+    # Most rows of a step with drafts, those of its requests included; 0: no step has any.
+    max_rows: int = 0
+
+
+def refuse_impossible(prompt_len: int, max_tokens: int, limits: SchedulerLimits) -> None:
+    """Raises RequestRefused when prompt and output can not fit, alone in the pool, ever."""
+    limit = limits.context_limit
+    if prompt_len < 1:
+        raise RequestRefused("tokenized.input_ids: at least one token is needed, got none")
+    if prompt_len > limit - 1:
+        raise RequestRefused(
+            f"tokenized.input_ids: {prompt_len} prompt tokens leave no room for output; at most "
+            f"{limit - 1} are allowed (context length {limit})"
+        )
+    if prompt_len + max_tokens > limit:
+        raise RequestRefused(
+            f"sampling_params.max_tokens: {prompt_len} prompt tokens + {max_tokens} exceed the context "
+            f"length {limit}; at most {limit - prompt_len} are allowed"
+        )
+
+
+def ends_by_length(request: Request, length: int, limits: SchedulerLimits) -> bool:
+    """Returns whether `length` tokens, prompt and output, are the last; needs no token's id."""
+    return length - request.prompt_len >= request.params.max_tokens or length >= limits.context_limit
+
+
+def stop_token_ids(request: Request, limits: SchedulerLimits) -> frozenset[int]:
+    """Returns the ids that end the output (and that are masked before `min_tokens`)."""
+    if request.params.ignore_eos:
+        return request.params.stop_token_ids
+    return request.params.stop_token_ids | limits.eos_token_ids
+
+
+def is_stop_token(request: Request, token_id: int, limits: SchedulerLimits) -> bool:
+    """Returns whether the id is one of `stop_token_ids`, without building the set for every token."""
+    params = request.params
+    return token_id in params.stop_token_ids or (not params.ignore_eos and token_id in limits.eos_token_ids)
+
+
+def mark_finish(request: Request, token_id: int, limits: SchedulerLimits) -> None:
+    """Sets the finish reason if `token_id`, the last output token, ends the output."""
+    long_enough = len(request.output_token_ids) > request.params.min_tokens
+    if long_enough and is_stop_token(request, token_id, limits):
+        request.finish_reason = FinishReason.STOP
+        request.matched_stop_token = token_id
+    elif request.constraint is not None and request.constraint.is_complete:
+        request.finish_reason = FinishReason.STOP
+    elif ends_by_length(request, request.total_len, limits):
+        request.finish_reason = FinishReason.LENGTH

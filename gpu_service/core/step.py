@@ -3,7 +3,8 @@
 `Batch` (the scheduler: which tokens of which requests) becomes a `StepPlan` (the input builder: every tensor
 of the step, on the host), which is staged on the device and run. A `StepPlan` is the `ForwardInputs` that
 layers and attention read, and what the model runner and the sampler need besides: no record is copied into
-another one on the way. `results.py` has the way back.
+another one on the way. The ids of its tokens alone are only on the device, in the `TokenPool`. `results.py`
+has the way back.
 
 To add a tensor to every step, declare it here, fill it in `InputBuilder.build`, and read it where it is used
 (`context.inputs.<name>` in a layer). The declaration is what all else is derived from:
@@ -55,7 +56,7 @@ class Batch:
     # Of models with linear attention: the slots that each request's state is read from and written to.
     state_reads: list[int] = field(default_factory=list)
     state_writes: list[int] = field(default_factory=list)
-    # Long prompts alone, while others that decode wait for their turn (`scheduler/turns.py`).
+    # Long prompts alone, while others that decode wait for their turn (`scheduler/pacing.py`).
     is_prompt_turn: bool = False
     # Of a step that verifies drafts: each request's, for the positions after its own token.
     drafts: list[list[int]] = field(default_factory=list)
@@ -115,7 +116,7 @@ class TensorField:
     on_device: bool = False
 
     def sizes(self, axes: Mapping[str, int]) -> tuple[int, ...]:
-        """The shape with sizes instead of letters."""
+        """Returns the shape with sizes instead of letters."""
         return tuple(axes[axis] if axis in axes else int(axis) for axis in self.shape.split())
 
 
@@ -305,13 +306,13 @@ class SamplingPlan:
     awaits_masks: bool = False
 
     def logprob_columns(self, vocab_size: int) -> int:
-        """Ids that a logprob row has values of, besides the chosen one."""
+        """Returns the number of ids that a logprob row has values of, besides the chosen one."""
         extra = 0 if self.scored_ids is None else self.scored_ids.shape[1]
         return min(self.num_top_logprobs, vocab_size) + extra
 
     @property
     def takes_argmax(self) -> bool:
-        """Whether every row's token is that of its largest logit, and nothing else is asked."""
+        """Returns whether every row's token is that of its largest logit, and nothing else is asked."""
         changed = (self.bias, self.banned, self.penalties, self.allowed, self.bad_words, self.masks)
         is_plain = not self.awaits_masks and all(change is None for change in changed)
         return self.random_rows.numel() == 0 and not self.logprob_rows and is_plain
@@ -356,11 +357,11 @@ class StepPlan(ForwardInputs):
 
     @property
     def awaits_masks(self) -> bool:
-        """Whether the step is launched in two parts, what is sampled after its masks are known."""
+        """Returns whether the step is launched in two parts, what is sampled after its masks are known."""
         return self.sampling is not None and self.sampling.awaits_masks
 
     def with_masks(self, masks: TokenMasks | None) -> StepPlan:
-        """The same step once its masks are known; None: no row has one."""
+        """Returns the same step once its masks are known; None: no row has one."""
         assert self.sampling is not None
         return dataclasses.replace(
             self, sampling=dataclasses.replace(self.sampling, masks=masks, awaits_masks=False)
@@ -368,7 +369,7 @@ class StepPlan(ForwardInputs):
 
     @property
     def is_sampling_decode(self) -> bool:
-        """Whether every request computes exactly one token, which is text, and samples the next."""
+        """Returns whether every request computes exactly one token, which is text, and samples the next."""
         rows = len(self.seq_lens)
         one_each = self.query_start_loc[-1] == len(self.sample_batch_indices) == rows
         return one_each and not (self.prompt_logprobs or self.pooled) and self.images is None
@@ -380,7 +381,7 @@ NO_INPUT_IDS = torch.empty(0, dtype=int64)
 
 @functools.cache
 def tensor_fields(record: type) -> dict[str, TensorField]:
-    """The declared tensors of a dataclass by name, in order; nested records' are not among them."""
+    """Returns the declared tensors of a dataclass by name, in order; nested records' are not among them."""
     hints = get_type_hints(record, include_extras=True)
     return {
         name: declared
@@ -391,7 +392,7 @@ def tensor_fields(record: type) -> dict[str, TensorField]:
 
 
 def captured_fields(features: Collection[Feature]) -> dict[str, TensorField]:
-    """What differs between two replays of a graph of a model with these features.
+    """Returns what differs between two replays of a graph of a model with these features.
 
     Tensors as wide as the step's block table come last, so that the others keep their places in a packed
     buffer.
@@ -411,7 +412,7 @@ def graph_rows(
     plan: StepPlan | None = None,
     num_pages: int = 1,
 ) -> dict[str, Tensor]:
-    """Host tensors of `captured_fields` for a graph of `size` rows: the plan's, then padding.
+    """Returns host tensors of `captured_fields` for a graph of `size` rows: the plan's, then padding.
 
     Without a plan all rows are padding, with `num_pages` columns of pages.
     """
@@ -436,7 +437,9 @@ def graph_rows(
 
 
 def graph_plan(rows: Mapping[str, Tensor], size: int, input_ids: Tensor) -> StepPlan:
-    """The step that a graph of `size` requests computes, on the memory of `graph_rows` on the device."""
+    """Returns the step that a graph of `size` requests computes, on the memory of `graph_rows` on
+    the device.
+    """
     device = input_ids.device
     return StepPlan(
         input_ids=input_ids,
@@ -451,12 +454,14 @@ def graph_plan(rows: Mapping[str, Tensor], size: int, input_ids: Tensor) -> Step
 
 
 def tensors_of(tree: object) -> list[Tensor]:
-    """All tensors of a record, a list or a tuple of them, in the order of fields and elements."""
+    """Returns all tensors of a record, a list or a tuple of them, in the order of fields and elements."""
     return list(_walk(tree))
 
 
 def with_tensors(tree: Tree, tensors: list[Tensor]) -> Tree:
-    """The same tree with other tensors, as many as `tensors_of` returns; everything else is shared."""
+    """Returns the same tree with other tensors, as many as `tensors_of` returns; everything else is
+    shared.
+    """
     replacements = iter(tensors)
     rebuilt: Tree = _map(tree, lambda _: next(replacements))
     return rebuilt
@@ -464,7 +469,9 @@ def with_tensors(tree: Tree, tensors: list[Tensor]) -> Tree:
 
 @functools.cache
 def _holders(record: Any) -> tuple[str, ...]:
-    """Names of the fields whose declared types hold tensors that travel between host and device."""
+    """Returns the names of the fields whose declared types hold tensors that travel between host
+    and device.
+    """
     hints = get_type_hints(record)
     stays = {name for name, declared in tensor_fields(record).items() if declared.on_device}
     return tuple(f.name for f in dataclasses.fields(record) if f.name not in stays and _holds(hints[f.name]))
@@ -494,3 +501,31 @@ def _map(tree: Any, replace: Callable[[Tensor], Tensor]) -> Any:
         return type(tree)([_map(element, replace) for element in tree])
     changes = {name: _map(getattr(tree, name), replace) for name in _holders(tree.__class__)}
     return dataclasses.replace(tree, **changes)
+
+
+class TokenPool:
+    """Token ids of running requests, on the device: the sampler writes, the next step's inputs gather.
+
+    Because of it the host never needs to know a token to launch the step that computes it.
+
+    int32 `[num_slots + 1, max_len]`; row = a request's slot, column = position in prompt + output. The last
+    row, `dummy_slot`, belongs to no request: rows of padding read and write it. All methods must run in
+    stream order (inside a launch).
+    """
+
+    def __init__(self, num_slots: int, max_len: int, device: torch.device) -> None:
+        self.tokens = torch.zeros((num_slots + 1, max_len), dtype=torch.int32, device=device)
+        self.dummy_slot = num_slots
+
+    def upload(self, slot: int, token_ids: torch.Tensor) -> None:
+        """Writes a request's known tokens, int32 `[n]`, when it is given the slot."""
+        self.tokens[slot, : token_ids.shape[0]] = token_ids.to(self.tokens.device)
+
+    def gather(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Returns token ids int64 `[T]` at `positions[t]` of `slots[t]` (both int64 `[T]`)."""
+        return self.tokens[slots, positions].long()
+
+    def scatter(self, slots: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor) -> None:
+        """Writes sampled ids int64 `[R]`; each (slot, position) at most once,
+        but for the dummy slot's."""
+        self.tokens[slots, positions] = token_ids.to(torch.int32)

@@ -12,5 +12,5 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As configurations spell it."""
+    """Returns the dtype's name as configurations spell it."""
     return str(dtype).removeprefix("torch.")

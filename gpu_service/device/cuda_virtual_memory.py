@@ -12,7 +12,7 @@ from gpu_service.device.virtual_memory import VirtualMemory, VirtualMemoryUnavai
 
 
 class CudaVirtualMemory(VirtualMemory):
-    """Of one GPU, in the context that torch uses there."""
+    """The virtual memory of one GPU, in the context that torch uses there."""
 
     def __init__(self, device: torch.device) -> None:
         """Raises VirtualMemoryUnavailable for a GPU or a driver without it."""
@@ -77,7 +77,7 @@ class _Bytes:
 
 
 def _call(function: Any, *arguments: Any) -> Any:
-    """What the function returns. Raises VirtualMemoryUnavailable naming function and error."""
+    """Returns what the function returns. Raises VirtualMemoryUnavailable naming function and error."""
     status, *found = function(*arguments)
     if status != driver.CUresult.CUDA_SUCCESS:
         raise VirtualMemoryUnavailable(f"{function.__name__}: {status.name}")

@@ -88,5 +88,5 @@ class CudaGraphs(GraphBackend):
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether what the thread launches on a device now becomes part of a graph."""
+    """Returns whether what the thread launches on a device now becomes part of a graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -20,12 +20,14 @@ class DeviceLimits:
 
     @property
     def has_fp8(self) -> bool:
-        """Whether kernels may name 8-bit floats; without them, they decode the bits of bytes."""
+        """Returns whether kernels may name 8-bit floats; without them, they decode the bits of bytes."""
         return self.architecture >= 89
 
     @property
     def multiplies_from_shared_memory(self) -> bool:
-        """Whether tensor cores read operands from there (wgmma, tcgen05), not from registers (mma)."""
+        """Returns whether tensor cores read operands from there (wgmma, tcgen05), not from
+        registers (mma).
+        """
         return 90 <= self.architecture < 120
 
 
@@ -34,7 +36,7 @@ WITHOUT_GPU = DeviceLimits(90, 227 * 1024, 132)
 
 
 def device_limits(device: torch.device) -> DeviceLimits:
-    """Of a CUDA device; `WITHOUT_GPU` for any other."""
+    """Returns the limits of a CUDA device; `WITHOUT_GPU` for any other."""
     if device.type != "cuda":
         return WITHOUT_GPU
     return _of_gpu(torch.cuda.current_device() if device.index is None else device.index)

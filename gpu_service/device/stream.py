@@ -31,7 +31,7 @@ class DeviceEvent(ABC):
 
     @abstractmethod
     def query(self) -> bool:
-        """Whether everything launched before it has ended."""
+        """Returns whether everything launched before it has ended."""
 
     @abstractmethod
     def wait(self) -> None:
@@ -50,11 +50,11 @@ class DeviceStream(ABC):
     @property
     @abstractmethod
     def is_current(self) -> bool:
-        """Whether the calling thread is in `active` of this stream, and of no other since."""
+        """Returns whether the calling thread is in `active` of this stream, and of no other since."""
 
     @abstractmethod
     def record(self) -> DeviceEvent:
-        """The end of what was launched so far."""
+        """Returns the end of what was launched so far."""
 
     @abstractmethod
     def wait_for(self, event: DeviceEvent) -> None:
@@ -163,7 +163,7 @@ class CudaDeviceStream(DeviceStream):
         event.hold(self.stream)
 
     def host_buffer(self, nbytes: int) -> torch.Tensor:
-        """Page-locked memory."""
+        """Returns page-locked memory."""
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def synchronize(self) -> None:
@@ -197,7 +197,7 @@ class HostBuffers:
         self._busy: list[tuple[torch.Tensor, DeviceEvent]] = []
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """uint8, at least `nbytes` long; never waits."""
+        """Returns uint8, at least `nbytes` long; never waits."""
         busy, self._busy = self._busy, []
         for buffer, event in busy:
             if event.query():
@@ -215,7 +215,7 @@ class HostBuffers:
 
 
 def packed_offsets(tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:
-    """Where each tensor begins in a packed buffer, and the buffer's length, in bytes."""
+    """Returns where each tensor begins in a packed buffer, and the buffer's length, in bytes."""
     offsets, end = [], 0
     for tensor in tensors:
         offsets.append(end)
@@ -224,7 +224,7 @@ def packed_offsets(tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:
 
 
 def packed_views(buffer: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Contiguous views of a uint8 buffer with the tensors' shapes and types, at `packed_offsets`."""
+    """Returns contiguous views of a uint8 buffer with the tensors' shapes and types, at `packed_offsets`."""
     offsets, _ = packed_offsets(tensors)
     return [
         buffer[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
@@ -242,7 +242,7 @@ class Uploader:
     def upload(
         self, tensors: Sequence[torch.Tensor], destination: torch.Tensor | None = None
     ) -> list[torch.Tensor]:
-        """Copies on the device; the given ones may be changed afterwards.
+        """Returns copies on the device; the given ones may be changed afterwards.
 
         `destination`: uint8 memory on the device to use instead of new memory; equal shapes and types
         then land at equal addresses.
@@ -285,7 +285,7 @@ _PORTABLE, _MAPPED = 1, 2
 
 
 def own_pages(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros on the host in pages that hold nothing else: pages are locked as a whole, and once."""
+    """Returns zeros on the host in pages that hold nothing else: pages are locked as a whole, and once."""
     nbytes = math.prod(shape) * dtype.itemsize
     pages = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel without them

@@ -59,7 +59,7 @@ class VirtualMemory(ABC):
 
     @abstractmethod
     def tensor(self, address: int, nbytes: int, keeps: object) -> torch.Tensor:
-        """uint8 `[nbytes]` over a range whose first chunk is mapped now; keeps an object alive."""
+        """Returns uint8 `[nbytes]` over a range whose first chunk is mapped now; keeps an object alive."""
 
 
 class PhysicalPool:
@@ -140,7 +140,7 @@ _pools: weakref.WeakSet[PhysicalPool] = weakref.WeakSet()
 
 
 def pooled_bytes(device: torch.device) -> int:
-    """Bytes of all chunks on a device: torch's allocator knows nothing of them."""
+    """Returns the bytes of all chunks on a device: torch's allocator knows nothing of them."""
     held = [pool for pool in list(_pools) if pool.memory.device.type == device.type]
     return sum(pool.nbytes for pool in held if device.index in (None, pool.memory.device.index))
 
@@ -165,11 +165,11 @@ class VirtualRange:
         return len(self._handles) - self._handles.count(None)
 
     def is_mapped(self, place: int) -> bool:
-        """Whether a chunk is mapped at a place."""
+        """Returns whether a chunk is mapped at a place."""
         return self._handles[place] is not None
 
     def holders(self) -> list[Any]:
-        """The handles that are mapped, for checks."""
+        """Returns the handles that are mapped, for checks."""
         return [handle for handle in self._handles if handle is not None]
 
     def map(self, places: Iterable[int], spares_claimed: bool = False) -> None:
@@ -192,7 +192,8 @@ class VirtualRange:
             self._handles[first : first + count] = [None] * count
 
     def tensor(self) -> torch.Tensor:
-        """uint8 `[nbytes]` over the whole range, its first chunk being mapped for the moment at least.
+        """Returns uint8 `[nbytes]` over the whole range, its first chunk being mapped for the moment at
+        least.
 
         What is not mapped must not be touched. Reservation and chunks live as long as the tensor.
         """
@@ -218,7 +219,7 @@ def _end(held: VirtualRange) -> None:
 
 
 def _runs(places: Sequence[int]) -> list[tuple[int, int]]:
-    """First place and length of each run of neighbours; `places` ascend."""
+    """Returns first place and length of each run of neighbours; `places` ascend."""
     runs: list[tuple[int, int]] = []
     for place in places:
         if runs and place == runs[-1][0] + runs[-1][1]:

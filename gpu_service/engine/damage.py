@@ -30,7 +30,7 @@ class DamageWatch:
         self.known, self.trusted_from = runner.damages, 0
 
     def look(self, nonfinite_layers: Collection[int] = ()) -> bool:
-        """After a step's end, before its tokens are given out: whether all was forgotten here and now.
+        """Checks a step before its tokens are given out; returns whether all was forgotten here and now.
 
         `nonfinite_layers`: made values in the step that are not finite, so that their experts are suspect.
         Of several ranks, all have to forget at one place, which is after the step: by an operation.
@@ -48,8 +48,9 @@ class DamageWatch:
         return True
 
     def forget(self) -> None:
-        """Running requests wait anew, with the tokens they have, and no prefix is kept; those of the lane's
-        open step once that has ended. Steps in flight are worthless, and end before others are scheduled.
+        """Running requests return to the queue with the tokens they have, and no prefix is kept; those of the
+        lane's open step once that has ended. Steps in flight are worthless, and end before others are
+        scheduled.
         """
         requests = len(self._scheduler.running)
         _log.warning(

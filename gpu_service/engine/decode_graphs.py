@@ -17,8 +17,8 @@ import torch
 from gpu_service.core.step import Dummy, StepPlan, captured_fields, graph_plan, graph_rows
 from gpu_service.device.graphs import CapturedGraph, GraphBackend
 from gpu_service.device.stream import Uploader, packed_offsets
-from gpu_service.engine.model_runner import ComputedStep, ModelRunner
-from gpu_service.engine.results import Sampled
+from gpu_service.engine.model_runner import ModelRunner
+from gpu_service.engine.sampler import StepOutputs
 from gpu_service.experts.fetching.fetcher import MOST_ROWS
 from moebius.progress import counted
 
@@ -28,7 +28,7 @@ _WARM_UP_RUNS = 2
 
 
 def graph_sizes(max_batch_size: int) -> list[int]:
-    """1, 2, 4, 8, then every 8 rows, and the limit itself."""
+    """Returns 1, 2, 4, 8, then every 8 rows, and the limit itself."""
     return sorted(
         {size for size in (1, 2, 4, *range(8, max_batch_size, 8)) if size < max_batch_size} | {max_batch_size}
     )
@@ -41,17 +41,6 @@ class DecodeGraph:
     size: int
     inputs: StepPlan  # its tensors are the graph's
     captured: CapturedGraph | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class GraphOutputs:
-    """Memory that all graphs write their results to; N = the largest size."""
-
-    token_ids: torch.Tensor  # int64 [N]
-    finite: torch.Tensor  # bool [N]
-    logits: torch.Tensor  # float32 [N, V]; V = 0 on a pipeline stage without the head
-    first_overflow: torch.Tensor | None  # int32 [N]; None: the runner notes no overflow
-    hidden_states: torch.Tensor | None = None  # [N, H]; None: the runner has no drafter
 
 
 class DecodeGraphs:
@@ -83,23 +72,21 @@ class DecodeGraphs:
         self._rows = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         self._block_table = torch.zeros((largest, max_pages), dtype=torch.int32, device=device)
         self._input_ids = torch.zeros(largest, dtype=torch.int64, device=device)
-        self._outputs = GraphOutputs(
-            token_ids=torch.zeros(largest, dtype=torch.int64, device=device),
-            finite=torch.zeros(largest, dtype=torch.bool, device=device),
-            logits=torch.zeros((largest, vocab_size), dtype=torch.float32, device=device),
-            first_overflow=(
-                torch.zeros(largest, dtype=torch.int32, device=device) if runner.notes_overflow else None
-            ),
-            hidden_states=None if runner.drafter is None else runner.drafter.make_buffer(largest),
-        )
+        # Memory that all graphs write their results to, of the largest size; on a pipeline stage without the
+        # head logits have no columns.
+        self._token_ids = torch.zeros(largest, dtype=torch.int64, device=device)
+        self._finite = torch.zeros(largest, dtype=torch.bool, device=device)
+        self._logits = torch.zeros((largest, vocab_size), dtype=torch.float32, device=device)
+        notes, drafter = runner.notes_overflow, runner.drafter
+        self._first_overflow = torch.zeros(largest, dtype=torch.int32, device=device) if notes else None
+        self._hidden_states = None if drafter is None else drafter.make_buffer(largest)
         self._graphs: dict[int, DecodeGraph] = {}
 
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers; what the graphs allocate while they are captured comes on top."""
-        out = self._outputs
-        buffers = (self._rows, self._block_table, self._input_ids, out.token_ids, out.finite, out.logits)
-        return sum(buffer.nbytes for buffer in buffers)
+        inputs = (self._rows, self._block_table, self._input_ids)
+        return sum(buffer.nbytes for buffer in (*inputs, self._token_ids, self._finite, self._logits))
 
     def capture_all(self) -> None:
         """Runs each size, then captures it, the largest first. Expert servers must be ready.
@@ -117,7 +104,7 @@ class DecodeGraphs:
         _log.info("decode graphs are captured", sizes=self._sizes)
 
     def graph_for(self, plan: StepPlan) -> DecodeGraph | None:
-        """The graph that fits a step best; None: it has to run eagerly."""
+        """Returns the graph that fits a step best; None: it has to run eagerly."""
         if not self._graphs or not plan.is_sampling_decode or plan.num_requests > self._sizes[-1]:
             return None
         if plan.depths:  # a graph's rows have no order among them
@@ -127,8 +114,11 @@ class DecodeGraphs:
             return None
         return self._graphs[self._sizes[bisect.bisect_left(self._sizes, plan.num_requests)]]
 
-    def replay(self, graph: DecodeGraph, plan: StepPlan) -> tuple[ComputedStep, Sampled]:
-        """Launches a step. Returns its logits float32 `[R, V]` and greedy tokens, valid until the next."""
+    def replay(self, graph: DecodeGraph, plan: StepPlan) -> StepOutputs:
+        """Launches a step. Returns its logits float32 `[R, V]`, and tokens if all rows want the likeliest.
+
+        All of them are valid until the next replay.
+        """
         count, padding = plan.num_requests, graph.size - plan.num_requests
         self._upload(graph_rows(self._fields, graph.size, self._dummies, plan), graph.size)
         self._runner.attention.plan_replay(replace(graph.inputs, seq_lens=plan.seq_lens + [1] * padding))
@@ -137,12 +127,16 @@ class DecodeGraphs:
         graph.captured.replay()
         if fetched is not None:
             fetched.launched()
-        out = self._outputs
-        overflow = None if out.first_overflow is None else out.first_overflow[:count]
-        hidden = None if out.hidden_states is None else out.hidden_states[:count]
-        logits = out.logits[:count]
-        computed = ComputedStep(logits, streamed=fetched, first_overflow=overflow, hidden_states=hidden)
-        return computed, Sampled(out.token_ids[:count], out.finite[:count], None)
+        overflow, hidden_states = self._first_overflow, self._hidden_states
+        is_greedy = plan.sampling is not None and plan.sampling.takes_argmax
+        return StepOutputs(
+            self._logits[:count],
+            None if hidden_states is None else hidden_states[:count],
+            self._token_ids[:count] if is_greedy else None,
+            self._finite[:count] if is_greedy else None,
+            streamed=fetched,
+            first_overflow=None if overflow is None else overflow[:count],
+        )
 
     def close(self) -> None:
         """Gives up all graphs."""
@@ -183,7 +177,7 @@ class DecodeGraphs:
 
     def _step(self, plan: StepPlan) -> None:
         """The recorded work; reads and writes memory that stays."""
-        runner, out, size = self._runner, self._outputs, plan.num_requests
+        runner, size = self._runner, plan.num_requests
         plan.input_ids.copy_(runner.token_pool.gather(plan.token_slots, plan.positions))
         fetcher = runner.fetcher if size <= MOST_ROWS else None
         context = runner.context(plan, None if fetcher is None else fetcher.layers_side)
@@ -191,16 +185,18 @@ class DecodeGraphs:
         logits = runner.model.compute_logits(hidden_states)
         first_overflow = runner.first_overflow(context)
         sampled = runner.sampler.greedy(logits)
+        assert sampled.token_ids is not None
+        assert sampled.finite is not None
         runner.token_pool.scatter(plan.sample_slots, plan.sample_positions, sampled.token_ids)
-        out.logits[:size].copy_(logits)
-        out.token_ids[:size].copy_(sampled.token_ids)
-        out.finite[:size].copy_(sampled.finite)
-        if out.first_overflow is not None and first_overflow is not None:
-            out.first_overflow[:size].copy_(first_overflow)
-        if out.hidden_states is not None:
-            out.hidden_states[:size].copy_(hidden_states)
+        self._logits[:size].copy_(logits)
+        self._token_ids[:size].copy_(sampled.token_ids)
+        self._finite[:size].copy_(sampled.finite)
+        if self._first_overflow is not None and first_overflow is not None:
+            self._first_overflow[:size].copy_(first_overflow)
+        if self._hidden_states is not None:
+            self._hidden_states[:size].copy_(hidden_states)
 
     def _is_ever_padded(self, size: int) -> bool:
-        """Whether smaller batches use this graph; where none does, masking would waste a kernel a layer."""
+        """Returns whether smaller batches use this graph; else masking would waste a kernel a layer."""
         index = self._sizes.index(size)
         return size - (self._sizes[index - 1] if index else 0) > 1

@@ -9,7 +9,7 @@ device  |------ step N ------|------ step N+1 ------|
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -18,14 +18,14 @@ from gpu_service.core.results import StepResult
 from gpu_service.core.step import StepPlan, tensors_of, with_tensors
 from gpu_service.device.stream import DeviceEvent, DeviceStream, Download, HostBuffers, Uploader
 from gpu_service.engine.decode_graphs import DecodeGraph, DecodeGraphs
-from gpu_service.engine.model_runner import ComputedStep, LaneModelRunner, ModelRunner, launching
+from gpu_service.engine.model_runner import LaneModelRunner, ModelRunner, ModelStepRunner, launching
 from gpu_service.engine.prefill_lane import LaneRunner
-from gpu_service.engine.results import StepOutputs, to_result
-from gpu_service.engine.step_runner import DeviceLost, Pending, StepRunner, StepsInFlight
+from gpu_service.engine.sampler import StepOutputs, to_result
+from gpu_service.engine.step_runner import DeviceLost, LaunchedStep, StepRunner, StepsInFlight
 from moebius.errors import brief
 
 
-class LaunchedStep:
+class DeviceRun:
     """One run of a plan: its outputs are on their way to the host, unless it awaits masks."""
 
     def __init__(
@@ -33,35 +33,33 @@ class LaunchedStep:
         runner: DeviceRunner,
         plan: StepPlan,
         staged: StepPlan,
-        result: ComputedStep | StepOutputs,
+        outputs: StepOutputs,
         started: float,
     ) -> None:
-        """`result`: what is left to be sampled, or nothing is."""
+        """`outputs`: of a plan that awaits masks, its logits."""
         self._runner = runner
         self._plan = plan
         self._staged = staged
         self._started = started
-        self._computed: ComputedStep | None = None
-        if isinstance(result, StepOutputs):
-            self._take(result)
+        self._outputs = outputs
+        if plan.awaits_masks:
+            self._computed = runner.stream.record()
         else:
-            self._computed = result
-            self._computed_event = runner.stream.record()
+            self._download = self._start_download()
 
     def sample(self, plan: StepPlan) -> None:
-        assert self._computed is not None, "the step was sampled when it was launched"
+        assert self._plan.awaits_masks, "the step was sampled when it was launched"
         with self._runner.stream.active():
-            self._staged, outputs = self._runner.sample_launched(plan, self._staged, self._computed)
-            self._plan, self._computed = plan, None
-            self._take(outputs)
+            self._staged, self._outputs = self._runner.sample_launched(plan, self._staged, self._outputs)
+            self._plan = plan
+            self._download = self._start_download()
 
-    def _take(self, outputs: StepOutputs) -> None:
+    def _start_download(self) -> Download:
         """With the stream active: the copies follow what computes the outputs."""
-        self._outputs = outputs
-        self._download = Download(self._runner.stream, self._runner.results, tensors_of(outputs))
+        return Download(self._runner.stream, self._runner.results, tensors_of(self._outputs))
 
     def query(self) -> bool:
-        if self._computed is not None:
+        if self._plan.awaits_masks:
             return False
         try:
             return self._download.event.query()
@@ -69,12 +67,12 @@ class LaunchedStep:
             return True
 
     def finish(self) -> StepResult:
-        """Of a run that still awaits masks there is no result, only an end."""
+        """Waits for the step; a run that still awaits masks has no result, only an end."""
         try:
-            (self._download.event if self._computed is None else self._computed_event).wait()
+            (self._computed if self._plan.awaits_masks else self._download.event).wait()
         except RuntimeError as error:
             raise DeviceLost(brief(error)) from error
-        if self._computed is not None:
+        if self._plan.awaits_masks:
             return StepResult()
         result = to_result(self._plan, with_tensors(self._outputs, self._download.tensors))
         self._download.release()
@@ -84,11 +82,10 @@ class LaunchedStep:
         return result
 
     def undo(self) -> None:
-        if self._computed is None:
-            self._runner.retract(self._staged, self._outputs)
+        self._runner.retract(self._staged, self._outputs)
 
 
-class DeviceRunner(StepRunner):
+class DeviceRunner(ModelStepRunner):
     """Runs steps on a GPU; decode steps are replayed graphs where `graphs` has one for them."""
 
     def __init__(
@@ -100,9 +97,9 @@ class DeviceRunner(StepRunner):
         graphs: DecodeGraphs | None = None,
         recovery_timeout_s: float = 300.0,
     ) -> None:
+        super().__init__(runner)
         self.stream = stream
         self.results = HostBuffers(stream)
-        self._runner = runner
         self._graphs = graphs
         self._uploader = uploader or Uploader(stream)
         self._steps = StepsInFlight(self._start, runner.experts, recovery_timeout_s, stream.active)
@@ -117,16 +114,6 @@ class DeviceRunner(StepRunner):
         streamer = self._runner.streamer
         return 0 if streamer is None or not streamer.can_stream else streamer.useful_tokens
 
-    def interrupt(self) -> None:
-        self._runner.interrupt()
-
-    @property
-    def damages(self) -> int:
-        return self._runner.damages
-
-    def suspect(self, layers: Collection[int]) -> None:
-        self._runner.suspect(layers)
-
     def prepare(self) -> None:
         """Captures all graphs; expert servers must be ready. Before the first step. Raises their failure."""
         if self._graphs is None:
@@ -138,7 +125,7 @@ class DeviceRunner(StepRunner):
         if failure is not None:
             raise failure
 
-    def launch(self, plan: StepPlan) -> Pending[StepResult]:
+    def launch(self, plan: StepPlan) -> LaunchedStep:
         return self._steps.launch(plan)
 
     def zero_pages(self, pages: list[int]) -> None:
@@ -156,7 +143,7 @@ class DeviceRunner(StepRunner):
             self._runner.retract(staged, outputs)
 
     def sample_launched(
-        self, plan: StepPlan, staged: StepPlan, computed: ComputedStep
+        self, plan: StepPlan, staged: StepPlan, outputs: StepOutputs
     ) -> tuple[StepPlan, StepOutputs]:
         """Launches what is left of a step that awaited the masks of `plan`. Returns what is staged, too.
 
@@ -169,50 +156,46 @@ class DeviceRunner(StepRunner):
                     plan.sampling.masks, self._uploader.upload(tensors_of(plan.sampling.masks))
                 )
                 staged = staged.with_masks(masks)
-                return staged, self._runner.draw(staged, computed)
+                return staged, self._runner.draw(staged, outputs)
         except torch.AcceleratorError as error:
             raise DeviceLost(brief(error)) from error
 
     def time_of(self, started: float) -> float:
-        """Seconds that a step that has just ended had the device: it began when the one before had ended."""
+        """Returns how long a step that has just ended had the device: since the one before had ended."""
         begin, self._last_end = max(started, self._last_end), time.monotonic()
         return self._last_end - begin
 
-    def _start(self, plan: StepPlan) -> LaunchedStep:
+    def _start(self, plan: StepPlan) -> DeviceRun:
         try:
             return self._launch(plan)
         except torch.AcceleratorError as error:
             raise DeviceLost(brief(error)) from error
 
-    def _launch(self, plan: StepPlan) -> LaunchedStep:
+    def _launch(self, plan: StepPlan) -> DeviceRun:
         started = time.monotonic()
         with self.stream.active(), launching(plan):
             if self._runner.experts is not None:
                 self._runner.experts.begin_step()
             graph = None if self._graphs is None else self._graphs.graph_for(plan)
-            result: ComputedStep | StepOutputs
             if self._graphs is None or graph is None:
                 staged = self._stage(plan)
-                result = self._runner.compute(staged)
+                outputs = self._runner.compute(staged)
             else:
-                staged, result = self._replay(self._graphs, graph, plan)
-            if isinstance(result, ComputedStep) and not plan.awaits_masks:
-                result = self._runner.draw(staged, result)
-            return LaunchedStep(self, plan, staged, result, started)
+                staged, outputs = self._replay(self._graphs, graph, plan)
+            if not plan.awaits_masks:
+                outputs = self._runner.draw(staged, outputs)
+            return DeviceRun(self, plan, staged, outputs, started)
 
     def _replay(
         self, graphs: DecodeGraphs, graph: DecodeGraph, plan: StepPlan
-    ) -> tuple[StepPlan, ComputedStep | StepOutputs]:
+    ) -> tuple[StepPlan, StepOutputs]:
         assert plan.sampling is not None
         is_greedy = plan.sampling.takes_argmax
         self._runner.begin_step()
         needs_tensors = not is_greedy or plan.uploads or plan.drafts is not None
         staged = self._stage(plan) if needs_tensors or self._runner.drafter is not None else plan
         self._runner.upload(staged)
-        computed, sampled = graphs.replay(graph, plan)
-        if is_greedy:
-            return staged, self._runner.draw(staged, computed, sampled)
-        return staged, computed
+        return staged, graphs.replay(graph, plan)
 
     def _stage(self, plan: StepPlan) -> StepPlan:
         return with_tensors(plan, self._uploader.upload(tensors_of(plan)))
@@ -228,10 +211,10 @@ _READY_S = 0.02
 _REFUSED_S = 1.0
 
 
-class LaneStep(Pending[StepResult]):
+class LaneStep(LaunchedStep):
     """A step of the lane: it has ended when all that its launch queued has, however far that came."""
 
-    def __init__(self, inner: Pending[StepResult], end: DeviceEvent, on_end: Callable[[], None]) -> None:
+    def __init__(self, inner: LaunchedStep, end: DeviceEvent, on_end: Callable[[], None]) -> None:
         """`on_end` is called once, by `wait`."""
         self._inner = inner
         self._end = end
@@ -294,7 +277,7 @@ class DeviceLane(LaneRunner):
     def step_tokens(self, wait_s: float | None) -> int:
         return self._step_tokens(wait_s)
 
-    def launch(self, plan: StepPlan) -> Pending[StepResult]:
+    def launch(self, plan: StepPlan) -> LaunchedStep:
         # Pages that the main lane has given up may still be cleared by it.
         self._stream.wait_for(self._main.record())
         self._hold_residents(True)

@@ -12,8 +12,8 @@ step in flight, and all said here of steps is said of those of the main lane.
 
 Invariants, with step N+1 launched before step N is committed:
 (a) a request that ends by a stop token in step N also ran in N+1; that token is dropped;
-(b) pages and slots freed by commit(N) may still be read and written by N+1; whoever gets them next is
-    computed by N+2 or later, and the runner runs steps in order;
+(b) pages and slots freed by commit(N) may still be read and written by N+1; the next request that gets them
+    is computed by N+2 or later, and the runner runs steps in order;
 (c) a launched step reads its own `StepPlan` and never a request;
 (d) only committed tokens enter the prefix tree, so a failed step leaves no bad page behind;
 (e) integrity is checked when nothing is in flight;
@@ -44,25 +44,30 @@ from gpu_service.core.interface import (
     Stop,
     delta_of,
 )
-from gpu_service.core.limits import EngineStopped, QueueFull, RequestRefused, refuse_impossible
-from gpu_service.core.request import FinishReason, Request, trace_fields
+from gpu_service.core.request import (
+    EngineStopped,
+    FinishReason,
+    QueueFull,
+    Request,
+    RequestRefused,
+    refuse_impossible,
+    trace_fields,
+)
 from gpu_service.core.results import StepResult
 from gpu_service.core.step import Batch, StepPlan
 from gpu_service.engine.damage import COMPUTE_AGAIN, DamageWatch
 from gpu_service.engine.input_builder import InputBuilder
+from gpu_service.engine.pacing import STEP_COSTS, STREAM_PROMPTS, make_pacing
 from gpu_service.engine.prefill_lane import POLL_S, PrefillLane
 from gpu_service.engine.step_runner import DeviceLost, LaunchedStep, StepRunner
 from gpu_service.experts.client import ExpertComputeFailed, ExpertUnavailable
+from gpu_service.scheduler.admission import may_wait
 from gpu_service.scheduler.scheduler import Scheduler
-from gpu_service.scheduler.shares import may_wait
-from gpu_service.scheduler.turns import make_turn_pace
 from gpu_service.speculation.pace import DraftPace
 
 _log = structlog.get_logger(__name__)
 # Operations of every engine.
-_STREAM_PROMPTS = "stream prompts"
 _PAUSED_REQUESTS = "paused requests"
-_STEP_COSTS = "costs of steps with drafts"
 
 
 class Engine:
@@ -98,12 +103,12 @@ class Engine:
         self._max_waiting = max_waiting
         self._inbox = inbox or Inbox()
         own = {
-            _STREAM_PROMPTS: scheduler.turns.read,
+            STREAM_PROMPTS: scheduler.pacing.read,
             _PAUSED_REQUESTS: builder.token_masks.read,
             COMPUTE_AGAIN: lambda _: self._compute_all_again(),
         }
         if scheduler.speculation is not None:
-            own[_STEP_COSTS] = scheduler.speculation.read
+            own[STEP_COSTS] = scheduler.speculation.read
         self._operations = dict(operations or {}) | own
         scheduler.holds = builder.token_masks.holds
         self._damage = DamageWatch(scheduler, runner, self._inbox)
@@ -114,9 +119,8 @@ class Engine:
         self._in_flight: deque[LaunchedStep] = deque()
         self._depth = 2 if overlap else 1
         self._lane = lane
-        # Of steps of prompts alone; None: there are none.
-        self._turns = None if lane is not None else make_turn_pace(scheduler.limits, max_added_s)
-        self._draft_pace = draft_pace if self._inbox.is_entry else None
+        pace, is_entry = None if lane is None else lane.pace, self._inbox.is_entry
+        self._pacing = make_pacing(pace, draft_pace, scheduler.limits, max_added_s, is_entry)
         # An error of the loop itself, raised while the lane's layers were launched.
         self._defect: Exception | None = None
         if lane is not None:
@@ -148,12 +152,12 @@ class Engine:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it computes what is submitted. Any thread may ask."""
+        """Returns whether it computes what is submitted. Any thread may ask."""
         return self._thread.is_alive() and not self._stopping
 
     @property
     def is_recovering(self) -> bool:
-        """Whether steps wait for lost expert servers. Any thread may ask."""
+        """Returns whether steps wait for lost expert servers. Any thread may ask."""
         return self._runner.is_recovering
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -199,7 +203,7 @@ class Engine:
     # ---- the engine thread ----
 
     def _run(self) -> None:
-        """A defect of the loop itself ends the engine: whoever waits gets the error."""
+        """A defect of the loop itself ends the engine: all waiting callers get the error."""
         try:
             while self.receive(wait=True):
                 self.turn()
@@ -214,11 +218,12 @@ class Engine:
         has_constraints = masks.announced or any(r.constraint is not None for r in running)
         if self._inbox.is_entry and has_constraints and (changed := masks.message(running)) is not None:
             self.call(_PAUSED_REQUESTS, changed)
+        for operation, argument in self._pacing.messages(lambda: self._runner.streamed_tokens):
+            self.call(operation, argument)
         idle = wait and not (self._in_flight or self.scheduler.has_work or self._lane_is_open)
         if idle:
             self._check_integrity()
-            if self._draft_pace is not None:
-                self._draft_pace.idled()
+            self._pacing.idled()
         for message in self._inbox.drain(idle):
             self._apply(message)
         if self._stopping:
@@ -229,15 +234,11 @@ class Engine:
         """Launches a step and waits for the one before it; with nothing to launch, for the latest."""
         if self._lane is not None:
             self._tend(self._lane)
-        elif self._turns is not None and self._inbox.is_entry:
-            message = self._turns.news(lambda: self._runner.streamed_tokens)
-            if message is not None:
-                self.call(_STREAM_PROMPTS, message)
         launched = len(self._in_flight) < self._depth and self.launch_next()
         if self._in_flight and (not launched or len(self._in_flight) == self._depth):
             self._commit_oldest()
-        elif self._lane is not None and not launched:
-            self._lane.pace.idled()
+        elif not launched:
+            self._pacing.idled()
             if self._lane_is_open:
                 self._inbox.wait(POLL_S)
 
@@ -258,22 +259,26 @@ class Engine:
         if planned is None:
             return False
         batch, plan = planned
-        overlaps = bool(self._in_flight) or self._depth == 1
-        self._in_flight.append(LaunchedStep(batch, self._runner.launch(plan), plan.awaits_masks, overlaps))
+        step = self._runner.launch(plan)
+        step.batch, step.awaits_masks = batch, plan.awaits_masks
+        step.overlaps = bool(self._in_flight) or self._depth == 1
+        self._in_flight.append(step)
         return True
 
     def _schedule(self) -> Batch | None:
         batch = self.scheduler.schedule()
-        waits = self._in_flight or self._lane_is_open
-        if batch is not None or waits or not self.scheduler.has_work:
+        if batch is not None or self._in_flight or self._lane_is_open or not self.scheduler.has_work:
             return batch
-        if not self._builder.token_masks.wait_for_held():
+        if self._lane is not None and self.scheduler.wants_lane():
+            return None  # the pages that it lacked have come
+        cache, masks = self.scheduler.cache, self._builder.token_masks
+        if not (cache.wait_for_tiers(self._inbox.wait) or masks.wait_for_held()):
             raise RuntimeError("requests are unfinished, but none can be scheduled")
         return None
 
     @property
     def _lane_is_open(self) -> bool:
-        return self.scheduler.lane.batch is not None
+        return self.scheduler.pacing.batch is not None
 
     def _tend(self, lane: PrefillLane) -> None:
         """Commits the lane's step if it has ended, and opens the next one if there is something to compute.
@@ -283,7 +288,7 @@ class Engine:
         """
         if lane.step is not None and self._inbox.sight.lane_has_ended:
             self.commit(lane.take())
-        self.scheduler.lane.follow(self._inbox.sight)
+        self.scheduler.pacing.follow(self._inbox.sight)
         if not self.scheduler.wants_lane():
             return
         self.settle()
@@ -296,7 +301,7 @@ class Engine:
             raise self._defect
 
     def _give_turn(self) -> bool:
-        """A turn of the main lane that waits for nothing, between two layers of the lane."""
+        """Returns a turn of the main lane that waits for nothing, between two layers of the lane."""
         if self._defect is not None:
             return False
         try:
@@ -306,8 +311,8 @@ class Engine:
             if has_ended:
                 self._commit_oldest()
             launched = len(self._in_flight) < self._depth and self.launch_next()
-            if self._lane is not None and not self._in_flight:
-                self._lane.pace.idled()
+            if not self._in_flight:
+                self._pacing.idled()
             return has_ended or launched
         except Exception as error:  # raised again once the lane's step is launched
             if not self._inbox.is_alone:  # the other ranks would wait for this one's next turn
@@ -316,7 +321,7 @@ class Engine:
             return False
 
     def _plan(self, schedule: Callable[[], Batch | None]) -> tuple[Batch, StepPlan] | None:
-        """A batch and its inputs; None when there is none, or when it failed."""
+        """Returns a batch and its inputs; None when there is none, or when it failed."""
         try:
             if (batch := schedule()) is None:
                 return None
@@ -334,19 +339,13 @@ class Engine:
 
     def _commit_oldest(self) -> None:
         step = self._in_flight.popleft()
-        self.commit(step)
+        result = self.commit(step)
         if self._in_flight and self._in_flight[0].awaits_masks:
             self._supply_masks(self._in_flight[0])
-        if self._lane is not None:
-            self._lane.pace.committed(step.batch, self._lane_is_open)
-        if self._draft_pace is not None:
-            self._draft_pace.committed(step.batch, step.overlaps)
-            costs = self._draft_pace.message()
-            if costs is not None:
-                self.call(_STEP_COSTS, costs)
+        self._pacing.committed(step, result, self._lane_is_open)
 
     def _supply_masks(self, step: LaunchedStep) -> None:
-        """What a step awaits follows from the tokens of the one before it, which is committed now."""
+        """Supplies what a step awaits, which follows from the tokens of the one before it, now committed."""
         masks = None
         try:
             masks = self._builder.masks(step.batch)
@@ -358,27 +357,27 @@ class Engine:
             for request in constrained:
                 self.scheduler.finish(request, FinishReason.ERROR, reason, keep=False)
             self._end([delta_of(request) for request in constrained])
-        step.pending.supply(masks)
+        step.supply(masks)
 
-    def commit(self, step: LaunchedStep) -> None:
-        """Waits for a step's tokens and applies them."""
+    def commit(self, step: LaunchedStep) -> StepResult | None:
+        """Waits for a step's tokens and applies them; returns what it came to, None if it failed."""
         try:
-            result = step.pending.wait()
+            result = step.wait()
         except DeviceLost as error:
             self._lose(f"the device is lost: {error}", error)
             self.scheduler.ended(step.batch)
-            return
+            return None
         except Exception as error:
-            if isinstance(error, ExpertUnavailable) and step.batch is self.scheduler.lane.batch:
+            if isinstance(error, ExpertUnavailable) and step.batch is self.scheduler.pacing.batch:
                 self._compute_again(step.batch, str(error))
-                return
+                return None
             # Of another process: a traceback would show this one's way to it.
             is_ours = not isinstance(error, (ExpertUnavailable, ExpertComputeFailed))
             requests = step.batch.requests
             fields = {"requests": len(requests), "error": str(error), **trace_fields(requests)}
             _log.error("step failed", step=step.batch.step, exc_info=is_ours, **fields)
             self._fail(step.batch, f"{type(error).__name__}: {error}")
-            return
+            return None
         is_suspect = bool(result.nonfinite_layers) or self._runner.damages != self._damage.known
         is_found = is_suspect and self._damage.look(result.nonfinite_layers)
         try:
@@ -391,10 +390,11 @@ class Engine:
             _log.exception("applying a step's results failed", step=step.batch.step, **fields)
             self._end_all(FinishReason.ERROR, f"applying a step's results failed: {error!r}")
             self.scheduler.ended(step.batch)
+        return result
 
     def _apply_result(self, step: LaunchedStep, result: StepResult) -> None:
         is_worthless = step.batch.step < self._damage.trusted_from
-        if is_worthless and step.batch is self.scheduler.lane.batch:
+        if is_worthless and step.batch is self.scheduler.pacing.batch:
             self._compute_again(step.batch, "an expert was damaged", keep=False)
             return
         pages = self.scheduler.poisoned_pages(step.batch, result.rows)
@@ -403,8 +403,6 @@ class Engine:
         deltas = [delta_of(request) for request in reported]
         if pages:
             self._runner.zero_pages(pages)
-        if self._turns is not None:
-            self._turns.committed(step.batch, result.seconds)
         self._observer.committed(step.batch, result, deltas)
         self._emit(deltas)
 
@@ -436,7 +434,7 @@ class Engine:
         while self._in_flight:
             step = self._in_flight.popleft()
             if step.awaits_masks:
-                step.pending.supply(None)
+                step.supply(None)
             self.commit(step)
 
     def _compute_all_again(self) -> None:
@@ -445,7 +443,7 @@ class Engine:
         self._damage.clear_pages()
 
     def _compute_again(self, batch: Batch, reason: str, keep: bool = True) -> None:
-        """The lane's step lost the experts that it streamed: its requests wait anew, for either lane."""
+        """Requests whose experts were lost in a step of the lane return to the queue, for either lane."""
         _log.warning("experts changed during a prefill step, which is computed again", error=reason)
         self.scheduler.give_up(batch, keep)
         if not keep:

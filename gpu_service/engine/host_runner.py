@@ -11,51 +11,51 @@ import queue
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeVar
 
 import structlog
 import torch
 
 from gpu_service.core.results import StepResult
 from gpu_service.core.step import StepPlan, TokenMasks
-from gpu_service.engine.model_runner import ModelRunner, launching
+from gpu_service.engine.model_runner import ModelRunner, ModelStepRunner, launching
 from gpu_service.engine.recovery import Recovery
-from gpu_service.engine.results import to_result
-from gpu_service.engine.step_runner import Pending, StepRunner
+from gpu_service.engine.sampler import to_result
+from gpu_service.engine.step_runner import LaunchedStep
 from gpu_service.experts.client import ExpertUnavailable
 
 _log = structlog.get_logger(__name__)
-Result = TypeVar("Result")
+Work = Callable[[], StepResult]
 
 
-class HostEvent(Pending[Result]):
+class HostEvent(LaunchedStep):
     """The end of one launch, and what it returned or raised."""
 
     def __init__(self) -> None:
         self._done = threading.Event()
-        self._result: Result | None = None
+        self._result: StepResult | None = None
         self._error: BaseException | None = None
 
-    def run(self, work: Callable[[], Result]) -> None:
+    def run(self, work: Work) -> None:
         """Does the work here and now and records how it ended. Called by streams only."""
         try:
             self._result = work()
-        except BaseException as error:  # it is raised again in whoever waits
+        except BaseException as error:  # it is raised again in the waiting thread
             self._error = error
         self._done.set()
 
     def query(self) -> bool:
-        """Whether the work has ended."""
+        """Returns whether the work has ended."""
         return self._done.is_set()
 
-    def wait(self) -> Result:
+    def wait(self) -> StepResult:
         """Blocks until the work has ended; returns its result or raises its exception."""
         self._done.wait()
         if self._error is not None:
             raise self._error
-        return self._result  # type: ignore[return-value]
+        assert self._result is not None
+        return self._result
 
 
 class Stream(ABC):
@@ -67,7 +67,7 @@ class Stream(ABC):
     runs_meanwhile = True  # whether `launch` returns before the work is done
 
     @abstractmethod
-    def launch(self, work: Callable[[], Result]) -> HostEvent[Result]:
+    def launch(self, work: Work) -> HostEvent:
         """Queues work and returns at once (or, for the null object, when the work is done)."""
 
     @abstractmethod
@@ -80,8 +80,8 @@ class InlineStream(Stream):
 
     runs_meanwhile = False
 
-    def launch(self, work: Callable[[], Result]) -> HostEvent[Result]:
-        event = HostEvent[Result]()
+    def launch(self, work: Work) -> HostEvent:
+        event = HostEvent()
         event.run(work)
         return event
 
@@ -97,8 +97,8 @@ class CpuStream(Stream):
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def launch(self, work: Callable[[], Result]) -> HostEvent[Result]:
-        event = HostEvent[Result]()
+    def launch(self, work: Work) -> HostEvent:
+        event = HostEvent()
         self._queue.put(lambda: event.run(work))
         return event
 
@@ -112,7 +112,7 @@ class CpuStream(Stream):
             task()
 
 
-class HostStep(Pending[StepResult]):
+class HostStep(LaunchedStep):
     """A step whose plan awaits masks: its layers run, then it waits for them."""
 
     def __init__(
@@ -125,7 +125,7 @@ class HostStep(Pending[StepResult]):
         work = functools.partial(run, lambda plan: plan.with_masks(masks.result()))
         self._launch = functools.partial(stream.launch, work)
         # A stream that works in place would wait for ever.
-        self._event: HostEvent[StepResult] | None = self._launch() if stream.runs_meanwhile else None
+        self._event: HostEvent | None = self._launch() if stream.runs_meanwhile else None
 
     def supply(self, masks: TokenMasks | None) -> None:
         self._masks.set_result(masks)
@@ -140,11 +140,11 @@ class HostStep(Pending[StepResult]):
         return self._event.wait()
 
 
-class HostRunner(StepRunner):
+class HostRunner(ModelStepRunner):
     """Runs steps on a CPU: expert clients block and raise inside the step."""
 
     def __init__(self, runner: ModelRunner, stream: Stream, recovery_timeout_s: float = 300.0) -> None:
-        self._runner = runner
+        super().__init__(runner)
         self._stream = stream
         self._recovery = Recovery(runner.experts, recovery_timeout_s)
         # Of the latest step that awaited masks.
@@ -160,17 +160,7 @@ class HostRunner(StepRunner):
         streamer = self._runner.streamer
         return 0 if streamer is None or not streamer.is_open else streamer.useful_tokens
 
-    def interrupt(self) -> None:
-        self._runner.interrupt()
-
-    @property
-    def damages(self) -> int:
-        return self._runner.damages
-
-    def suspect(self, layers: Collection[int]) -> None:
-        self._runner.suspect(layers)
-
-    def launch(self, plan: StepPlan) -> Pending[StepResult]:
+    def launch(self, plan: StepPlan) -> LaunchedStep:
         if not plan.awaits_masks:
             return self._stream.launch(lambda: self._run(plan))
         self._masks = Future()
@@ -184,9 +174,10 @@ class HostRunner(StepRunner):
             self._masks.set_exception(RuntimeError("the engine ended before the step's masks were known"))
         self._stream.close()
 
-    def _zero_pages(self, pages: list[int]) -> None:
+    def _zero_pages(self, pages: list[int]) -> StepResult:
         with torch.inference_mode():
             self._runner.zero_pages(pages)
+        return StepResult()
 
     def _run(self, plan: StepPlan, resolve: Callable[[StepPlan], StepPlan] = lambda plan: plan) -> StepResult:
         """Runs the step; again, to the same KV slots, after a lost expert server came back."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Protocol
 
 import structlog
@@ -18,10 +18,9 @@ from opentelemetry import context as otel_context
 from gpu_service.attention.registry import Attention
 from gpu_service.cache.kv_cache import PagedCache
 from gpu_service.cache.state_cache import StateSlots
-from gpu_service.core.step import Feature, ForwardInputs, PooledRows, PromptLogprobRows, StepPlan
-from gpu_service.core.token_pool import TokenPool
-from gpu_service.engine.results import Logprobs, Sampled, StepOutputs
-from gpu_service.engine.sampler import Sampler, token_logprobs
+from gpu_service.core.step import Feature, ForwardInputs, PooledRows, PromptLogprobRows, StepPlan, TokenPool
+from gpu_service.engine.sampler import Logprobs, Sampler, StepOutputs, token_logprobs
+from gpu_service.engine.step_runner import StepRunner
 from gpu_service.experts.adaptive.placement import AdaptivePlacement
 from gpu_service.experts.client import ExpertClient, ExpertUnavailable
 from gpu_service.experts.fetching.fetcher import MOST_ROWS, ExpertFetcher
@@ -46,22 +45,10 @@ class Model(Protocol):
     """What the engine needs of a model; `models.common.CausalLM` is the real one."""
 
     def forward(self, context: ForwardContext) -> torch.Tensor:
-        """Hidden states `[T, H]`; writes the new tokens' KV. Idempotent: may be run again unchanged."""
+        """Returns hidden states `[T, H]` and writes the new tokens' KV. Idempotent: may be run again."""
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """`[L, H]` to float32 `[L, V]`."""
-
-
-@dataclass(frozen=True, slots=True)
-class ComputedStep:
-    """What the layers of a step leave for the sampler; filled by `ModelRunner.compute`."""
-
-    logits: torch.Tensor | None  # float32 [S, V]; None: no row is sampled from
-    prompt_logprobs: list[list[Logprobs]] = field(default_factory=list)
-    pooled: list[torch.Tensor] = field(default_factory=list)
-    streamed: StreamedExperts | None = None
-    first_overflow: torch.Tensor | None = None  # As in `StepOutputs`.
-    hidden_states: torch.Tensor | None = None  # [T, H], for a drafter; None: there is none.
+        """Maps `[L, H]` to float32 `[L, V]`."""
 
 
 class ModelRunner:
@@ -129,7 +116,7 @@ class ModelRunner:
 
     @property
     def notes_overflow(self) -> bool:
-        """Whether steps say after which layer rows first were not finite."""
+        """Returns whether steps say after which layer rows first were not finite."""
         return self.is_float16 or self.watch is not None
 
     @property
@@ -159,11 +146,11 @@ class ModelRunner:
 
         `resolve` gives the masks to a plan that awaits them, once there are logits.
         """
-        computed = self.compute(plan)
-        return self.draw(resolve(plan), computed)
+        outputs = self.compute(plan)
+        return self.draw(resolve(plan), outputs)
 
-    def compute(self, plan: StepPlan) -> ComputedStep:
-        """The step as far as its logits."""
+    def compute(self, plan: StepPlan) -> StepOutputs:
+        """Returns the step as far as its logits."""
         self.begin_step()
         self.upload(plan)
         context = self.context(self._on_device(plan), self._stream(plan))
@@ -174,28 +161,38 @@ class ModelRunner:
         logits = None
         if plan.sampling is not None:
             logits = self.model.compute_logits(hidden_states[plan.logits_indices])
-        kept = None if self.drafter is None else hidden_states
-        return ComputedStep(logits, prompt_logprobs, pooled, context.streamed, first_overflow, kept)
-
-    def draw(self, plan: StepPlan, computed: ComputedStep, sampled: Sampled | None = None) -> StepOutputs:
-        """The rest of it; `sampled` is what a graph has drawn already."""
-        if sampled is None and computed.logits is not None:
-            sampled = self.sample(plan, computed.logits)
         return StepOutputs(
-            sampled,
-            computed.prompt_logprobs,
-            computed.pooled,
-            computed.streamed,
-            first_overflow=computed.first_overflow,
+            logits,
+            None if self.drafter is None else hidden_states,
+            prompt_logprobs=prompt_logprobs,
+            pooled=pooled,
+            streamed=context.streamed,
+            first_overflow=first_overflow,
+        )
+
+    def draw(self, plan: StepPlan, outputs: StepOutputs) -> StepOutputs:
+        """The rest of it: tokens, unless a graph has drawn them already, and drafts of those after them."""
+        token_ids, finite, logprobs = outputs.token_ids, outputs.finite, outputs.logprobs
+        if token_ids is None and outputs.logits is not None:
+            sampled = self.sample(plan, outputs.logits)
+            token_ids, finite, logprobs = sampled.token_ids, sampled.finite, sampled.logprobs
+        drafts = None
+        if self.drafter is not None and plan.runs_drafter:
+            drafts = self._draft(self.drafter, plan, outputs, token_ids)
+        return replace(
+            outputs,
+            logits=None,
+            hidden_states=None,
+            token_ids=token_ids,
+            finite=finite,
+            logprobs=logprobs,
             is_float16=self.is_float16,
             has_copies=False if self.placement is None else self.placement.has_copies,
-            drafts=self._draft(self.drafter, plan, computed, sampled)
-            if self.drafter is not None and plan.runs_drafter
-            else None,
+            drafts=drafts,
         )
 
     def begin_step(self) -> None:
-        """Before every step, replayed or not: experts move between the device and expert servers.
+        """Moves experts between device and expert servers before every step, replayed or not.
 
         Raises ResidentDamaged.
         """
@@ -214,7 +211,7 @@ class ModelRunner:
             self.token_pool.scatter(plan.drafts.slots, plan.drafts.positions, plan.drafts.token_ids)
 
     def forward(self, context: ForwardContext) -> torch.Tensor:
-        """Hidden states `[T, H]` of all rows."""
+        """Returns hidden states `[T, H]` of all rows."""
         self.attention.plan(context.inputs)
         hidden_states = self.model.forward(context)
         if context.streamed is not None:
@@ -233,11 +230,12 @@ class ModelRunner:
         return self.fetch(rows) if planned is None and is_decode else planned
 
     def fetch(self, rows: int) -> FetchedStep | None:
-        """For a step of `rows` decoding rows that is about to be launched; None: it copies nothing."""
+        """Returns the copies of a step of `rows` decoding rows before its launch; None: it copies nothing."""
         return self.fetcher.begin() if self.fetcher is not None and rows <= MOST_ROWS else None
 
     def context(self, inputs: ForwardInputs, streamed: StreamedExperts | None = None) -> ForwardContext:
         """What the model's layers may touch in this step; a captured one streams nothing that is planned."""
+        recorder = self.recorder
         return ForwardContext(
             inputs,
             self.kv_cache,
@@ -245,7 +243,7 @@ class ModelRunner:
             self.experts,
             resident=self.resident,
             streamed=streamed,
-            recorder=self.recorder,
+            recorder=None if recorder is None or recorder.mode is None else recorder,
             states=self.states,
             first_overflow=self._no_overflow(inputs) if self.notes_overflow else None,
             between_layers=self.between_layers,
@@ -255,41 +253,43 @@ class ModelRunner:
         rows = inputs.positions.shape[0]
         return torch.full((rows,), NO_OVERFLOW, dtype=torch.int32, device=self.token_pool.tokens.device)
 
-    def sample(self, plan: StepPlan, logits: torch.Tensor) -> Sampled:
+    def sample(self, plan: StepPlan, logits: torch.Tensor) -> StepOutputs:
         """Draws from float32 `[S, V]` logits, and puts the tokens where the next step reads them."""
         assert plan.sampling is not None
         sampled = self.sampler.sample(logits, plan.sampling, self.token_pool.tokens)
+        assert sampled.token_ids is not None
         self.token_pool.scatter(plan.sample_slots, plan.sample_positions, sampled.token_ids)
         return sampled
 
     def _draft(
-        self, drafter: DeviceDrafter, plan: StepPlan, computed: ComputedStep, sampled: Sampled | None
+        self, drafter: DeviceDrafter, plan: StepPlan, outputs: StepOutputs, token_ids: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """What `DeviceDrafter.propose` says, of a step whose tokens are in the token pool."""
-        assert computed.hidden_states is not None
+        """Returns what `DeviceDrafter.propose` says, of a step whose tokens are in the token pool."""
+        assert outputs.hidden_states is not None
         pool = self.token_pool
         staged = replace(plan, input_ids=pool.gather(plan.token_slots, plan.positions))
-        context = self.context(staged, computed.streamed)
+        context = self.context(staged, outputs.streamed)
         self.attention.plan(staged)
         next_ids = pool.gather(plan.token_slots, plan.positions + 1)
-        rows = plan.logits_indices[:0] if sampled is None else last_rows(plan, sampled.token_ids)
+        rows = plan.logits_indices[:0] if token_ids is None else last_rows(plan, token_ids)
         try:
-            return drafter.propose(context, staged, computed.hidden_states, next_ids, rows)
+            return drafter.propose(context, staged, outputs.hidden_states, next_ids, rows)
         except ExpertUnavailable as error:
             _log.warning("no drafts: an expert server is lost", error=str(error))
             return None
 
     def retract(self, plan: StepPlan, outputs: StepOutputs) -> None:
         """Undoes the part of a step that is not idempotent, so that it can be run again."""
-        if outputs.sampled is not None and plan.sampling is not None and plan.sampling.penalties is not None:
-            self.sampler.penalties.retract(plan.sampling.penalties, outputs.sampled.token_ids)
+        penalties = None if plan.sampling is None else plan.sampling.penalties
+        if penalties is not None and outputs.token_ids is not None:
+            self.sampler.penalties.retract(penalties, outputs.token_ids)
 
     def zero_pages(self, pages: list[int]) -> None:
         """Clears the KV of a request that failed with NaN before anyone else gets its pages."""
         self.kv_cache.zero_pages(pages)
 
     def _on_device(self, plan: StepPlan) -> StepPlan:
-        """The plan with what only the device knows; images that no earlier step has encoded are encoded."""
+        """Returns the plan with what only the device knows; images not encoded yet are encoded."""
         features = None
         if plan.images is not None:
             assert self.encoder is not None, "requests with images are refused where there is no tower"
@@ -309,6 +309,23 @@ class ModelRunner:
             logits = self.model.compute_logits(hidden_states[rows])
             scored.append(token_logprobs(logits, targets, wanted.num_top))
         return scored
+
+
+class ModelStepRunner(StepRunner):
+    """Runs the steps of a `ModelRunner` of this process, of whose experts it knows the same."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+
+    def interrupt(self) -> None:
+        self._runner.interrupt()
+
+    @property
+    def damages(self) -> int:
+        return self._runner.damages
+
+    def suspect(self, layers: Collection[int]) -> None:
+        self._runner.suspect(layers)
 
 
 class LaneModelRunner(ModelRunner):
@@ -338,7 +355,7 @@ class LaneModelRunner(ModelRunner):
 
 @contextmanager
 def launching(plan: StepPlan) -> Iterator[None]:
-    """What every launch of a step runs in: no gradients, and the span its expert spans hang under."""
+    """Runs every launch of a step: without gradients, and in the span its expert spans hang under."""
     token = otel_context.attach(plan.trace_context) if plan.trace_context is not None else None
     try:
         with torch.inference_mode():

@@ -6,36 +6,27 @@ main    |------ step N ------|------ step N+1 ------|------ step N+2 ------| ...
 
 Its step streams every expert that the device does not hold, so it asks no expert server and knows nothing of
 their loss and recovery. It has a stream, an attention plan and staging buffers of its own; pages, slots and
-the token pool are shared, and `scheduler/lane.py` says why that is safe. Launching its many layers takes the
-host longer than a token of the main lane, so between two layers the main lane gets a turn that waits for
+the token pool are shared, and `scheduler/pacing.py` says why that is safe. Launching its many layers takes
+the host longer than a token of the main lane, so between two layers the main lane gets a turn that waits for
 nothing. The host runs only some layers ahead of the device: what is queued there can not be held back.
 """
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 
 from gpu_service.core.interface import Inbox, LaneSight
-from gpu_service.core.results import StepResult
 from gpu_service.core.step import Batch, StepPlan
 from gpu_service.device.stream import DeviceEvent
-from gpu_service.engine.step_runner import LaunchedStep, Pending
+from gpu_service.engine.pacing import LanePace
+from gpu_service.engine.step_runner import LaunchedStep
 
 # How often the host looks whether the device has got on, when it has nothing else to do.
 POLL_S = 0.0005
 # The least time between two turns of the main lane while layers are launched: a look costs the host time.
 _TURN_S = 0.0003
-# Layers that may be queued on the device behind the one that runs, and how soon there are more again after
-# a token was late: so many for each that is not.
-_MOST_AHEAD, _WIDEN = 3, 0.125
-# Of the time that the lane ran, how long it may be held for the main lane's sake: a prompt keeps more than
-# half of its rate.
-_MOST_HELD = 0.65
-# Weight of the newest of the times between two tokens.
-_NEWEST = 0.2
 
 
 class LaneRunner(ABC):
@@ -50,10 +41,11 @@ class LaneRunner(ABC):
     @property
     @abstractmethod
     def min_tokens(self) -> tuple[int, int]:
-        """Prompt tokens from which a step is worth it, while others decode and while nobody does."""
+        """Prompt tokens from which a step is worth it, while others decode and while none does."""
 
     def step_tokens(self, wait_s: float | None) -> int:
-        """Most tokens of a step while others decode, whose tokens it may put off so long (None: not known).
+        """Returns the most tokens of a step while others decode, whose tokens it may put off so long (None:
+        not known).
 
         0: as many as at other times.
         """
@@ -62,10 +54,10 @@ class LaneRunner(ABC):
     @property
     @abstractmethod
     def is_ready(self) -> bool:
-        """Whether a step can be computed now: all experts that the device lacks can be streamed."""
+        """Returns whether a step can be computed now: all experts that the device lacks can be streamed."""
 
     @abstractmethod
-    def launch(self, plan: StepPlan) -> Pending[StepResult]:
+    def launch(self, plan: StepPlan) -> LaunchedStep:
         """Launches a step after all that the main lane has launched. Failures come with what it returns.
 
         That ends when everything launched has, also of a step that failed half-way. ExpertUnavailable there:
@@ -74,94 +66,11 @@ class LaneRunner(ABC):
 
     @abstractmethod
     def mark(self) -> DeviceEvent:
-        """The end of what was launched so far."""
+        """Returns the end of what was launched so far."""
 
     @abstractmethod
     def close(self) -> None:
         """Finishes what was launched; nothing may be launched afterwards."""
-
-
-class LanePace:
-    """How far the lane may run ahead, so that running streams keep their rhythm; driven by the host's clock.
-
-    The time between two tokens of steps that only decode is compared with that of as many requests while the
-    lane is idle. One that took longer than is allowed makes the lane's slices smaller, at last single layers,
-    and lets it pause until the tokens after it have made up for that, within limits; others widen them again.
-    """
-
-    def __init__(self, max_added_s: float | None, clock: Callable[[], float] = time.monotonic) -> None:
-        """`max_added_s`: what may be added between two tokens; None: as much as there is without the lane."""
-        self._max_added_s = max_added_s
-        self.clock = clock
-        # Seconds between two tokens without the lane, by the binary order of the number of requests.
-        self._idle: dict[int, float] = {}
-        # Of the latest: the same, when, and whether the lane computed nothing then.
-        self._last: tuple[int, float, bool] | None = None
-        self._order = 0
-        # When the lane last went on; whether it is to pause, and since it does, until when at most.
-        self._since = 0.0
-        self._pauses = False
-        self._until: float | None = None
-        # By how much tokens were late, less what others came before their time.
-        self._late_s = 0.0
-        # Layers that may be queued on the device behind the one that runs, as a whole number.
-        self.ahead = float(_MOST_AHEAD)
-
-    @property
-    def wait_s(self) -> float | None:
-        """What may be added between two tokens of those who decode; None: that is not known yet."""
-        return self._idle.get(self._order) if self._max_added_s is None else self._max_added_s
-
-    def opened(self) -> None:
-        """A step of the lane is about to be launched."""
-        self._since, self._pauses, self._until = self.clock(), False, None
-
-    def committed(self, batch: Batch, lane_is_open: bool) -> None:
-        """A step of the main lane has ended."""
-        now, order = self.clock(), len(batch.requests).bit_length()
-        alone = not lane_is_open or self._until is not None
-        last, self._last = self._last, (order, now, alone) if batch.is_uniform_decode else None
-        if batch.is_uniform_decode:
-            self._order = order
-        if last is None or self._last is None or last[0] != order:
-            return
-        between = now - last[1]
-        idle = self._idle.setdefault(order, between)
-        if alone and last[2]:
-            self._idle[order] = idle + _NEWEST * (between - idle)
-        if not lane_is_open:
-            return
-        late = between - idle - (idle if self._max_added_s is None else self._max_added_s)
-        self._late_s = max(0.0, self._late_s + late)
-        if late > 0:
-            self.ahead = self.ahead // 2
-            self._pauses = True
-        else:
-            self.ahead = min(_MOST_AHEAD, self.ahead + _WIDEN)
-            if not self._late_s:
-                self._go_on()
-
-    def idled(self) -> None:
-        """The main lane has nothing to do: the next token's time says nothing, and nobody is held up."""
-        self._last, self._late_s, self.ahead = None, 0.0, float(_MOST_AHEAD)
-        self._go_on()
-
-    def may_go_on(self, queued: int) -> bool:
-        """Whether the lane may launch a layer, with so many that have not ended."""
-        if not self._pauses:
-            return queued <= int(self.ahead)
-        if queued:
-            return False
-        now = self.clock()
-        if self._until is None:
-            self._until = now + _MOST_HELD * (now - self._since)
-        if now >= self._until:
-            self._go_on()
-        return not self._pauses
-
-    def _go_on(self) -> None:
-        if self._pauses:
-            self._since, self._pauses, self._until = self.clock(), False, None
 
 
 class PrefillLane:
@@ -183,24 +92,25 @@ class PrefillLane:
         that was anything; `in_flight`: the main lane's steps, the oldest first, as they are at any time.
         """
         self._give_turn, self._inbox = give_turn, inbox
-        inbox.look = lambda: self._sight(in_flight[0].pending if in_flight else None)
+        inbox.look = lambda: self._sight(in_flight[0] if in_flight else None)
 
     def launch(self, batch: Batch, plan: StepPlan) -> None:
         """Opens a step; returns when all its layers are launched, with turns of the main lane meanwhile."""
         self._marks.clear()
         self.pace.opened()
-        self.step = LaunchedStep(batch, self.runner.launch(plan))
+        self.step = self.runner.launch(plan)
+        self.step.batch = batch
 
     def take(self) -> LaunchedStep:
-        """The open step, which is the caller's from now on."""
+        """Returns the open step, which is the caller's from now on."""
         assert self.step is not None, "no step is open"
         step, self.step = self.step, None
         return step
 
-    def _sight(self, oldest: Pending[StepResult] | None) -> LaneSight:
-        """What this host sees now; `oldest` in flight of the main lane."""
+    def _sight(self, oldest: LaunchedStep | None) -> LaneSight:
+        """Returns what this host sees now; `oldest` in flight of the main lane."""
         return LaneSight(
-            lane_has_ended=self.step is not None and self.step.pending.query(),
+            lane_has_ended=self.step is not None and self.step.query(),
             main_has_ended=oldest is not None and oldest.query(),
             is_ready=self.runner.is_ready,
             min_tokens=self.runner.min_tokens,
@@ -215,7 +125,7 @@ class PrefillLane:
         self._wait_until(self._may_go_on)
 
     def _wait_until(self, has_come: Callable[[], bool]) -> None:
-        """With turns of the main lane, on other ranks as many as on the first one, which alone asks."""
+        """Waits with turns of the main lane, as many on other ranks as on the first one, which alone asks."""
         if not self._inbox.is_entry:
             while self._inbox.is_to_drain():
                 self._turn()

@@ -38,7 +38,7 @@ class Recovery:
         self.is_due = False
 
     def deadline(self) -> float:
-        """When a recovery that begins now has to be over, of time.monotonic()."""
+        """Returns when a recovery that begins now has to be over, of time.monotonic()."""
         return time.monotonic() + self._timeout_s
 
     def run(self, deadline: float, failure: ExpertUnavailable | None = None) -> None:

@@ -1,20 +1,171 @@
-"""From logits to tokens: bias, penalties, masks, temperature, truncation, one draw per row.
+"""From logits to tokens on the device, and from those to a step's results on the host.
 
-A row's token depends on its own logits, parameters, counts and uniform number only, never on the other
-rows of the batch. Knows nothing of requests and pages. Nothing here waits for the device: what decides
-which rows are treated how is in the plan.
+Bias, penalties, masks, temperature, truncation, one draw per row. A row's token depends on its own logits,
+parameters, counts and uniform number only, never on the other rows of the batch. Nothing on the device waits:
+what decides which rows are treated how is in the plan.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Annotated
 
 import torch
+from torch import Tensor, float32, int32, int64
+from torch import bool as boolean
 
-from gpu_service.core.step import BadWords, PenaltyRows, SamplingPlan
-from gpu_service.engine.results import Logprobs, Sampled
+from gpu_service.core.request import TokenLogprobs
+from gpu_service.core.results import (
+    FLOAT16_OVERFLOW,
+    NON_FINITE_IN_FLOAT16,
+    NON_FINITE_LOGITS,
+    RowResult,
+    StepResult,
+)
+from gpu_service.core.step import BadWords, PenaltyRows, SamplingPlan, StepPlan, TensorField
+from gpu_service.experts.streaming.step import StreamedExperts
+from gpu_service.ops.overflow import EMBEDDING, FINAL_NORM, NO_OVERFLOW
 from gpu_service.ops.sampling import argmax_and_finite, mask_logits, truncate_probabilities
+from gpu_service.speculation.rows import fold
+
+# Of an image's rows, what comes before all layers.
+TOWER = EMBEDDING - 1
+_PLACES = {
+    TOWER: "in the vision tower",
+    EMBEDDING: "in the embedding",
+    FINAL_NORM: "in the norm after the last layer",
+}
+# Of N rows: the chosen tokens' log-probabilities [N], the best ids [N, top] and their values [N, top].
+Logprobs = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutputs:
+    """What a step leaves on the device: logits once its layers have run, and what they become."""
+
+    # Filled by `ModelRunner.compute` and dropped by `ModelRunner.draw`, which reads them. None: no row is
+    # sampled from.
+    logits: Annotated[Tensor | None, TensorField("S V", float32, on_device=True)] = None
+    # In the model's own type, for a drafter; None: there is none.
+    hidden_states: Annotated[Tensor | None, TensorField("T H", float32, on_device=True)] = None
+    # Filled by `Sampler`: a token for each of S rows. None: no row samples, or none is sampled from yet.
+    token_ids: Annotated[Tensor | None, TensorField("S", int64)] = None
+    # False: the logits held NaN or Inf, or none was left, and the token means nothing.
+    finite: Annotated[Tensor | None, TensorField("S", boolean)] = None
+    logprobs: Logprobs | None = None  # of the plan's logprob_rows
+    # For each of the plan's prompt_logprobs: its rows in order, in pieces.
+    prompt_logprobs: list[list[Logprobs]] = field(default_factory=list)
+    # For each of the plan's pooled: float32 [H].
+    pooled: list[Tensor] = field(default_factory=list)
+    # To be asked, once the step has ended, whether its experts were whole; None: it streamed none.
+    streamed: StreamedExperts | None = None
+    # The first layer after which a row was not finite; None: it is not noted.
+    first_overflow: Annotated[Tensor | None, TensorField("T", int32)] = None
+    # Whether that ends the row's request: the activations' type is what has too little room.
+    is_float16: bool = False
+    # As in `StepResult`.
+    has_copies: bool | None = False
+    # What a device drafter proposes for each request that samples; None: it proposes nothing.
+    drafts: Annotated[Tensor | None, TensorField("Q K", int64)] = None
+
+
+def to_result(plan: StepPlan, outputs: StepOutputs) -> StepResult:
+    """Host values; `plan` and `outputs` hold host tensors.
+
+    Rows whose logits are not finite become errors; their token means nothing.
+    """
+    rows = [RowResult() for _ in plan.seq_lens]
+    for wanted, pieces in zip(plan.prompt_logprobs, outputs.prompt_logprobs, strict=True):
+        records: list[TokenLogprobs] = []
+        for scored in pieces:
+            targets = wanted.target_ids[len(records) : len(records) + scored[0].shape[0]].tolist()
+            tops = [wanted.num_top] * len(targets)
+            records += _to_records(targets, scored, tops, [0] * len(targets))
+        row = rows[wanted.batch_index]
+        row.prompt_logprobs_start, row.prompt_logprobs = wanted.start, records
+    if outputs.token_ids is not None:
+        error = NON_FINITE_IN_FLOAT16 if outputs.is_float16 else NON_FINITE_LOGITS
+        _add_sampled(plan, outputs, rows, error)
+    nonfinite = frozenset[int]()
+    if outputs.first_overflow is not None:
+        nonfinite = frozenset(outputs.first_overflow.tolist()) - {NO_OVERFLOW}
+        if outputs.is_float16:
+            _add_overflows(plan, outputs.first_overflow, rows)
+    for pooled, summed in zip(plan.pooled, outputs.pooled, strict=True):
+        row = rows[pooled.batch_index]
+        row.pooled_sum, row.pooled_from_start = summed.numpy(), pooled.from_start
+        if not summed.isfinite().all():
+            row.error = row.error or NON_FINITE_LOGITS
+    if outputs.drafts is not None:
+        owners = plan.drafts.owners if plan.drafts is not None else plan.sample_batch_indices
+        for index, drafts in zip(owners, outputs.drafts.tolist(), strict=True):
+            rows[index].drafts = drafts
+    if plan.drafts is not None:
+        rows = fold(rows, plan.drafts.counts)
+    streamed = outputs.streamed
+    predicted = None if streamed is None else streamed.predicted_seconds
+    is_streamed = streamed is not None and streamed.is_planned
+    return StepResult(rows, nonfinite, is_streamed, outputs.has_copies, predicted)
+
+
+def _add_overflows(plan: StepPlan, first_overflow: Tensor, rows: list[RowResult]) -> None:
+    """Errors of the requests one of whose rows overflowed, whether or not it is sampled from."""
+    bounds = plan.query_start_loc
+    if plan.images is not None:
+        # Before all layers, rows of images hold what the tower made of them.
+        first_overflow = first_overflow.clone()
+        seen = first_overflow[plan.images.rows]
+        first_overflow[plan.images.rows] = seen.where(seen != EMBEDDING, TOWER)
+    for row, begin, end in zip(rows, bounds, bounds[1:], strict=False):
+        layer = int(first_overflow[begin:end].min())
+        if layer != NO_OVERFLOW:
+            row.error = overflow_error(layer)
+
+
+def overflow_error(layer: int) -> str:
+    """Returns the error message of a request whose hidden states first overflowed there."""
+    place = _PLACES.get(layer, f"in layer {layer}")
+    return (
+        f"{FLOAT16_OVERFLOW} hidden states exceeded 65504 {place}; --dtype bfloat16 has room for what this "
+        "model computes"
+    )
+
+
+def _add_sampled(plan: StepPlan, outputs: StepOutputs, rows: list[RowResult], error: str) -> None:
+    assert outputs.token_ids is not None
+    assert outputs.finite is not None
+    token_ids, finite = outputs.token_ids.tolist(), outputs.finite.tolist()
+    sampling = [rows[index] for index in plan.sample_batch_indices]
+    for row, token_id, is_finite in zip(sampling, token_ids, finite, strict=True):
+        if is_finite:
+            row.token_id = token_id
+        else:
+            row.error = error
+    if plan.sampling is not None and outputs.logprobs is not None:
+        scored = plan.sampling.logprob_rows
+        records = _to_records(
+            [token_ids[row] for row in scored], outputs.logprobs, plan.num_top_logprobs, plan.num_scored_ids
+        )
+        for index, record in zip(scored, records, strict=True):
+            sampling[index].logprobs = record if finite[index] else None
+
+
+def _to_records(
+    token_ids: list[int], computed: Logprobs, num_top: list[int], num_scored: list[int]
+) -> list[TokenLogprobs]:
+    """Host records; row l keeps its own `num_top[l]` alternatives and the first `num_scored[l]` of the last
+    columns, which are ids that requests named."""
+    width = computed[1].shape[1]
+    begin = width - max(num_scored, default=0)
+    chosen, ids, values = (tensor.tolist() for tensor in computed)
+    records = []
+    for row, token_id in enumerate(token_ids):
+        kept = [*range(min(num_top[row], begin)), *range(begin, begin + num_scored[row])]
+        own = tuple(ids[row][column] for column in kept), tuple(values[row][column] for column in kept)
+        records.append(TokenLogprobs(token_id, chosen[row], *own))
+    return records
 
 
 class PenaltyCounts:
@@ -100,7 +251,7 @@ class Sampler:
         self._truncate: Callable[..., torch.Tensor] = truncate_probabilities
 
     def for_another_stream(self) -> Sampler:
-        """One with the same counts that runs next to this one, for other slots.
+        """Returns a sampler with the same counts that runs next to this one, for other slots.
 
         FlashInfer's kernel of top-k works in memory that it keeps for the whole device.
         """
@@ -108,12 +259,14 @@ class Sampler:
         other._truncate = truncate_probabilities.reference
         return other
 
-    def greedy(self, logits: torch.Tensor) -> Sampled:
-        """The likeliest token of each row of float32 `[R, V]` logits; may be captured in a graph."""
+    def greedy(self, logits: torch.Tensor) -> StepOutputs:
+        """Returns the likeliest token of each row of float32 `[R, V]` logits; may be captured in a graph."""
         token_ids, finite = argmax_and_finite(logits)
-        return Sampled(token_ids, finite, None)
+        return StepOutputs(token_ids=token_ids, finite=finite)
 
-    def sample(self, logits: torch.Tensor, plan: SamplingPlan, tokens: torch.Tensor | None = None) -> Sampled:
+    def sample(
+        self, logits: torch.Tensor, plan: SamplingPlan, tokens: torch.Tensor | None = None
+    ) -> StepOutputs:
         """Draws a token for each row of float32 `[R, V]` logits, which are used up: a copy would cost as
         much as all masks.
 
@@ -130,7 +283,7 @@ class Sampler:
             finite = _all_finite(logits)
             self._adjust(logits, plan, tokens)
             finite &= logits.amax(dim=-1) > -torch.inf
-        if plan.random_rows.numel() == logits.shape[0]:  # nobody wants to know the likeliest tokens
+        if plan.random_rows.numel() == logits.shape[0]:  # the likeliest tokens are not needed
             finite = _all_finite(logits) if finite is None else finite
             token_ids = self._draw(logits, plan)
         else:
@@ -144,7 +297,7 @@ class Sampler:
         if scored is not None:
             ids = token_ids[plan.logprob_index]
             logprobs = token_logprobs(scored, ids, plan.num_top_logprobs, plan.scored_ids)
-        return Sampled(token_ids, finite, logprobs)
+        return StepOutputs(token_ids=token_ids, finite=finite, logprobs=logprobs)
 
     def _adjust(self, logits: torch.Tensor, plan: SamplingPlan, tokens: torch.Tensor | None) -> None:
         """All that changes logits, in place."""
@@ -182,7 +335,7 @@ class Sampler:
 
 
 def _all_finite(logits: torch.Tensor) -> torch.Tensor:
-    """Bool `[R]`: no NaN and no Inf in a row of `[R, V]`."""
+    """Returns bool `[R]`: no NaN and no Inf in a row of `[R, V]`."""
     if logits.is_cuda:  # one kernel for both
         return argmax_and_finite(logits)[1]
     return torch.isfinite(logits.amax(dim=-1)) & torch.isfinite(logits.amin(dim=-1))
@@ -198,7 +351,7 @@ def _ban_last_ids(logits: torch.Tensor, words: BadWords, tokens: torch.Tensor) -
 
 
 def _inverse_cdf(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """The first index whose cumulative weight exceeds `uniform` times the total: never one of weight 0."""
+    """Returns the first index whose cumulative weight exceeds `uniform` times the total."""
     cumulative = weights.double().cumsum_(dim=-1)
     target = uniform.unsqueeze(1) * cumulative[:, -1:]
     index = torch.searchsorted(cumulative, target, right=True).squeeze(1)
@@ -208,7 +361,7 @@ def _inverse_cdf(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 def token_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, num_top: int, scored_ids: torch.Tensor | None = None
 ) -> Logprobs:
-    """From raw logits float32 `[L, V]`, before bias, penalties and temperature; chosen ids int64 `[L]`.
+    """Returns log-probabilities of raw logits float32 `[L, V]`, before bias, penalties and temperature.
 
     Returns the chosen tokens' natural log-probabilities `[L]`, and the `num_top` best ids and
     log-probabilities `[L, num_top]`, best first, followed by `scored_ids` `[L, M]` and theirs.

@@ -14,26 +14,35 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING
 
 import structlog
+import torch
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from gpu_service.core.interface import EngineLoad, EngineObserver, OutputDelta
 from gpu_service.core.request import Request
 from gpu_service.core.results import StepResult
 from gpu_service.core.step import Batch
+from gpu_service.device.stream import DeviceStream
+from gpu_service.engine.model_runner import ModelRunner
 from gpu_service.experts.adaptive.counts import DECODE_ROWS
-from gpu_service.experts.costs import ExpertCosts
+from gpu_service.experts.costs import ExpertCosts, RankMoe
+from gpu_service.experts.streaming.make import measure_while_serving
 from gpu_service.telemetry.figures import Figure, export_figures
+from moebius.config import MoebiusConfig
+from moebius.errors import brief
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
 
+# The operation of every rank's engine that `StepCheck.measure_again` calls.
+MEASURE_AGAIN = "measure what experts cost again"
 _log = structlog.get_logger(__name__)
-# Predicted over measured: below this for so many seconds, all is measured again; where that does not help,
+# Predicted over measured: below this for this many seconds, all is measured again; where that does not help,
 # after twice the time, and so on.
 TOO_SLOW, _PATIENCE_S, _MOST_PATIENCE_S = 0.6, 60.0, 3600.0
 # Rows from which a step that streams nothing says what a layer takes on servers: with fewer, what it does
@@ -45,11 +54,11 @@ _KEPT = 0.9
 _HALF_LIFE_S = 5.0
 # A pause between two steps counts as so much of the time in which steps are too slow.
 _LONGEST_PAUSE_S = 1.0
-# Of so many first steps of a kind the median counts; of later ones all that were not too slow, decayed with a
-# half-life in seconds of such steps.
+# Of this many first steps of a kind the median counts; of later ones all that were not too slow, decayed with
+# a half-life in seconds of such steps.
 _FIRST_STEPS, _KIND_HALF_LIFE_S = 8, 600.0
-# A line says predicted and measured times after so many seconds, and again when the ratio is another by so
-# much.
+# A line says predicted and measured times after this many seconds, and again when the ratio
+# has changed by this much.
 _SAID_AFTER_S, _SAID_AGAIN = 60.0, 0.1
 
 
@@ -124,7 +133,7 @@ class StepCheck(EngineObserver):
         self.forget()
 
     def forget(self) -> None:
-        """What steps took so far says nothing of later ones; the sums stay."""
+        """Forgets what steps took so far, which says nothing of later ones; the sums stay."""
         self._kinds: dict[tuple[int, int], _Kind] = {}
         # Decayed sums of predicted and measured seconds.
         self._recent = 0.0, 0.0
@@ -159,22 +168,25 @@ class StepCheck(EngineObserver):
 
     @property
     def prompt_token_seconds(self) -> float | None:
-        """Of the latest steps with prompts, seconds by token; None: there was none."""
+        """The seconds by token of the latest steps with prompts; None: there was none."""
         seconds, tokens = self._prompts
         return seconds / tokens if tokens else None
 
     def _predict_plain(self, batch: Batch, seconds: float, busy: float) -> float | None:
-        """Before the step is learnt from; None: there were too few of the kind."""
+        """Returns the prediction before the step is learnt from; None: there were too few of the kind."""
         rows, servers = batch.num_tokens, 0.0
         if rows <= DECODE_ROWS:
             left = 1.0 - min(1.0, max(0.0, self._facts.hit_share()))
             pairs = rows * self._facts.top_k * self._facts.num_layers * left
-            servers = pairs * (self.costs.figures.cpu_expert_seconds or 0.0)
+            servers = pairs * (self.costs.pair_seconds or 0.0)
             self.costs.served(pairs, busy, seconds)
         elif rows >= _PROMPT_ROWS and self._facts.num_layers and self._facts.has_all_layers:
             self.costs.observe(rows, 0, seconds / self._facts.num_layers, 0.0, 0.0)
         tokens = sum(batch.start_positions) + rows
-        kind = self._kinds.setdefault((rows.bit_length(), tokens.bit_length()), _Kind())
+        key = rows.bit_length(), tokens.bit_length()
+        kind = self._kinds.get(key)
+        if kind is None:
+            kind = self._kinds[key] = _Kind()
         predicted = None if kind.fixed is None else kind.fixed + servers
         if predicted is None or predicted >= TOO_SLOW * seconds:
             kind.learn(max(0.0, seconds - (busy if rows <= DECODE_ROWS else 0.0)), seconds)
@@ -250,3 +262,64 @@ def export(check: StepCheck, model_name: str, registry: CollectorRegistry = REGI
         ]
 
     export_figures(figures, model_name, registry)
+
+
+def report_failure(done: Future[None]) -> None:
+    """Logs why the operation failed; no caller waits for it, and steps go on with the costs they have."""
+    error = done.exception()
+    if error is not None:
+        _log.error("what experts cost could not be measured again", error=brief(error))
+
+
+def make_check(
+    observer: EngineObserver,
+    config: MoebiusConfig,
+    moe: RankMoe | None,
+    runner: ModelRunner,
+    stream: DeviceStream,
+    dtype: torch.dtype,
+) -> StepCheck:
+    """Returns the check of this rank's steps, around the observer that metrics hang on."""
+    experts, resident, streamer = runner.experts, runner.resident, runner.streamer
+    if moe is None:
+        return StepCheck(observer, ExpertCosts(1, 1.0), StepFacts(0, 0.0))
+    geometry = moe.geometry
+    layers = [layer for layer in moe.layers if layer in geometry.passed_layers]
+    slots = [] if resident is None else [layer for layer in layers if layer in resident.slots]
+
+    def busy_seconds() -> float:
+        return 0.0 if experts is None else experts.busy_seconds()
+
+    def resident_share() -> float:
+        if resident is None or not slots:
+            return 0.0
+        if runner.placement is not None:
+            return runner.placement.hit_share * len(slots) / len(layers)
+        return sum(len(resident.experts(n)) for n in slots) / (len(layers) * geometry.num_experts)
+
+    def hit_share() -> float:
+        found = resident_share()
+        return found if runner.fetcher is None else found + (1.0 - found) * runner.fetcher.share
+
+    def has_lane_step() -> bool:
+        return streamer is not None and streamer.has_lane_step
+
+    def on_decode(rows: int, seconds: float, has_copies: bool | None) -> None:
+        if runner.placement is not None:
+            runner.placement.budget.observe(rows, seconds, has_copies)
+
+    def measure_again() -> None:
+        """For all ranks at once, with no step in flight; steps choose by the new costs from then on."""
+        check.forget()
+        moe.costs.forget()
+        measure_while_serving(config, streamer, experts, stream, dtype)
+        if runner.placement is not None:
+            runner.placement.choose_again()
+
+    has_all_layers = config.parallel.pipeline_parallel_size == 1
+    facts = StepFacts(
+        len(layers), geometry.mean_top_k, has_all_layers, busy_seconds, hit_share, has_lane_step, on_decode
+    )
+    check = StepCheck(observer, moe.costs, facts)
+    check.measure_again = measure_again
+    return check

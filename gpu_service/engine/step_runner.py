@@ -6,8 +6,9 @@ undo what is not idempotent from the last step to the first, bring the servers b
 again, one after another. Plans are immutable, and KV and token-pool writes of a second run hit the same
 places.
 
-A step whose plan awaits its masks is launched as far as its logits; `Pending.supply` launches the rest. That
-is done between the commit of the step before and the next launch, so at most the latest step awaits masks.
+A step whose plan awaits its masks is launched as far as its logits; `LaunchedStep.supply` launches the rest.
+That is done between the commit of the step before and the next launch, so at most the latest step awaits
+masks.
 """
 
 from __future__ import annotations
@@ -15,8 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 
 import structlog
 
@@ -25,51 +25,44 @@ from gpu_service.core.step import Batch, StepPlan, TokenMasks
 from gpu_service.engine.recovery import Recovery
 from gpu_service.experts.client import ExpertClient, ExpertComputeFailed, ExpertUnavailable
 
-Result = TypeVar("Result")
-
 
 class DeviceLost(RuntimeError):
     """The device can run nothing any more, for this process."""
 
 
-class Pending(ABC, Generic[Result]):
-    """Something launched that has not ended, or has."""
+class LaunchedStep(ABC):
+    """A launched step, which has ended or not, and whose result can be waited for."""
+
+    # Filled by the engine.
+    batch: Batch
+    awaits_masks = False  # at its launch
+    # Whether the step before had not been committed at its launch, or no step ever is launched so early.
+    overlaps = False
 
     @abstractmethod
-    def wait(self) -> Result:
+    def wait(self) -> StepResult:
         """Blocks until it has ended; returns its result or raises its exception."""
 
     @abstractmethod
     def query(self) -> bool:
-        """Whether `wait` would not block. False after a loss of experts, whose recovery takes its time."""
+        """Returns whether `wait` would not block. False after a loss of experts: recovery takes time."""
 
     def supply(self, masks: TokenMasks | None) -> None:
-        """Of a step whose plan awaits them, before it is waited for; None: no row has one."""
+        """Supplies the masks that the plan awaits, before the step is waited for; None: no row has one."""
         raise AssertionError("the step was launched with its masks")
-
-
-@dataclass(frozen=True, slots=True)
-class LaunchedStep:
-    """A launched step: the plan's host side, and what carries its result."""
-
-    batch: Batch
-    pending: Pending[StepResult]
-    awaits_masks: bool = False  # at its launch
-    # Whether the step before had not been committed at its launch, or no step ever is launched so early.
-    overlaps: bool = False
 
 
 class StepRunner(ABC):
     """Runs steps one after another in launch order; later ones see all effects of earlier ones.
 
     At most two steps are launched and not waited for. A step that fails does not stop later ones: the
-    exception is delivered by its `Pending`. After ExpertUnavailable a step, and those launched after it,
+    exception is delivered by its `LaunchedStep`. After ExpertUnavailable a step, and those launched after it,
     are run again inside `wait`, so the engine never sees it unless recovery fails. After DeviceLost nothing
     can be launched.
     """
 
     @abstractmethod
-    def launch(self, plan: StepPlan) -> Pending[StepResult]:
+    def launch(self, plan: StepPlan) -> LaunchedStep:
         """Starts a step and returns without waiting for it (or, for `InlineStream`, when it is done)."""
 
     @abstractmethod
@@ -78,7 +71,7 @@ class StepRunner(ABC):
 
     @property
     def is_recovering(self) -> bool:
-        """Whether steps wait for lost expert servers. Any thread may ask."""
+        """Returns whether steps wait for lost expert servers. Any thread may ask."""
         return False
 
     @property
@@ -112,11 +105,11 @@ _log = structlog.get_logger(__name__)
 ExpertFailure = ExpertUnavailable | ExpertComputeFailed
 
 
-class Launched(Protocol):
+class Run(Protocol):
     """One run of a plan on the device."""
 
     def query(self) -> bool:
-        """Whether it has ended."""
+        """Returns whether it has ended."""
 
     def finish(self) -> StepResult:
         """Blocks until it has ended; the host values, which mean nothing if experts failed meanwhile."""
@@ -128,12 +121,12 @@ class Launched(Protocol):
         """Takes back what a second run would do twice; after `finish`, in reverse order of launch."""
 
 
-class StepInFlight(Pending[StepResult]):
+class StepInFlight(LaunchedStep):
     """A step from its launch until its result is known for good. Owned by `StepsInFlight`."""
 
     def __init__(self, plan: StepPlan, owner: StepsInFlight) -> None:
         self.plan = plan
-        self.launched: Launched | None = None
+        self.launched: Run | None = None
         self.result: StepResult | None = None
         self.error: Exception | None = None
         self.settled = False
@@ -163,7 +156,7 @@ class StepInFlight(Pending[StepResult]):
         try:
             self.result = self.launched.finish()
             self.result.num_replays = self.replays
-        except Exception as error:  # it is raised again in whoever waits for this step
+        except Exception as error:  # it is raised again where this step is awaited
             self.error = error
 
     def undo(self) -> None:
@@ -179,7 +172,7 @@ class StepsInFlight:
 
     def __init__(
         self,
-        start: Callable[[StepPlan], Launched],
+        start: Callable[[StepPlan], Run],
         experts: ExpertClient | None,
         recovery_timeout_s: float,
         active: Callable[[], AbstractContextManager[None]] = nullcontext,
@@ -192,7 +185,7 @@ class StepsInFlight:
 
     @property
     def is_recovering(self) -> bool:
-        """Whether steps wait for lost expert servers. Any thread may ask."""
+        """Returns whether steps wait for lost expert servers. Any thread may ask."""
         return self._recovery.is_running
 
     def launch(self, plan: StepPlan) -> StepInFlight:
@@ -224,11 +217,11 @@ class StepsInFlight:
             return
         try:
             step.launched.sample(step.plan)
-        except Exception as error:  # it is raised again in whoever waits for this step
+        except Exception as error:  # it is raised again where this step is awaited
             step.error = error
 
     def query(self, step: StepInFlight) -> bool:
-        """Whether `settle` would not block: neither for the device nor for servers to return."""
+        """Returns whether `settle` would not block: neither for the device nor for servers to return."""
         if step.settled:
             return True
         if step.plan.awaits_masks or step is not self._steps[0] or isinstance(step.error, ExpertUnavailable):
@@ -250,19 +243,19 @@ class StepsInFlight:
 
     def _run(self, step: StepInFlight) -> None:
         if self._recovery.is_due:
-            # It begins with a recovery, by whoever waits for it.
+            # It begins with a recovery, in the thread that waits for it.
             step.error = ExpertUnavailable(-1, "the step before left the expert servers in disorder")
             return
         try:
             step.launched = self._start(step.plan)
-        except Exception as error:  # it is raised again in whoever waits for this step
+        except Exception as error:  # it is raised again where this step is awaited
             step.error = error
             # A device-driven client may hold half of a layer.
             if self._experts is not None and self._experts.is_device_driven:
                 self._recovery.is_due = True
 
     def _failure_of(self, step: StepInFlight) -> ExpertFailure | None:
-        """What makes a step that has ended worthless; a later step's failure may show here already."""
+        """Returns what makes a step that has ended worthless; a later step's failure may show here, too."""
         if self._experts is None:
             return None
         if isinstance(step.error, ExpertUnavailable):

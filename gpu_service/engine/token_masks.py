@@ -4,7 +4,7 @@ A row's mask follows from the tokens before it, so a step that is launched befor
 awaits its masks: the layers run meanwhile, and sampling is launched when the step before is committed. A
 step none of whose rows has a constraint is never held up. Where a row's own mask takes long, as those of
 ambiguous grammars do, the row is left out of steps until a thread has computed it. Which rows those are
-depends on time: it is decided where messages enter the engine, and ranks are told of it as of all else that
+depends on time: it is decided where messages enter the engine, and ranks receive it like everything else that
 steps follow from, so that they plan alike.
 """
 
@@ -24,11 +24,10 @@ from llguidance import LLExecutor
 from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 
 from gpu_service.core.constraint import OutputConstraint, Words
-from gpu_service.core.limits import SchedulerLimits, stop_token_ids
-from gpu_service.core.request import Request
+from gpu_service.core.request import Request, SchedulerLimits, stop_token_ids
 from gpu_service.core.step import Batch, SamplingPlan, TokenMasks
 
-# Threads that compute masks where there are so many CPUs, and rows from which it is worth waking them.
+# Threads that compute masks where there are enough CPUs, and rows from which it is worth waking them.
 _THREADS, _ROWS = 4, 3
 # Processor time of one mask, seconds, from which others should not wait for it.
 _SLOW_S = 0.004
@@ -53,7 +52,7 @@ class MaskBuilder:
         )
 
     def message(self, running: Collection[Request]) -> str | None:
-        """Who is to sit out from now on, for `read` of all ranks; None: nothing has changed.
+        """Returns who is to skip steps from now on, for `read` of all ranks; None: nothing has changed.
 
         Depends on time, so it is asked on the rank where messages enter only.
         """
@@ -64,11 +63,11 @@ class MaskBuilder:
         return json.dumps(sorted(held))
 
     def read(self, message: str) -> None:
-        """What `message` has said, at the same place on every rank. Raises ValueError for anything else."""
+        """Applies `message`, at the same place on every rank. Raises ValueError for anything else."""
         self._held = frozenset(json.loads(message))
 
     def holds(self, request: Request) -> bool:
-        """Whether the request sits out: its mask takes long, and was being computed when that was said."""
+        """Returns whether the request skips steps, as its slow mask was being computed."""
         if request.key not in self._held or request.constraint is None:
             return False
         # Every draft would need a mask more. That this is said to all ranks makes them decide alike.
@@ -105,7 +104,7 @@ class MaskBuilder:
         return constraint.ahead
 
     def plan(self, batch: Batch, sampling: SamplingPlan) -> SamplingPlan:
-        """The same with the batch's masks, or awaiting them."""
+        """Returns the same with the batch's masks, or awaiting them."""
         rows = _constrained(batch)
         if not rows:
             return sampling
@@ -118,7 +117,7 @@ class MaskBuilder:
         return replace(sampling, masks=self.build(batch))
 
     def build(self, batch: Batch) -> TokenMasks | None:
-        """The masks, now that the tokens before are known; None: every row may become anything.
+        """Returns the masks, now that the tokens before are known; None: every row may become anything.
 
         A request that has ended meanwhile, or that was sent back to wait, has none: its token is dropped.
         """

@@ -118,7 +118,7 @@ class ExpertClient(ABC):
         return
 
     def failure(self) -> ExpertUnavailable | ExpertComputeFailed | None:
-        """What went wrong in the device-driven step that has just ended; None: nothing."""
+        """Returns what went wrong in the device-driven step that has just ended; None: nothing."""
         return None
 
     @abstractmethod
@@ -127,10 +127,10 @@ class ExpertClient(ABC):
 
     @abstractmethod
     def recover(self, timeout_s: float) -> None:
-        """After ExpertUnavailable: forget all tickets and wait until every server is ready again.
+        """Forgets all tickets after ExpertUnavailable, and waits until every server is ready again.
 
-        Servers that are lost anew meanwhile are waited for, too, however often. Raises ExpertUnavailable when
-        one is not ready within the time, and ExpertRefused at once where no wait would help.
+        Servers that are lost again meanwhile are waited for, too, however often. Raises ExpertUnavailable
+        when one is not ready within the time, and ExpertRefused at once where no wait would help.
         """
 
     def problem(self) -> str:
@@ -161,12 +161,16 @@ class ExpertClient(ABC):
         return
 
     def agree_on(self, answer: bool) -> bool:
-        """Whether any rank says yes; all ranks call it at the same place."""
+        """Returns whether any rank says yes; all ranks call it at the same place."""
         return answer
 
     @abstractmethod
     def stats(self) -> ExpertClientStats:
-        """A snapshot of the counters."""
+        """Returns a snapshot of the counters."""
+
+    def busy_seconds(self) -> float:
+        """Returns seconds since start that the server which computed longest has computed."""
+        return max(self.stats().compute_seconds, default=0.0)
 
     @abstractmethod
     def close(self) -> None:
@@ -174,25 +178,24 @@ class ExpertClient(ABC):
 
 
 def add_to(partial: torch.Tensor | None, answer: torch.Tensor) -> torch.Tensor:
-    """The rule of `ExpertClient.collect` for an answer that is complete: float32 `[T, H]` both."""
+    """Returns the rule of `ExpertClient.collect` for an answer that is complete: float32 `[T, H]` both."""
     return answer if partial is None else partial.add_(answer.to(partial.device))
 
 
-def make_ticket(
+def checked_inputs(
     geometry: MoeGeometry,
     layer: int,
     hidden_states: torch.Tensor,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
     dtype: torch.dtype,
-) -> Ticket:
-    """Check one submission and bring it into the form that travels: contiguous, on the CPU, in `dtype`.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns the tensors of a submission as they travel: contiguous, on the CPU, hidden states in `dtype`.
 
-    Raises ValueError naming what does not fit.
+    Raises ValueError naming what of it does not fit the model.
     """
     check_submission(geometry, layer, hidden_states, topk_ids, topk_weights)
-    return Ticket(
-        layer,
+    return (
         hidden_states.to(device="cpu", dtype=dtype).contiguous(),
         topk_ids.to("cpu").contiguous(),
         topk_weights.to("cpu").contiguous(),
@@ -223,12 +226,12 @@ def _check(name: str, tensor: torch.Tensor, shape: tuple[int, int], dtype: torch
 
 
 def sampled_span_context() -> SpanContext | None:
-    """The current span's ids, or None when nothing is to be recorded."""
+    """Returns the current span's ids, or None when nothing is to be recorded."""
     context = trace.get_current_span().get_span_context()
     return context if context.is_valid and context.trace_flags.sampled else None
 
 
 def traceparent(context: SpanContext) -> str:
-    """W3C trace context, version 00."""
+    """Returns the W3C trace context, version 00."""
     ids = f"{trace.format_trace_id(context.trace_id)}-{trace.format_span_id(context.span_id)}"
     return f"00-{ids}-{context.trace_flags:02x}"

@@ -16,8 +16,9 @@ rest, and the GPU multiplies what has arrived. So a layer takes
     max(copy * s,  max(cpu(rows) * (1 - s),  gpu(rows) * s))
 
 with s the streamed share of its experts, `copy` the seconds that the link needs for all of them, `cpu` and
-`gpu` those that servers and GPU need for all of them with so many rows. Until earlier steps showed otherwise
-(`routing.py`) routing is taken to be even; experts with twice as many rows take as long as with twice `rows`.
+`gpu` those that servers and GPU need for all of them with that many rows. Until earlier steps showed
+otherwise (`routing.py`) routing is taken to be even; experts with twice as many rows take as long as with
+twice `rows`.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from dataclasses import dataclass, replace
 from statistics import median_high, median_low
 
 from gpu_service.experts.streaming.plan import SHARES
+from moebius.models.geometry import MoeGeometry
 
 # Expert servers lose about so much of their speed to copies out of the same memory: with 15 readers 122 to
 # 134 GB/s became 104 to 123 while a GPU copied 53 GB/s.
@@ -38,7 +40,7 @@ SHARED_MEMORY = 1.12
 # Streaming has to take so much less than servers alone: it costs launches that the model does not count, and
 # memory that decoding wants. Dividing a layer, so much less than streaming all of it.
 _WORTH, _WORTH_DIVIDING = 0.8, 0.9
-# A value is corrected to the median of what so many samples showed: one that took long for a reason of its
+# A value is corrected to the median of this many samples: one that took long for a reason of its
 # own changes nothing, two or three alike are enough.
 _SAMPLES_KEPT = 5
 # How far one step is believed about servers' speed, and how far all of them are.
@@ -58,7 +60,7 @@ _LINK_SEEN_FOR_S = 5.0
 # Half-life of servers' seconds per expert and row, in seconds of steps.
 _HALF_LIFE_S = 1.0
 # What a copy lengthens a step by is its time on the link: on one H200 beside 16 AMX cores eight copies of
-# 2.65 MB lengthened it by 0.36 ms, 45 us each, at 55 GB/s. An exchange has to bring so many times that,
+# 2.65 MB lengthened it by 0.36 ms, 45 us each, at 55 GB/s. An exchange has to bring this many times that,
 # since a forecast may be wrong.
 _EXCHANGE_MARGIN = 1.5
 
@@ -76,7 +78,8 @@ class Estimate:
     seen: tuple[float, ...] = ()
 
     def toward(self, shown: float, weight: float = 1.0) -> Estimate:
-        """After a sample; `weight` in [0, 1]: what of the way to the median it is taken.
+        """Returns the estimate after a sample; `weight` in [0, 1]: what part of the way to the median it is
+        taken.
 
         What is no positive finite number is not a sample.
         """
@@ -134,7 +137,9 @@ class CostCurve:
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """Of one MoE layer on average, as they are known at one moment; filled by `ExpertCosts.layer`."""
+    """The costs of one MoE layer on average, as they are known at one moment; filled by
+    `ExpertCosts.layer`.
+    """
 
     # Seconds for all of a layer's experts that are not resident.
     copy: float
@@ -149,11 +154,11 @@ class LayerCosts:
     left: tuple[float, ...] = ()
 
     def seconds(self, rows: int, share: int) -> float:
-        """With `share` of SHARES streamed."""
+        """Returns the seconds of a layer with `share` of SHARES streamed."""
         return max(self.parts(rows, share))
 
     def parts(self, rows: int, share: int) -> tuple[float, float, float]:
-        """Of link, servers and GPU."""
+        """Returns the seconds of link, servers and GPU."""
         streamed = share / SHARES
         served = 1 - streamed
         left = self.left[share] if self.left else served
@@ -164,7 +169,9 @@ class LayerCosts:
         return self.copy * streamed, servers, gpu * streamed
 
     def best_share(self, rows: int, least: int = 0) -> int:
-        """The share of SHARES that takes least, at least `least`; 0 or all unless a split is worth it."""
+        """Returns the share of SHARES that takes least, at least `least`; 0 or all unless a split is worth
+        it.
+        """
         best = min(range(least, SHARES + 1), key=lambda share: self.seconds(rows, share))
         is_worth_it = self.seconds(rows, best) < _WORTH_DIVIDING * self.seconds(rows, SHARES)
         chosen = best if is_worth_it else SHARES
@@ -173,7 +180,7 @@ class LayerCosts:
         return chosen
 
     def step_tokens(self, most: int, wait_s: float) -> int:
-        """Of a step that streams all, at most `most` and at least one unit of `_TOKENS`.
+        """Returns the tokens of a step that streams all, at most `most` and at least one unit of `_TOKENS`.
 
         As many as the GPU multiplies in `wait_s` a layer, which is the least that others wait for, or while
         the link copies a layer: with fewer the link would be all that a step waits for, and prompts slower.
@@ -184,10 +191,10 @@ class LayerCosts:
         return max(_TOKENS, _TOKENS * bisect.bisect_right(sizes, bound, key=self.gpu.at))
 
     def servers_off(self, rows: int, share: int, seconds: float, copying: float) -> float | None:
-        """By what factor servers took longer than expected; None: the step does not show it.
+        """Returns the factor by which servers took longer than expected; None: the step does not show it.
 
         Where the link was idle they took the step's time: with their answers a layer ends, and its other
-        kernels count as theirs. Where it never was they may have waited for it, nobody knows how long: they
+        kernels count as theirs. Where it never was they may have waited for it, for an unknown time: they
         are taken to be a little faster, so that steps find out. Where all was streamed because they seemed
         slow, that is forgotten bit by bit, as far as decode steps say.
         """
@@ -207,7 +214,7 @@ class LayerCosts:
 
 @dataclass(frozen=True, slots=True)
 class CostFigures:
-    """Of now, for people and metrics; filled by `ExpertCosts.figures`. None: not measured."""
+    """The present costs for people and metrics; filled by `ExpertCosts.figures`. None: not measured."""
 
     link_bytes_per_second: float | None
     # Servers' of one expert and row of a decode step, and the GPU's of one expert in a slot.
@@ -216,7 +223,7 @@ class CostFigures:
 
 
 class ExpertCosts:
-    """Of one rank. Any thread may ask and report."""
+    """The costs of one rank. Any thread may ask and report."""
 
     def __init__(self, num_experts: int, top_k: float, clock: Callable[[], float] = time.monotonic) -> None:
         """`top_k`: experts of a token."""
@@ -235,7 +242,7 @@ class ExpertCosts:
 
     @property
     def layer(self) -> LayerCosts | None:
-        """What a layer costs by all that is known now; None: it was not measured."""
+        """Returns what a layer costs by all that is known now; None: it was not measured."""
         with self._lock:
             return self._layer_now()
 
@@ -256,8 +263,14 @@ class ExpertCosts:
             return UNMEASURED_LINK if self._link is None else self._link.value
 
     @property
+    def pair_seconds(self) -> float | None:
+        """Expert servers' seconds of one expert and row of a decode step; None: not known yet."""
+        with self._lock:
+            return None if self._pair is None else self._pair.value
+
+    @property
     def figures(self) -> CostFigures:
-        """Of now."""
+        """The present figures."""
         with self._lock:
             return CostFigures(
                 None if self._link is None else self._link.value,
@@ -267,14 +280,15 @@ class ExpertCosts:
 
     @property
     def link_is_unseen(self) -> bool:
-        """Whether no copy was timed for so long that one should be, whatever it seems to cost.
+        """Returns whether no copy was timed for so long that one should be, whatever it seems to cost.
 
         A link that seems too slow to be used would seem so for ever.
         """
         return self._clock() - self._link_seen > _LINK_SEEN_FOR_S
 
     def copy_price(self, nbytes: int) -> float | None:
-        """How many choices in decode steps an expert of so many bytes has to bring, copied into a slot.
+        """Returns how many choices in decode steps an expert of `nbytes` bytes has to bring, copied into a
+        slot.
 
         Seconds on the link over the seconds that a choice takes less in a slot than on expert servers, times
         a margin. Infinite where slots are no faster than servers; None: servers' time is not known yet.
@@ -287,7 +301,7 @@ class ExpertCosts:
         return _EXCHANGE_MARGIN * nbytes / link / saved if saved > 0 else math.inf
 
     def measured(self, layer: LayerCosts, layer_bytes: float) -> None:
-        """What a measurement found, instead of everything before.
+        """Takes what a measurement found, instead of everything before.
 
         `layer_bytes`: what is copied in `layer.copy` seconds.
         """
@@ -356,3 +370,12 @@ class ExpertCosts:
                 self._link = self._link.toward(shown, weight)
             elif math.isfinite(shown) and shown > 0:
                 self._link = Estimate(shown)
+
+
+@dataclass(frozen=True, slots=True)
+class RankMoe:
+    """The routed experts of this rank's layers; filled by the assembly."""
+
+    geometry: MoeGeometry
+    layers: tuple[int, ...]  # the rank's decoder layers that have routed experts
+    costs: ExpertCosts

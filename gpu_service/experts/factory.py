@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 def make_expert_client(
     config: MoebiusConfig, geometry: MoeGeometry, device: torch.device = CPU, fingerprint: str = ""
 ) -> ExpertClient:
-    """A client of `config.experts.expert_transport`; servers need not be ready yet (`wait_ready`).
+    """Returns a client of `config.experts.expert_transport`; servers need not be ready yet (`wait_ready`).
 
     `device` is where its tensors are: on a GPU the mailbox is driven by kernels, the others by the host.
     `fingerprint`: `expert_fingerprint` of the checkpoint where it was read already; empty: it is read now.

@@ -19,7 +19,7 @@ from gpu_service.experts.client import (
     ExpertUnavailable,
     Ticket,
     add_to,
-    make_ticket,
+    checked_inputs,
     sampled_span_context,
     traceparent,
 )
@@ -83,15 +83,8 @@ class GrpcExpertClient(ExpertClient):
     def submit(
         self, layer: int, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
     ) -> Ticket:
-        plain = make_ticket(self.geometry, layer, hidden_states, topk_ids, topk_weights, self._dtype)
-        ticket = GrpcTicket(
-            plain.layer,
-            plain.hidden_states,
-            plain.topk_ids,
-            plain.topk_weights,
-            self._epoch + 1,
-            self._generation,
-        )
+        parts = checked_inputs(self.geometry, layer, hidden_states, topk_ids, topk_weights, self._dtype)
+        ticket = GrpcTicket(layer, *parts, self._epoch + 1, self._generation)
         if not self._streams:
             self._streams = self._open_streams()
         for rows in _records(ticket.rows):
@@ -151,7 +144,7 @@ class GrpcExpertClient(ExpertClient):
         return add_to(partial, output)
 
     def _note_damages(self, index: int, count: int) -> None:
-        """A process that was started anew counts from 0."""
+        """Adds the damages that a server reports to those counted; a restarted server counts from 0."""
         if count > self._damages[index]:
             self._all_damages += count - self._damages[index]
         self._damages[index] = count
@@ -160,7 +153,7 @@ class GrpcExpertClient(ExpertClient):
         return self._all_damages
 
     def wait_ready(self, timeout_s: float) -> None:
-        """As `GrpcServers.wait_ready`."""
+        """Waits as `GrpcServers.wait_ready`."""
         self._instances = self._servers.wait_ready(timeout_s)
 
     def newcomers(self) -> tuple[int, ...]:
@@ -202,13 +195,13 @@ class GrpcExpertClient(ExpertClient):
 
 
 def _records(rows: int) -> list[slice]:
-    """Rows of each record of a ticket: at most MOST_GRPC_ROWS in one."""
+    """Returns the rows of each record of a ticket: at most MOST_GRPC_ROWS in one."""
     starts = range(0, rows, MOST_GRPC_ROWS)
     return [slice(start, min(start + MOST_GRPC_ROWS, rows)) for start in starts]
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
-    """The memory of a contiguous CPU tensor, whatever its dtype."""
+    """Returns the memory of a contiguous CPU tensor, whatever its dtype."""
     return tensor.view(torch.uint8).numpy().tobytes()
 
 
@@ -246,7 +239,7 @@ class ComputeStream:
         self._requests.put(request)
 
     def receive(self, epoch: int, timeout_s: float) -> expert_pb2.ComputeResponse:
-        """The answer to `epoch`, which is the oldest unanswered record.
+        """Returns the answer to `epoch`, which is the oldest unanswered record.
 
         Raises ExpertUnavailable (deadline, lost connection, wrong epoch) or ExpertComputeFailed.
         """

@@ -1,7 +1,8 @@
 """Which processes serve the experts by gRPC: asked for their health, and then who they are.
 
 Only its clients compare a remote server with its predecessor. One that does not fit is
-healthy in its own eyes and stays where it is until it is replaced: whoever waits for it learns of it at once.
+healthy in its own eyes and stays where it is until it is replaced: callers that wait for it learn of it at
+once.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class GrpcServers:
         self._interrupted = threading.Event()
 
     def wait_ready(self, timeout_s: float) -> list[int]:
-        """Instances of the servers, all of them ready and what they were before.
+        """Returns the instances of the servers, all of them ready and what they were before.
 
         Raises ExpertUnavailable naming the first that is not ready, ExpertRefused at once for one that has
         taken another's place, or WrongIdentity when servers do not fit from the start.
@@ -81,9 +82,9 @@ class GrpcServers:
         return instances
 
     def problem(self) -> str:
-        """Why a layer would not be computed now; asks all servers at once."""
+        """Returns why a layer would not be computed now; asks all servers at once."""
         for index, look in enumerate(self._look(_PROBE_S)):
-            # A damaged expert that cannot be packed anew does not prevent requests for others.
+            # A damaged expert that cannot be repacked does not prevent requests for others.
             problem = look.problem or (look.info.problem if look.info is not None else "")
             if problem:
                 return f"expert server {index}: {problem}"
@@ -98,7 +99,9 @@ class GrpcServers:
         self._interrupted.set()
 
     def _look(self, timeout_s: float, expects: bool = False) -> list[Look]:
-        """At all servers; with `expects` those seen for the first time are what is expected from then on."""
+        """Looks at all servers; with `expects` those seen for the first time are what is expected from then
+        on.
+        """
         healths = [_ask_health(channel, min(timeout_s, _PROBE_S)) for channel in self._channels]
         infos: list[Any] = []
         for channel, health in zip(self._channels, healths, strict=True):
@@ -113,7 +116,7 @@ class GrpcServers:
         return looks
 
     def _judge(self, index: int, found: expert_pb2.InfoResponse, expects: bool) -> Look:
-        """What to think of a server that is ready."""
+        """Returns what to think of a server that is ready."""
         if found.instance_id in self._rejected:
             return Look(f"it was refused: {self._rejected[found.instance_id]}", info=found)
         expected = self._expected.get(index)
@@ -124,14 +127,17 @@ class GrpcServers:
         problem = _change(expected, found)
         if not problem:
             return Look(info=found)
-        problem = f"it was started anew and is refused: {problem}"
+        problem = f"it was restarted and is refused: {problem}"
         if found.instance_id not in self._noted:
             self._noted.add(found.instance_id)
             _log.error("an expert server that returned is not the same", server=index, why=problem)
         return Look(problem, True, found)
 
     def _expect(self, index: int, found: expert_pb2.InfoResponse) -> None:
-        """What the server is from now on. Raises WrongIdentity if it does not fit engine or other servers."""
+        """Notes what the server is from now on.
+
+        Raises WrongIdentity if it does not fit engine or other servers.
+        """
         problem = _other_version(found) or self.newcomers.problem_of(found.identity)
         for other, known in self._expected.items():
             differs = difference(known.identity, found.identity)
@@ -145,7 +151,7 @@ class GrpcServers:
 
 
 def _change(expected: expert_pb2.InfoResponse, found: expert_pb2.InfoResponse) -> str:
-    """What is no longer as it was; empty: nothing that matters."""
+    """Returns what is no longer as it was; empty: nothing that matters."""
     problem = _other_version(found) or difference(expected.identity, found.identity)
     if not problem and expected.split_index != found.split_index:
         problem = f"split_index is {found.split_index}, expected {expected.split_index}"
@@ -155,7 +161,9 @@ def _change(expected: expert_pb2.InfoResponse, found: expert_pb2.InfoResponse) -
 
 
 def _other_version(found: expert_pb2.InfoResponse) -> str:
-    """Whether it speaks of records of another layout than this engine; servers of others say nothing (0)."""
+    """Returns whether it speaks of records of another layout than this engine; servers of others say nothing
+    (0).
+    """
     own = _kernels.MAILBOX_ABI_VERSION
     if found.abi_version in (0, own):
         return ""
@@ -173,7 +181,7 @@ def _ask_health(channel: grpc.Channel, timeout_s: float) -> Any:
 
 
 def _health_problem(call: Any) -> str:
-    """Empty when the server computes, else what it (or the connection) says instead."""
+    """Returns empty when the server computes, else what it (or the connection) says instead."""
     try:
         answer = call.result()
     except grpc.RpcError as error:
@@ -194,5 +202,7 @@ _WORDS = {
 
 
 def _status_text(error: Any) -> str:
-    """Why there is no answer, for clients of the gateway, too: the library's own words name addresses."""
+    """Returns why there is no answer, for clients of the gateway, too: the library's own words name
+    addresses.
+    """
     return _WORDS.get(error.code(), f"it can not say whether it is ready ({error.code().name})")

@@ -20,7 +20,7 @@ from gpu_service.experts.client import (
     ExpertComputeFailed,
     Ticket,
     add_to,
-    make_ticket,
+    checked_inputs,
 )
 from moebius import _kernels
 from moebius.checkpoint.reader import SliceReader
@@ -83,11 +83,11 @@ class _Linear:
         return functional.linear(rows, self.weight, self.bias)
 
     def rows(self, picked: torch.Tensor) -> _Linear:
-        """The layer that computes some of the outputs only."""
+        """Returns the layer that computes some of the outputs only."""
         return _Linear(self.weight[picked], None if self.bias is None else self.bias[picked])
 
     def columns(self, picked: torch.Tensor, with_bias: bool) -> _Linear:
-        """What some of the inputs add."""
+        """Returns what some of the inputs add."""
         return _Linear(self.weight[:, picked], self.bias if with_bias else None)
 
 
@@ -108,7 +108,8 @@ class LocalExpertClient(ExpertClient):
         intermediate_range: tuple[int, int] | None = None,
         expert_checkpoint: str = "",
     ) -> None:
-        """Not `keeps`: an expert is read at every use and freed after it, so that one is held at a time.
+        """Unless it `keeps` them, an expert is read at every use and freed after it, so that one is held at a
+        time.
 
         `intermediate_range` `[begin, end)`: compute only these channels of every expert, as a server that
         holds just these, in the order in which it packs them. `expert_checkpoint`: see
@@ -127,10 +128,11 @@ class LocalExpertClient(ExpertClient):
         self, layer: int, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
     ) -> Ticket:
         """The work is done by `collect`."""
-        return make_ticket(self.geometry, layer, hidden_states, topk_ids, topk_weights, self._dtype)
+        parts = checked_inputs(self.geometry, layer, hidden_states, topk_ids, topk_weights, self._dtype)
+        return Ticket(layer, *parts)
 
     def collect(self, ticket: Ticket, partial: torch.Tensor | None = None) -> torch.Tensor:
-        """The sum over chosen experts e of weight[e] · expert e's output."""
+        """Returns the sum over chosen experts e of weight[e] · expert e's output."""
         begin = time.perf_counter()
         hidden_states = ticket.hidden_states.float()
         output = torch.zeros_like(hidden_states)
@@ -160,7 +162,7 @@ class LocalExpertClient(ExpertClient):
         return add_to(partial, output)
 
     def _expert(self, layer: int, expert: int) -> Expert:
-        """gate and up `[I, H]`, down `[H, I]`, float32, after rounding to the weights' type."""
+        """Returns gate and up `[I, H]`, down `[H, I]`, float32, after rounding to the weights' type."""
         kept = self._experts.get((layer, expert))
         if kept is not None:
             return kept

@@ -17,7 +17,7 @@ from gpu_service.experts.client import (
     ExpertUnavailable,
     Ticket,
     add_to,
-    make_ticket,
+    checked_inputs,
     sampled_span_context,
 )
 from gpu_service.experts.servers import MailboxServers
@@ -107,10 +107,8 @@ class MailboxExpertClient(ExpertClient):
         self, layer: int, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
     ) -> Ticket:
         """What finds no free slot is submitted by `collect`, of this ticket or of an earlier one."""
-        plain = make_ticket(self.geometry, layer, hidden_states, topk_ids, topk_weights, self._dtype)
-        ticket = MailboxTicket(
-            plain.layer, plain.hidden_states, plain.topk_ids, plain.topk_weights, self._generation
-        )
+        parts = checked_inputs(self.geometry, layer, hidden_states, topk_ids, topk_weights, self._dtype)
+        ticket = MailboxTicket(layer, *parts, self._generation)
         if ticket.rows:
             self._waiting.append(ticket)
         self._fill_slots()
@@ -244,11 +242,14 @@ class MailboxExpertClient(ExpertClient):
             counters.recoveries,
         )
 
+    def busy_seconds(self) -> float:
+        return max(self._compute_ns) * 1e-9
+
     def close(self) -> None:
         """Another process may be this client from now on; servers keep running."""
         self._mailbox.kernel.release()
 
 
 def _address(tensor: torch.Tensor, row: int) -> int:
-    """Address of one row of a contiguous matrix, for the C++ side."""
+    """Returns the address of one row of a contiguous matrix, for the C++ side."""
     return tensor.data_ptr() + row * tensor.stride(0) * tensor.element_size()

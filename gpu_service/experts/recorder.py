@@ -45,7 +45,7 @@ class _Buffers:
     row_ids: torch.Tensor | None = None  # int16 [max_rows, L, K], this step's choices
 
     def tensors(self) -> list[torch.Tensor]:
-        """Every counter, for a start that clears them."""
+        """Returns every counter, for a start that clears them."""
         found = (self.scratch, self.counts, self.distinct, self.steps, self.tokens)
         return [*found, *(t for t in (self.passes, self.token_ids, self.row_ids) if t is not None)]
 
@@ -70,7 +70,8 @@ class ExpertRecorder:
         self._detail_bytes = detail_bytes
         # Buffers of a mode stay once made: a captured graph may hold them.
         self._buffers: dict[RecorderMode, _Buffers] = {}
-        self._mode: RecorderMode | None = None
+        # The one that was started last; None: none ever was, and layers need not say what they choose.
+        self.mode: RecorderMode | None = None
         self._captured: RecorderMode | None = None
         self._active = False
         # What the step that is running records; changes take effect with a step's first layer.
@@ -79,13 +80,13 @@ class ExpertRecorder:
 
     @property
     def is_recording(self) -> bool:
-        """Whether steps count. Any thread may ask."""
+        """Returns whether steps count. Any thread may ask."""
         return self._active
 
     @property
     def needs_eager_steps(self) -> bool:
         """Whether replayed graphs would miss what is to be recorded: they were captured without this mode."""
-        return self._active and self._mode != self._captured
+        return self._active and self.mode != self._captured
 
     def start(self, mode: str) -> None:
         """Clears what was recorded, and records from the next step on. Raises UserError for other modes."""
@@ -101,7 +102,7 @@ class ExpertRecorder:
             for tensor in buffers.tensors():
                 tensor.zero_()
             buffers.enabled.fill_(1)
-            self._mode, self._active = chosen, True
+            self.mode, self._active = chosen, True
 
     def stop(self) -> None:
         """Keeps what was recorded; further steps do not count."""
@@ -109,16 +110,19 @@ class ExpertRecorder:
             self._disable()
 
     def _disable(self) -> None:
-        if self._mode is not None:
-            self._buffers[self._mode].enabled.zero_()
+        if self.mode is not None:
+            self._buffers[self.mode].enabled.zero_()
         self._active = False
 
     def dump(self) -> ExpertStatistics:
-        """What was recorded since the last start. Waits for the device. Raises UserError before any start."""
+        """Returns what was recorded since the last start.
+
+        Waits for the device. Raises UserError before any start.
+        """
         with self._lock, self._stream.active(), torch.inference_mode():
-            if self._mode is None:
+            if self.mode is None:
                 raise UserError("nothing was recorded: start the expert recorder first")
-            buffers, mode = self._buffers[self._mode], self._mode
+            buffers, mode = self._buffers[self.mode], self.mode
             geometry = self._geometry
             steps, tokens = int(buffers.steps), int(buffers.tokens)
             found = ExpertStatistics(
@@ -165,11 +169,11 @@ class ExpertRecorder:
     def _for_this_step(self) -> _Buffers | None:
         capturing = self._stream.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         with self._lock:
-            if self._mode is None or not (self._active or capturing):
+            if self.mode is None or not (self._active or capturing):
                 return None
             if capturing:
-                self._captured = self._mode
-            return self._buffers[self._mode]
+                self._captured = self.mode
+            return self._buffers[self.mode]
 
     def _commit(self, buffers: _Buffers, topk_ids: torch.Tensor) -> None:
         """Adds the step; every number stays on the device."""
@@ -212,12 +216,14 @@ START, STOP = "start recorder", "stop recorder"
 
 
 def recorder_operations(recorder: ExpertRecorder) -> dict[str, Callable[[str], None]]:
-    """For `Engine.call`: recording may make steps run eagerly, which all ranks must do alike."""
+    """Returns the operations for `Engine.call`: recording may make steps run eagerly, which all ranks must do
+    alike.
+    """
     return {START: recorder.start, STOP: lambda argument: recorder.stop()}
 
 
 def dumped(recorder: ExpertRecorder, file_format: str) -> pb.DumpExpertRecorderResponse:
-    """What was recorded, as a file of that format. Raises UserError."""
+    """Returns what was recorded, as a file of that format. Raises UserError."""
     chosen: FileFormat = "safetensors"
     if file_format and file_format not in get_args(FileFormat):
         allowed = ", ".join(get_args(FileFormat))

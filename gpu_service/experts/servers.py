@@ -60,12 +60,12 @@ class Newcomers:
         self._confirmed = list(self._present)
 
     def process(self, server: int) -> int:
-        """The number (generation or instance) of a server's present process."""
+        """Returns the number (generation or instance) of a server's present process."""
         return self._present[server]
 
 
 def difference(expected: str, found: str) -> str:
-    """What of two identities differs, in words; empty: nothing."""
+    """Returns what of two identities differs, in words; empty: nothing."""
     return _kernels.mailbox_identity_difference(expected, found)
 
 
@@ -87,7 +87,8 @@ class MailboxServers:
         self._interrupted = threading.Event()
 
     def wait_ready(self, timeout_s: float) -> list[int]:
-        """Generations of the servers, all of them ready; the mailbox takes answers of no others then.
+        """Returns the generations of the servers, all of them ready; the mailbox takes answers of no others
+        then.
 
         Raises ExpertUnavailable naming the first that is not ready and why a replacement was refused, or
         WrongIdentity when the servers serve another checkpoint than this engine.
@@ -149,7 +150,7 @@ Raises ExpertUnavailable when one is lost meanwhile."""
 
 
 class CheckedExperts(ExpertClient):
-    """A client whose `recover` also checks the servers that were started anew.
+    """A client whose `recover` also checks the servers that have restarted.
 
     One that fails is sent away, and its successor is waited for until the time is up. Everything else is the
     client's own.
@@ -195,7 +196,7 @@ class CheckedExperts(ExpertClient):
                 time.sleep(_CHECK_AGAIN_S)
 
     def _problem(self) -> str:
-        """What is wrong with the newcomers; every rank comes to the same verdict."""
+        """Returns what is wrong with the newcomers; every rank comes to the same verdict."""
         newcomers = self._inner.newcomers()
         if not self._inner.agree_on(bool(newcomers)):
             return ""
@@ -242,12 +243,17 @@ class CheckedExperts(ExpertClient):
     def stats(self) -> ExpertClientStats:
         return self._inner.stats()
 
+    def busy_seconds(self) -> float:
+        return self._inner.busy_seconds()
+
     def close(self) -> None:
         self._inner.close()
 
 
 def _explained(error: ExpertUnavailable, refused: str) -> ExpertUnavailable:
-    """The same error; `refused`: what the last server that had returned was sent away for, or empty."""
+    """Returns the same error; `refused`: what the last server that had returned was sent away for,
+    or empty.
+    """
     if not refused:
         return error
     text = f"{error.reason} (a server that had returned was refused: {refused})"

@@ -30,7 +30,9 @@ class AskedExperts:
     streamed: StreamedExperts | None
 
     def compute(self, partial: torch.Tensor | None) -> list[torch.Tensor | None]:
-        """The device's share by part, float32 `[T, H]`, or what it was given; `partial` is the first's."""
+        """Returns the device's share by part, float32 `[T, H]`, or what it was given; `partial` is the
+        first's.
+        """
         sums = [partial, *[None] * (len(self.parts) - 1)]
         rows, weights = self.hidden_states, self.topk_weights
         if self.resident is not None:
@@ -41,7 +43,9 @@ class AskedExperts:
         return sums
 
     def collect(self, partial: torch.Tensor | None) -> torch.Tensor:
-        """`partial` `[T, H]` (None: zeros) with all choices, of a layer whose choices are one part."""
+        """Returns `partial` `[T, H]` (None: zeros) with all choices, of a layer whose choices are
+        one part.
+        """
         (computed,) = self.compute(partial)
         return self.fetch[0](computed)
 

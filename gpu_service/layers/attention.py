@@ -61,7 +61,9 @@ class BlockIndexer(nn.Module):
         backend: AttentionBackend,
         inputs: ForwardInputs,
     ) -> torch.Tensor | None:
-        """What `backend.choose_blocks` returns for `[T, H]`; the step's keys are in the cache afterwards."""
+        """Returns what `backend.choose_blocks` returns for `[T, H]`; the step's keys are in the cache
+        afterwards.
+        """
         heads = self.qk_proj(hidden_states).view(-1, self._num_heads + 1, self._head_dim)
         norms = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
         query, key = qk_norm_rope(heads, *norms, self._num_heads, rope)
@@ -89,7 +91,7 @@ class MeanBlockIndexer(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, rope: RopeTable, backend: AttentionBackend, inputs: ForwardInputs
     ) -> torch.Tensor | None:
-        """As `BlockIndexer`; keys are normed and rotated once their block is whole."""
+        """Chooses blocks as `BlockIndexer`; keys are normed and rotated once their block is whole."""
         assert not rope.interleaved, "the family's reader refuses it"
         heads = self.index_qk_proj(hidden_states).view(-1, self._num_heads + 1, self._head_dim)
         query = apply_rope(self.q_layernorm(heads[:, : self._num_heads].contiguous()), rope)
@@ -168,12 +170,12 @@ class GQAttention(nn.Module):
         return self.qkv_proj.after_seam(seam)
 
     def checkpoint_parts(self) -> Iterator[CheckpointPart]:
-        """Of the parameters that are this module's own, a rank has those of its heads."""
+        """Returns the parts that a rank has of this module's own parameters: those of its heads."""
         if self.sinks is not None:
             yield CheckpointPart("", "sinks", self._query_heads, None)
 
     def pack(self) -> None:
-        """What is used but not loaded; the loader calls it once."""
+        """Makes what is used but not loaded; the loader calls it once."""
         if self._spec.value_norm or self._spec.unit_norm:
             kind: dict[str, Any] = {"dtype": self._dtype, "device": self.o_proj.weight.device}
             self._value_ones = torch.ones(self._value_dim, **kind)
@@ -186,7 +188,7 @@ class GQAttention(nn.Module):
         context: ForwardContext,
         projected: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`[T, H]` to a new `[T, H]`; the new keys and values are in the cache afterwards.
+        """Maps `[T, H]` to a new `[T, H]`; the new keys and values are in the cache afterwards.
 
         `rope` None: the layer knows no positions. `projected`: queries, keys and values, if they were
         computed already; may be overwritten.
@@ -235,7 +237,9 @@ class GQAttention(nn.Module):
         return output
 
     def _cached_value(self, projected: torch.Tensor) -> torch.Tensor:
-        """`[T, num_kv_heads, head_dim]` of projected values: normed, scaled, padded to a key's size."""
+        """Returns `[T, num_kv_heads, head_dim]` of projected values: normed, scaled, padded to a
+        key's size.
+        """
         value = self._clipped(projected).view(-1, self.num_kv_heads, self._value_dim)
         if self._spec.value_norm:
             assert self._value_ones is not None, "the loader calls `pack`"
@@ -246,12 +250,14 @@ class GQAttention(nn.Module):
         return functional.pad(value, (0, missing)) if missing else value
 
     def _clipped(self, heads: torch.Tensor) -> torch.Tensor:
-        """The same tensor, which is cut off where the model says so."""
+        """Returns the same tensor, which is cut off where the model says so."""
         limit = self._spec.limit
         return heads if limit == math.inf else heads.clamp_(-limit, limit)
 
     def _fused_norms(self) -> tuple[torch.Tensor | None, torch.Tensor | None, float] | None:
-        """Weights and epsilon of the norms before rotation, perhaps none; None: there is more to do."""
+        """Returns weights and epsilon of the norms before rotation, perhaps none; None: there is
+        more to do.
+        """
         q_norm, k_norm = self.q_norm, self.k_norm
         if self._spec.limit != math.inf or self._norm_after_rope or self._spec.unit_norm:
             return None
@@ -264,7 +270,7 @@ class GQAttention(nn.Module):
     def _norm_and_rotate(
         self, heads: torch.Tensor, rope: RopeTable | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries and keys of `[T, num_heads + num_kv_heads, head_dim]`, which may be overwritten."""
+        """Returns queries and keys of `[T, num_heads + num_kv_heads, head_dim]`, which may be overwritten."""
         num_heads = self.num_heads
         if self.q_norm is None or self._norm_after_rope:
             rotated = self._rotated(heads, rope)
@@ -274,7 +280,9 @@ class GQAttention(nn.Module):
         return self._rotated(query, rope), self._rotated(key, rope)
 
     def _rotated(self, heads: torch.Tensor, rope: RopeTable | None) -> torch.Tensor:
-        """Heads after all that is done to them between a norm before rotation and one after it."""
+        """Returns the heads after all that is done to them between a norm before rotation and one
+        after it.
+        """
         heads = self._clipped(heads)
         if rope is None:
             return heads
@@ -285,7 +293,7 @@ class GQAttention(nn.Module):
         return rms_norm(heads.contiguous(), self._head_ones, self._spec.eps)
 
     def _normed(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """By the norms that have weights, where the model has them; shapes stay."""
+        """Returns query and key after the norms that have weights, where the model has them; shapes stay."""
         q_norm, k_norm = self.q_norm, self.k_norm
         if isinstance(q_norm, FullWidthNorm) and isinstance(k_norm, FullWidthNorm):
             return norm_full_width(query, key, q_norm, k_norm, self._group)

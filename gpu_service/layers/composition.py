@@ -24,13 +24,13 @@ class LayerParts:
     places: list[Places]  # Of what its parts keep, as `layer.places`.
 
     def both(self) -> tuple[nn.Module, nn.Module]:
-        """The mixer and the feed-forward block of a layer that has one of each."""
+        """Returns the mixer and the feed-forward block of a layer that has one of each."""
         assert self.ffn is not None
         (mixer,) = self.mixers
         return mixer, self.ffn
 
     def single(self) -> nn.Module:
-        """The one half of a layer that has no other."""
+        """Returns the one half of a layer that has no other."""
         (half,) = (*self.mixers, *([] if self.ffn is None else [self.ffn]))
         return half
 
@@ -48,7 +48,7 @@ class Composition:
     _shared: dict[Any, Any] = field(default_factory=dict)
 
     def shared(self, make: Callable[..., T], *of: Any) -> T:
-        """What `make(*of)` returned for the first of the model's modules that asked for it."""
+        """Returns what `make(*of)` returned for the first of the model's modules that asked for it."""
         key = make, of
         if key not in self._shared:
             self._shared[key] = make(*of)

@@ -23,10 +23,10 @@ from gpu_service.layers.norm import RMSNorm
 from gpu_service.ops.linear import widened
 from gpu_service.ops.norm import rms_norm
 from gpu_service.ops.rope import RopeTable, apply_rope
-from moebius.models.config import RopeConfig
 from moebius.models.layers import compressed
 from moebius.models.layers.layer import Places
 from moebius.models.layers.ranks import ShardRange
+from moebius.models.layers.rope import RopeConfig
 
 
 class StepTables:
@@ -43,7 +43,9 @@ class StepTables:
         self._inverse: dict[int, tuple[RopeTable, RopeTable]] = {}
 
     def of_entries(self, table: RopeTable, positions: torch.Tensor, rate: int) -> RopeTable:
-        """Of the first token of the entry that each row ends; `table` is of the rows' own `positions`."""
+        """Returns the rotation of the first token of the entry that each row ends; `table` is of the rows'
+        own `positions`.
+        """
         if self._pass is not table:
             self._pass, self._entries = table, {}
         if rate not in self._entries:
@@ -51,7 +53,9 @@ class StepTables:
         return self._entries[rate]
 
     def inverse(self, table: RopeTable, has_entries: bool) -> RopeTable:
-        """The table that rotates back; a step has one table for layers with entries, and one for others."""
+        """Returns the table that rotates back; a step has one table for layers with entries, and one for
+        others.
+        """
         known = self._inverse.get(has_entries)
         if known is None or known[0] is not table:
             cos_sin = table.cos_sin
@@ -92,7 +96,7 @@ class Compressor(nn.Module):
         table: RopeTable,
         backend: CompressedAttentionBackend,
     ) -> None:
-        """Of `[T, H]`; entries are in the pages, the latest rows in the slots that the step writes."""
+        """Compresses `[T, H]`: entries go to the pages, the latest rows to the slots that the step writes."""
         how = Compression(self.rate, self.ape, self.norm.weight, self.norm.eps, table)
         backend.compress(self.projections(hidden_states), recent, pages, how)
 
@@ -119,7 +123,9 @@ class EntryIndexer(nn.Module):
         backend: CompressedAttentionBackend,
         layer_id: int,
     ) -> torch.Tensor:
-        """The choice of each row, as `CompressedAttentionBackend.select`; its entries are stored already."""
+        """Returns the choice of each row, as `CompressedAttentionBackend.select`; its entries are stored
+        already.
+        """
         query = self.wq_b(query_latent).view(-1, self._heads, self._head_dim)
         apply_rope(query[..., self._head_dim - self._rope_dim :], rope)
         weights = self.weights_proj(hidden_states.float()) * self._score_scale
@@ -139,7 +145,7 @@ class GroupedProjection(nn.Module):
         yield CheckpointPart("", "weight", self._rows, ShardRange.whole(self._columns))
 
     def forward(self, heads: torch.Tensor) -> torch.Tensor:
-        """`[T, heads, head_dim]` to `[T, groups * rank]`."""
+        """Maps `[T, heads, head_dim]` to `[T, groups * rank]`."""
         grouped = heads.reshape(heads.shape[0], self._groups, -1).transpose(0, 1)
         rows, weight = widened(grouped, self.weight.view(self._groups, -1, self._columns))
         return torch.bmm(rows, weight.transpose(1, 2)).transpose(0, 1).flatten(1).to(heads.dtype)
@@ -182,18 +188,20 @@ class CompressedAttention(nn.Module):
         self._ones: torch.Tensor | None = None
 
     def checkpoint_parts(self) -> Iterator[CheckpointPart]:
-        """Of the parameters that are this module's own, a rank has those of its heads."""
+        """Returns the parts that a rank has of this module's own parameters: those of its heads."""
         yield CheckpointPart("", "sinks", self._heads, None)
 
     def pack(self) -> None:
-        """What is used but not loaded; the loader calls it once."""
+        """Makes what is used but not loaded; the loader calls it once."""
         weight = self.kv_norm.weight
         self._ones = torch.ones(self._spec.head_dim, dtype=weight.dtype, device=weight.device)
 
     def forward(
         self, hidden_states: torch.Tensor, rope: RopeTable | None, context: ForwardContext
     ) -> torch.Tensor:
-        """`[T, H]` to a new `[T, H]`; what later tokens need of these is in cache and states afterwards."""
+        """Maps `[T, H]` to a new `[T, H]`; what later tokens need of these is in cache and states
+        afterwards.
+        """
         spec, backend, states = self._spec, context.attention, context.states
         assert isinstance(backend, CompressedAttentionBackend), "the cache of this model holds entries"
         assert states is not None, "a model with compressed attention keeps the latest tokens"

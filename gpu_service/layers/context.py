@@ -35,7 +35,8 @@ class ForwardContext:
     recorder: ExpertRecorder | None = None
     # None: the model has no linear attention.
     states: StateSlots | None = None
-    # Of each row the first layer after which it was not finite, int32 [T], by the model. None: nobody asks.
+    # Of each row the first layer after which it was not finite, int32 [T], by the model. None: it is not
+    # needed.
     first_overflow: Tensor | None = None
     # What is under way between two layers; None: every layer adds all that its experts answer.
     deferral: Deferral | None = None

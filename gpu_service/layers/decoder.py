@@ -19,10 +19,10 @@ from gpu_service.layers.moe import MLP, MoE, MoEWithOwnNorms
 from gpu_service.layers.norm import Norm, RMSNorm, make_norm
 from gpu_service.ops.rope import RopeTable, query_scales, rope_table, section_axes
 from gpu_service.ops.rope_frequencies import inverse_frequencies
-from moebius.models.config import RopeConfig
 from moebius.models.layers.layer import Layer
 from moebius.models.layers.ranks import ShardRange
 from moebius.models.layers.residual import NormedStream, Sequential, Shortcut
+from moebius.models.layers.rope import RopeConfig
 
 
 class Embedding(StoredWeight):
@@ -37,7 +37,9 @@ class Embedding(StoredWeight):
         self._parallel, self._dtype = parallel, dtype
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """int64 `[T]` to `[T, hidden_size]`: each id's row from the rank that has it, zeros from others."""
+        """Maps int64 `[T]` to `[T, hidden_size]`: each id's row from the rank that has it, zeros
+        from others.
+        """
         if self._parallel.tp_size == 1:
             return self._rows(input_ids)
         rows = input_ids - self._shard.begin
@@ -82,7 +84,7 @@ class Head(Linear):
 
 
 def gather_logits(logits: torch.Tensor, vocab_size: int, parallel: ParallelContext) -> torch.Tensor:
-    """Each rank's `[L, padded part]` to all ranks' `[L, vocab_size]`."""
+    """Returns each rank's `[L, padded part]` to all ranks' `[L, vocab_size]`."""
     if parallel.tp_size == 1:
         return logits
     return parallel.tensor_group.all_gather(logits)[:, :vocab_size]
@@ -117,7 +119,7 @@ class RotaryEmbedding:
             self._axes = section_axes(config.mrope_sections, *kind).to(device)
 
     def table(self, positions: torch.Tensor) -> RopeTable:
-        """Factors for all layers of the step.
+        """Returns the factors for all layers of the step.
 
         positions: int64 `[T]`; of a model with mRoPE also `[3, T]`, rows of time, height and width. Where
         these are equal, as in text, both give the same table bit by bit. Raises ValueError for `[3, T]`
@@ -198,11 +200,16 @@ class ResidualStream:
         return (self.read(norm),)
 
     def read(self, norm: Norm | None) -> torch.Tensor:
-        """`normed`, or a copy of the sum where nothing is normed; a tensor that the caller may keep."""
+        """Returns `normed`, or a copy of the sum where nothing is normed; a tensor that the caller
+        may keep.
+        """
         return self.sum().clone() if norm is None else self.normed(norm)
 
     def sum(self) -> torch.Tensor:
-        """The sum itself, `[T, H]`: what a pipeline stage hands to the next. Later additions change it."""
+        """Returns the sum itself, `[T, H]`: what a pipeline stage hands to the next.
+
+        Later additions change it.
+        """
         if self._pending is not None:
             self._total.add_(self._pending)
             self._pending = None
@@ -214,7 +221,10 @@ class ResidualStream:
         self._pending = update if added == 1.0 else update.mul_(added)
 
     def parts(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What the sum is of: a tensor `[T, N]`, and what is to be added to it. To be read at once only."""
+        """Returns what the sum is of: a tensor `[T, N]`, and what is to be added to it.
+
+        To be read at once only.
+        """
         return self._total, self._pending
 
     def scale(self, factor: torch.Tensor) -> None:

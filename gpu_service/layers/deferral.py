@@ -37,7 +37,7 @@ class DeferralRule:
     layers: frozenset[int]  # those that have a late part
 
     def begin(self) -> Deferral:
-        """What one step keeps between its layers."""
+        """Returns what one step keeps between its layers."""
         return Deferral(self)
 
 
@@ -51,7 +51,7 @@ class Deferral:
     def split(
         self, layer: int, topk_ids: torch.Tensor, topk_weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The layer's choices int32 `[T, K]` without late ones, and only these; -1 elsewhere.
+        """Returns the layer's choices int32 `[T, K]` without late ones, and only these; -1 elsewhere.
 
         None: the layer has no late part. topk_weights float32 `[T, K]`.
         """
@@ -66,7 +66,7 @@ class Deferral:
         self._late = late
 
     def take(self, partial: torch.Tensor | None) -> torch.Tensor | None:
-        """`partial` `[T, H]` with the late part of the layer before, if it has one.
+        """Returns `partial` `[T, H]` with the late part of the layer before, if it has one.
 
         To be called before the layer's own answer is collected: clients answer in the order of submission.
         """
@@ -84,7 +84,8 @@ class Deferral:
 
 
 def late_choices(topk_ids: torch.Tensor, topk_weights: torch.Tensor, count: int) -> torch.Tensor:
-    """bool `[T, K]`: the `count` choices of lowest weight of each row; of equal weights, smaller ids first.
+    """Returns bool `[T, K]`: the `count` choices of lowest weight of each row; of equal weights, smaller ids
+    first.
 
     The order in which a router lists its choices does not matter. -1 is never late.
     """
@@ -95,12 +96,15 @@ def late_choices(topk_ids: torch.Tensor, topk_weights: torch.Tensor, count: int)
 
 
 def add_late(partial: torch.Tensor, answer: torch.Tensor) -> torch.Tensor:
-    """Float32 `[T, H]` on the partial sum's device; in place where that is float32."""
+    """Returns float32 `[T, H]` on the partial sum's device; in place where that is float32."""
     return partial.float().add_(answer.to(partial.device))
 
 
 def deferral_rule(config: MoebiusConfig, model: ModelConfig) -> DeferralRule | None:
-    """What `defer_experts` asks for; None: nothing. Raises UserError where answers can not be added late."""
+    """Returns what `defer_experts` asks for; None: nothing.
+
+    Raises UserError where answers can not be added late.
+    """
     count, num_stages = config.experts.defer_experts, config.parallel.pipeline_parallel_size
     if count == 0:
         return None

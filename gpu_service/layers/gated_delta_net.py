@@ -40,7 +40,7 @@ class GatedDeltaNet(StateLayer):
         )
 
     def _projections(self) -> tuple[dict[str, ShardRange], list[int] | None]:
-        """What the rank loads, and which rows of it, in which order, it keeps."""
+        """Returns what the rank loads, and which rows of it, in which order, it keeps."""
         spec, own, heads = self._spec, self._key_heads, self._heads
         repeats = spec.num_value_heads // spec.num_key_heads
         if spec.interleaved:
@@ -58,7 +58,7 @@ class GatedDeltaNet(StateLayer):
     def forward(
         self, hidden_states: torch.Tensor, rope: RopeTable | None, context: ForwardContext
     ) -> torch.Tensor:
-        """`[T, H]` to a new `[T, H]`; the states after the step are in the slots that it writes."""
+        """Maps `[T, H]` to a new `[T, H]`; the states after the step are in the slots that it writes."""
         states = self._states(context)
         qkv, gate, b, a = self.in_proj(hidden_states).split(self._widths, dim=1)
         qkv = states.convolve(qkv, self.conv1d)

@@ -23,11 +23,10 @@ from gpu_service.layers.states import ConvTaps, LayerStates, StepSequences
 from gpu_service.ops.gated_streams import gate_values, inject_update, mix_gated_streams, norm_streams
 from gpu_service.ops.ngrams import NGramTable, ngram_rows, ngram_table, table_rows
 from gpu_service.ops.rope import RopeTable
-from moebius.models.attention_config import HyperConnectionConfig, NGramConfig
 from moebius.models.layers import residual as specs
 from moebius.models.layers.layer import Layer, Places
 from moebius.models.layers.ranks import ShardRange, even_shard
-from moebius.models.layers.residual import NGrams
+from moebius.models.layers.residual import NGramConfig, NGrams
 
 
 class StreamNorm(OnePlusWeightRMSNorm):
@@ -51,7 +50,7 @@ class StreamMixer(nn.Module):
     """What the streams are read as, at the end of a model; attribute names are those of transformers."""
 
     def __init__(
-        self, hyper: HyperConnectionConfig, eps: float, made: Composition, *, injects: bool = False
+        self, hyper: specs.GatedStreams, eps: float, made: Composition, *, injects: bool = False
     ) -> None:
         super().__init__()
         whole, stream_size, dtype = ShardRange.whole, hyper.num_streams * made.hidden_size, made.dtype
@@ -74,7 +73,7 @@ class StreamMixer(nn.Module):
 class StreamConnection(StreamMixer):
     """Around one half of a layer."""
 
-    def __init__(self, hyper: HyperConnectionConfig, eps: float, made: Composition) -> None:
+    def __init__(self, hyper: specs.GatedStreams, eps: float, made: Composition) -> None:
         super().__init__(hyper, eps, made, injects=True)
 
     def around(self, streams: torch.Tensor, half: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -87,7 +86,7 @@ class GatedStreams(HyperStreams):
     """Streams that the model's last norm, a `StreamMixer`, reads together."""
 
     def mixed(self, mixer: StreamMixer) -> torch.Tensor:
-        """What the streams end as, `[T, H]`."""
+        """Returns what the streams end as, `[T, H]`."""
         output: torch.Tensor = mixer(self.streams)[0]
         return output
 
@@ -124,7 +123,7 @@ class NGramRows(nn.Module):
         self.weight_scale = empty_parameter(1, dtype=torch.float32)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """int64 `[T, n]` to `[T, n, row_dim]`: each row from the rank that has it, zeros from others."""
+        """Maps int64 `[T, n]` to `[T, n, row_dim]`: each row from the rank that has it, zeros from others."""
         own = rows - self._shard.begin if self._shard.begin else rows
         return self._group.all_reduce(table_rows(own, self.weight, self.weight_scale, self._dtype))
 
@@ -158,7 +157,7 @@ class NGramEmbedding(nn.Module):
         self._table = NGramTable(factors.to(device), primes.to(device), offsets.to(device), num_rows)
 
     def forward(self, inputs: ForwardInputs, tokens: torch.Tensor) -> torch.Tensor:
-        """`[T, embed_dim]`; tokens: all slots of the layer's latest tokens."""
+        """Returns `[T, embed_dim]`; tokens: all slots of the layer's latest tokens."""
         if inputs.depths:
             rows = torch.cat([self._rows(at_depth(inputs, depth), tokens) for depth in inputs.depths])
             order = torch.cat([depth.index for depth in inputs.depths])
@@ -169,7 +168,7 @@ class NGramEmbedding(nn.Module):
         return embedded.flatten(1)
 
     def _rows(self, inputs: ForwardInputs, tokens: torch.Tensor) -> torch.Tensor:
-        """As `ngram_rows` says."""
+        """Returns what `ngram_rows` does."""
         assert inputs.state_reads is not None
         assert inputs.state_writes is not None
         return ngram_rows(
@@ -249,9 +248,9 @@ class GatedStreamLayer(nn.Module):
         self.ple: NGramLayer | None = None
         if residual.ngrams is not None:
             self.ple = NGramLayer(residual.ngrams, eps, parts.places[-1], made)
-        self.attn_hyper_connection = StreamConnection(residual.sizes, eps, made)
+        self.attn_hyper_connection = StreamConnection(residual, eps, made)
         self.add_module(self._attention_name, attention)
-        self.mlp_hyper_connection = StreamConnection(residual.sizes, eps, made)
+        self.mlp_hyper_connection = StreamConnection(residual, eps, made)
 
     def forward(
         self, stream: ResidualStream, rope: RopeTable | None, context: ForwardContext

@@ -16,7 +16,6 @@ from gpu_service.layers.linear import empty_parameter
 from gpu_service.layers.norm import Norm
 from gpu_service.ops.hyper_connections import collapse_streams, mix_streams, weigh_streams
 from gpu_service.ops.rope import RopeTable
-from moebius.models.attention_config import HyperConnectionConfig
 from moebius.models.layers.layer import Layer
 from moebius.models.layers.residual import HyperConnections, Sequential
 
@@ -24,7 +23,7 @@ from moebius.models.layers.residual import HyperConnections, Sequential
 class HyperConnection(nn.Module):
     """Weights of one half of a layer, float32 as they are used; attribute names are those of transformers."""
 
-    def __init__(self, hyper: HyperConnectionConfig, eps: float, hidden_size: int) -> None:
+    def __init__(self, hyper: HyperConnections, eps: float, hidden_size: int) -> None:
         super().__init__()
         self._sizes, self._norm_eps, num = hyper, eps, hyper.num_streams
         # Of the weights between streams there may be none.
@@ -46,7 +45,7 @@ class HyperConnection(nn.Module):
 class HyperHead(nn.Module):
     """Weights of the last sum of streams, float32; attribute names are those of transformers."""
 
-    def __init__(self, hyper: HyperConnectionConfig, eps: float, hidden_size: int) -> None:
+    def __init__(self, hyper: HyperConnections, eps: float, hidden_size: int) -> None:
         super().__init__()
         self._norm_eps, self._eps, num = eps, hyper.eps, hyper.num_streams
         self.hc_fn = empty_parameter(num, num * hidden_size, dtype=torch.float32)
@@ -71,11 +70,11 @@ class HyperStreams(ResidualStream):
 
     @classmethod
     def embedded(cls, hidden_states: torch.Tensor, num_streams: int) -> Self:
-        """Of embedded tokens `[T, H]`: all streams are alike."""
+        """Returns the streams of embedded tokens `[T, H]`, which are all alike."""
         return cls(hidden_states.repeat(1, num_streams), num_streams)
 
     def normed(self, norm: Norm) -> torch.Tensor:
-        """The norm of what the streams end as, `[T, H]`."""
+        """Returns the norm of what the streams end as, `[T, H]`."""
         output: torch.Tensor = norm(self.streams.mean(1) if self.head is None else self.head(self.streams))
         return output
 
@@ -87,7 +86,7 @@ class HyperDecoderLayer(DecoderLayer):
         residual = layer.residual
         assert isinstance(residual, HyperConnections)
         super().__init__(replace(layer, residual=Sequential()), parts, made)
-        sizes = residual.sizes, layer.norm.eps, made.hidden_size
+        sizes = residual, layer.norm.eps, made.hidden_size
         self.attn_hc, self.ffn_hc = HyperConnection(*sizes), HyperConnection(*sizes)
 
     def forward(

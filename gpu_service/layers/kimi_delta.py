@@ -57,7 +57,9 @@ class KimiDeltaAttention(StateLayer):
         self.o_proj = RowParallelLinear(values, size, bias=False, dtype=dtype, parallel=made.parallel)
 
     def checkpoint_parts(self) -> Iterator[CheckpointPart]:
-        """Of this module's own parameters, a rank has those of its heads, but first all of A_log."""
+        """Returns the parts that a rank has of this module's own parameters: those of its heads, but first
+        all of A_log.
+        """
         rows, *rest = self.A_log.shape
         cols = ShardRange.whole(rest[0]) if rest else None
         yield CheckpointPart("", "A_log", ShardRange.whole(rows), cols, rest=tuple(rest[1:]))
@@ -70,7 +72,7 @@ class KimiDeltaAttention(StateLayer):
     def forward(
         self, hidden_states: torch.Tensor, rope: RopeTable | None, context: ForwardContext
     ) -> torch.Tensor:
-        """`[T, H]` to a new `[T, H]`; the states after the step are in the slots that it writes."""
+        """Maps `[T, H]` to a new `[T, H]`; the states after the step are in the slots that it writes."""
         states = self._states(context)
         qkv, b, decay, gate = self.in_proj(hidden_states).split(self._widths, dim=1)
         qkv = states.convolve(qkv, self.conv1d)

@@ -70,18 +70,21 @@ class LightningAttention(StateLayer):
         self._scalars: torch.Tensor | None = None
 
     def checkpoint_parts(self) -> Iterator[CheckpointPart]:
-        """Of the rates, where there are any, a rank has those of its heads."""
+        """Returns the parts that a rank has of the rates, where there are any: those of its heads."""
         yield CheckpointPart("", "slope_rate", self._heads, ShardRange.whole(1), rest=(1,))
 
     def pack(self) -> None:
-        """What is used but not loaded; the loader calls it once. Raises CheckpointError for rates below 0."""
+        """Makes what is used but not loaded; the loader calls it once.
+
+        Raises CheckpointError for rates below 0.
+        """
         rates = self._used_rates(self.slope_rate.flatten().tolist())
         count = len(rates)
         rows = [[math.log(rate) for rate in rates], [_UNIT_STEP] * count, [0.0] * count]
         self._scalars = torch.tensor(rows, dtype=torch.float32, device=self.norm.weight.device)
 
     def _used_rates(self, stored: list[float]) -> list[float]:
-        """Computed ones, unless the checkpoint has others (of another number of layers, say)."""
+        """Returns computed rates, unless the checkpoint has others (of another number of layers, say)."""
         if not any(stored):
             return self._rates
         if min(stored) <= 0:
@@ -99,7 +102,7 @@ class LightningAttention(StateLayer):
     def forward(
         self, hidden_states: torch.Tensor, rope: RopeTable | None, context: ForwardContext
     ) -> torch.Tensor:
-        """`[T, H]` to a new `[T, H]`; the states after the step are in the slots that it writes."""
+        """Maps `[T, H]` to a new `[T, H]`; the states after the step are in the slots that it writes."""
         assert self._scalars is not None, "the loader calls `pack`"
         states = self._states(context)
         vkq, gate = self.in_proj(hidden_states).split(self._widths, dim=1)
@@ -120,6 +123,6 @@ class LightningAttention(StateLayer):
 
 
 def decay_rates(num_heads: int, layer: int, num_layers: int) -> list[float]:
-    """Of each head: a power of two to start with, and less in later layers."""
+    """Returns the rate of each head: a power of two to start with, and less in later layers."""
     factor = 1 - layer / (num_layers - 1 + 1e-5) + 1e-5
     return [2.0 ** (-8 * (head + 1) / num_heads) * factor for head in range(num_heads)]

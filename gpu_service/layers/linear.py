@@ -17,8 +17,7 @@ from torch import nn
 from gpu_service.core.parallel import SOLO, ParallelContext
 from gpu_service.core.step import ForwardInputs
 from gpu_service.device.stream import own_pages
-from gpu_service.ops.linear import GROUP, can_pack, fp8_linear, linear, pack_weight
-from gpu_service.ops.norm_linear import add_norm_linear
+from gpu_service.ops.linear import GROUP, add_norm_linear, can_pack, fp8_linear, linear, pack_weight
 from gpu_service.ops.packed_weight import PackedPart, PackedWeight, packed_bytes
 from moebius import _kernels
 from moebius.models.layers.ranks import ShardRange
@@ -44,7 +43,7 @@ class Divided(Protocol):
     """A module whose parameters are not simply the checkpoint's tensors of the same names."""
 
     def checkpoint_parts(self) -> Iterator[CheckpointPart]:
-        """The parts of checkpoint tensors that fill this module's parameters, one after the other."""
+        """Returns the parts of checkpoint tensors that fill this module's parameters, one after the other."""
 
 
 @runtime_checkable
@@ -65,7 +64,7 @@ class HostMemory(Protocol):
 
 
 def empty_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
-    """A parameter without memory; the loader gives it memory and values."""
+    """Returns a parameter without memory; the loader gives it memory and values."""
     return nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
 
 
@@ -83,7 +82,9 @@ class ReadsSeam(Protocol):
     """A module that starts with a product of its input, which may be one kernel with the norm before it."""
 
     def read_seam(self, seam: Seam, inputs: ForwardInputs) -> tuple[torch.Tensor, ...] | None:
-        """The sum, its norm, and what else `forward` is to be called with; None: it reads a norm alone."""
+        """Returns the sum, its norm, and what else `forward` is to be called with; None: it reads a norm
+        alone.
+        """
 
 
 class StoredWeight(nn.Module):
@@ -106,7 +107,7 @@ class StoredWeight(nn.Module):
         self.weight = empty_parameter(packed_bytes(self.weight_shape[1], parts), dtype=torch.uint8)
 
     def make_packed(self, threads: _kernels.DenseThreads) -> PackedWeight:
-        """The kept weight, which gets memory at the first call."""
+        """Returns the kept weight, which gets memory at the first call."""
         if self.packed is None:
             memory = own_pages(self.weight.shape, torch.uint8)
             self.weight = nn.Parameter(memory, requires_grad=False)
@@ -128,7 +129,7 @@ class Linear(StoredWeight):
         self._output_order: torch.Tensor | None = None
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """`[..., in_features]` to `[..., out_features]`."""
+        """Maps `[..., in_features]` to `[..., out_features]`."""
         return self._gemm(hidden_states, self.bias)
 
     def _gemm(self, hidden_states: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -140,7 +141,9 @@ class Linear(StoredWeight):
         return fp8_linear(hidden_states, self.weight, self.weight_scales, self._first_column, bias)
 
     def after_seam(self, seam: Seam) -> tuple[torch.Tensor, ...] | None:
-        """What `add_norm_linear` returns, the product being `forward`'s; None: of weights kept as stored."""
+        """Returns what `add_norm_linear` returns, the product being `forward`'s; None: of weights kept as
+        stored.
+        """
         if self.weight_scales is not None or self.packed is not None:
             return None
         return add_norm_linear(*seam, self.weight, self.bias)
@@ -237,7 +240,9 @@ class RowParallelLinear(Linear):
         self._group = parallel.tensor_group if reduce else None
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """`[T, in_features]` of this rank to `[T, out_features]`, summed over ranks unless `reduce=False`."""
+        """Returns `[T, in_features]` of this rank to `[T, out_features]`, summed over ranks unless
+        `reduce=False`.
+        """
         output = self._gemm(hidden_states, self.bias if self._adds_bias else None)
         return output if self._group is None else self._group.all_reduce(output)
 
@@ -249,7 +254,9 @@ class RowParallelLinear(Linear):
 
 
 def _apart(begin: int, heads: int, widths: Sequence[int]) -> Iterator[list[int]]:
-    """Rows from `begin` on, `widths` of each part for every head: for each part, those of all heads."""
+    """Yields the rows from `begin` on, `widths` of each part for every head: for each part, those of all
+    heads.
+    """
     stride, offset = sum(widths), 0
     for width in widths:
         firsts = (begin + head * stride + offset for head in range(heads))
@@ -258,20 +265,23 @@ def _apart(begin: int, heads: int, widths: Sequence[int]) -> Iterator[list[int]]
 
 
 def gated_query_order(num_heads: int, num_kv_heads: int, head_dim: int) -> list[int]:
-    """A query projection with each head's query, then its gate; keys; values: the gates go last."""
+    """Returns a query projection with each head's query, then its gate; keys; values: the gates go last."""
     query, gate = _apart(0, num_heads, (head_dim, head_dim))
     begin = 2 * num_heads * head_dim
     return [*query, *range(begin, begin + 2 * num_kv_heads * head_dim), *gate]
 
 
 def lightning_order(num_heads: int, head_dim: int) -> list[int]:
-    """A projection with each head's query, key and value: values of all heads, then keys, then queries."""
+    """Returns a projection with each head's query, key and value: values of all heads, then keys, then
+    queries.
+    """
     query, key, value = _apart(0, num_heads, (head_dim,) * 3)
     return [*value, *key, *query]
 
 
 def linear_attention_order(spec: GatedDeltaNet) -> list[int]:
-    """Rows of `in_proj_qkvz`, then of `in_proj_ba`, as queries, keys, values, gates, b, a of all heads.
+    """Returns the rows of `in_proj_qkvz`, then of `in_proj_ba`, as queries, keys, values, gates, b, a of all
+    heads.
 
     The checkpoint has for each key head: its query, its key, the values and then the gates of the value heads
     it serves; and b, then a of these.

@@ -51,14 +51,14 @@ class Mamba(StateLayer):
         self.out_proj = RowParallelLinear(channels, size, bias=False, dtype=dtype, parallel=parallel)
 
     def checkpoint_parts(self) -> Iterator[CheckpointPart]:
-        """Of this module's own parameters, a rank has those of its channels."""
+        """Returns the parts that a rank has of this module's own parameters: those of its channels."""
         yield from super().checkpoint_parts()
         yield CheckpointPart("", "A_log", self._heads, ShardRange.whole(self.A_log.shape[1]))
 
     def forward(
         self, hidden_states: torch.Tensor, rope: RopeTable | None, context: ForwardContext
     ) -> torch.Tensor:
-        """`[T, H]` to a new `[T, H]`; the states after the step are in the slots that it writes."""
+        """Maps `[T, H]` to a new `[T, H]`; the states after the step are in the slots that it writes."""
         states = self._states(context)
         x, gate = self.in_proj(hidden_states).chunk(2, dim=1)
         x = states.convolve(x, self.conv1d)

@@ -49,7 +49,7 @@ class Mamba2(StateLayer):
     def forward(
         self, hidden_states: torch.Tensor, rope: RopeTable | None, context: ForwardContext
     ) -> torch.Tensor:
-        """`[T, H]` to a new `[T, H]`; the states after the step are in the slots that it writes."""
+        """Maps `[T, H]` to a new `[T, H]`; the states after the step are in the slots that it writes."""
         states, norm = self._states(context), self.norm
         gate, xbc, dt = self.in_proj(hidden_states).split(self._widths, dim=1)
         xbc = states.convolve(xbc, self.conv1d)

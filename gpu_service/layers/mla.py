@@ -37,7 +37,7 @@ class StepSelection:
         self._halves: tuple[RopeTable, RopeTable] | None = None
 
     def half_split(self, rope: RopeTable) -> RopeTable:
-        """The step's table with its pairs lying half a head apart; made once per step."""
+        """Returns the step's table with its pairs lying half a head apart; made once per step."""
         if self._halves is None or self._halves[0] is not rope:
             self._halves = rope, half_split(rope)
         return self._halves[1]
@@ -53,7 +53,7 @@ class LearnedGrowth(nn.Module):
         self.bias = empty_parameter(heads.size, dtype=dtype)
 
     def forward(self, query: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """`[T, num_heads, size]` and int64 `[T]` to a new `[T, num_heads, size]`."""
+        """Maps `[T, num_heads, size]` and int64 `[T]` to a new `[T, num_heads, size]`."""
         return query * learned_query_scales(positions, self.scale, self.bias, query.dtype)
 
     def checkpoint_parts(self) -> Iterator[CheckpointPart]:
@@ -158,7 +158,9 @@ class LatentProjection(nn.Module):
         self.weight = empty_parameter(self._rows.size, spec.kv_lora_rank, dtype=dtype)
 
     def by_head(self) -> torch.Tensor:
-        """View `[num_heads, nope_dim + value_dim, latent_dim]`: each head's key rows, then its value rows."""
+        """Returns a view `[num_heads, nope_dim + value_dim, latent_dim]`: each head's key rows, then its
+        value rows.
+        """
         return self.weight.view(self._num_heads, -1, self._latent_dim)
 
     def checkpoint_parts(self) -> Iterator[CheckpointPart]:
@@ -213,7 +215,7 @@ class MLAttention(nn.Module):
         )
 
     def _gates(self, made: Composition) -> FusedLinear | None:
-        """Of elements or heads; None: there are none."""
+        """Returns the gates of elements or heads; None: there are none."""
         if self._sizes.gate is None:
             return None
         of_elements = self._sizes.gate == "element"
@@ -221,14 +223,14 @@ class MLAttention(nn.Module):
         return FusedLinear(made.hidden_size, {"g_proj": gates}, bias=False, dtype=made.dtype)
 
     def checkpoint_parts(self) -> Iterator[CheckpointPart]:
-        """Of the parameters that are this module's own, a rank has those of its heads."""
+        """Returns the parts that a rank has of this module's own parameters: those of its heads."""
         if self.sinks is not None:
             yield CheckpointPart("", "sinks", self._heads, None)
 
     def forward(
         self, hidden_states: torch.Tensor, rope: RopeTable | None, context: ForwardContext
     ) -> torch.Tensor:
-        """`[T, H]` to a new `[T, H]`; the new latents are in the cache afterwards.
+        """Maps `[T, H]` to a new `[T, H]`; the new latents are in the cache afterwards.
 
         `rope` None: no part of queries and keys is rotated.
         """
@@ -272,8 +274,8 @@ class MLAttention(nn.Module):
     def _latents(
         self, compressed: torch.Tensor | None, rope: RopeTable | None
     ) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
-        """Latents `[T, kv_lora_rank]`, normed, and parts of keys that all heads share, rotated, as they are
-        stored; None: an earlier layer has stored them.
+        """Returns latents `[T, kv_lora_rank]`, normed, and parts of keys that all heads share, rotated, as
+        they are stored; None: an earlier layer has stored them.
         """
         if compressed is None or self.kv_a_layernorm is None:
             return None, None
@@ -291,7 +293,8 @@ class MLAttention(nn.Module):
     def _project(
         self, hidden_states: torch.Tensor, rope: RopeTable | None, context: ForwardContext
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Queries `[T, num_heads, qk_head_dim]`, and latents with key parts to rotate, or None without them.
+        """Returns queries `[T, num_heads, qk_head_dim]`, and latents with key parts to rotate, or None
+        without them.
 
         The indexer, which reads the queries' latent or the hidden states, has made its choice afterwards.
         """

@@ -22,15 +22,13 @@ from gpu_service.layers.deferral import Collect, add_late
 from gpu_service.layers.linear import FusedLinear, Linear, RowParallelLinear, Seam, empty_parameter
 from gpu_service.layers.norm import ScaledRMSNorm, make_norm
 from gpu_service.ops.activation import CLAMPED_ACTIVATIONS, GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
-from gpu_service.ops.linear import linear
-from gpu_service.ops.norm_linear import add_norm_linear, add_norm_route
+from gpu_service.ops.linear import add_norm_linear, add_norm_route, linear
 from gpu_service.ops.router import choose_by_kind, route, weigh_chosen, zero_experts
 from moebius.checkpoint.errors import CheckpointError
-from moebius.models.attention_config import ExpertKindsConfig
-from moebius.models.config import RouterConfig
 from moebius.models.layers import ffn as specs
 from moebius.models.layers.ffn import Dense
 from moebius.models.layers.ranks import ShardRange, even_shard
+from moebius.models.layers.router import ExpertKindsConfig, RouterConfig
 
 
 class MLP(nn.Module):
@@ -76,7 +74,7 @@ class MLP(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, context: ForwardContext, projected: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """`[T, H]` to a new `[T, H]`; the context is part of the signature that MLP and MoE share.
+        """Maps `[T, H]` to a new `[T, H]`; the context is part of the signature that MLP and MoE share.
 
         `projected`: gate and up, if they were computed already; may be overwritten.
         """
@@ -131,14 +129,14 @@ class Router(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, inputs: ForwardInputs
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`[T, H]` to weights float32 `[T, top_k]` and ids int32 `[T, top_k]`; -1 where not valid.
+        """Maps `[T, H]` to weights float32 `[T, top_k]` and ids int32 `[T, top_k]`; -1 where not valid.
 
         Ids from `num_experts` on are choices without weights.
         """
         return self._choose(linear(hidden_states.to(self.weight.dtype), self.weight, self.bias), inputs)
 
     def read_seam(self, seam: Seam, inputs: ForwardInputs) -> tuple[torch.Tensor, ...]:
-        """The sum, its norm, and what `forward` says of that."""
+        """Returns the sum, its norm, and what `forward` says of that."""
         if self.tid2eid is not None or self.expert_scales is not None:
             total, normed, logits = add_norm_linear(*seam, self.weight, self.bias)
             return total, normed, *self._choose(logits, inputs)
@@ -147,7 +145,7 @@ class Router(nn.Module):
         return add_norm_route(*seam, self.weight, self.bias, bias, self._config, inputs.valid_rows)
 
     def _choose(self, logits: torch.Tensor, inputs: ForwardInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """`forward` of rows whose logits `[T, num_choices]` were computed already."""
+        """Computes `forward` of rows whose logits `[T, num_choices]` were computed already."""
         valid_rows, bias = inputs.valid_rows, self.e_score_correction_bias
         if self.tid2eid is not None:
             chosen = self.tid2eid.index_select(0, inputs.input_ids)
@@ -241,13 +239,13 @@ class MoE(nn.Module):
         self.on_routed: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] | None = None
 
     def read_seam(self, seam: Seam, inputs: ForwardInputs) -> tuple[torch.Tensor, ...] | None:
-        """With weights and ids of the chosen, of a model with one router; see `ReadsSeam`."""
+        """Returns weights and ids of the chosen, of a model with one router; see `ReadsSeam`."""
         return self.gate.read_seam(seam, inputs) if isinstance(self.gate, Router) else None
 
     def forward(
         self, hidden_states: torch.Tensor, context: ForwardContext, *chosen: torch.Tensor
     ) -> torch.Tensor:
-        """`[T, H]` to a new `[T, H]`, float32 where there is no latent space: who adds it rounds once.
+        """Maps `[T, H]` to a new `[T, H]`, float32 where there is no latent space: who adds it rounds once.
 
         `chosen`: weights and ids, if the router has chosen already.
         """
@@ -325,7 +323,7 @@ class MoE(nn.Module):
         topk_weights: torch.Tensor,
         context: ForwardContext,
     ) -> AskedExperts:
-        """The same as `ask_experts`, after whoever watches has seen what experts are given."""
+        """Returns the same as `ask_experts`, after observers have seen the experts' inputs."""
         if self.on_routed is not None:
             self.on_routed(expert_inputs, topk_ids, topk_weights)
         parts = None
@@ -335,14 +333,14 @@ class MoE(nn.Module):
         return ask_experts(self.layer_id, expert_inputs, topk_ids, topk_weights, *devices, parts)
 
     def _expert_inputs(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """What routed experts are given of `[T, H]`: that, or its projection into their space."""
+        """Returns what routed experts are given of `[T, H]`: that, or its projection into their space."""
         if self.fc1_latent_proj is None:
             return hidden_states
         projected: torch.Tensor = self.fc1_latent_proj(hidden_states)
         return projected
 
     def _shared(self, experts: MLP, hidden_states: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """What the always-active experts add, `[T, H]`; every rank weighs its own part alike."""
+        """Returns what the always-active experts add, `[T, H]`; every rank weighs its own part alike."""
         output: torch.Tensor = experts(hidden_states, context)
         if self.shared_expert_gate is None:
             return output
@@ -368,7 +366,7 @@ class MoEWithOwnNorms(MoE):
     def forward_with_residual(
         self, hidden_states: torch.Tensor, residual: torch.Tensor, context: ForwardContext
     ) -> torch.Tensor:
-        """`[T, H]` after the layer's norm and the stream `[T, H]` before it to a new `[T, H]`."""
+        """Returns `[T, H]` after the layer's norm and the stream `[T, H]` before it to a new `[T, H]`."""
         assert self.shared_experts is not None, "the layer's MLP"
         weights, ids = self.gate(self.router_norm(residual), context.inputs)
         if context.recorder is not None:

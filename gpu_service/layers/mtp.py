@@ -33,7 +33,9 @@ class MtpLayer(DecoderLayer):
         self._hidden_first = residual.hidden_first
 
     def begin(self, embedded: torch.Tensor, hidden_states: torch.Tensor) -> ResidualStream:
-        """The stream that the layer adds to, of next tokens' embeddings and hidden states, both `[T, H]`."""
+        """Returns the stream that the layer adds to, of next tokens' embeddings and hidden states, both `[T,
+        H]`.
+        """
         parts = [self.enorm(embedded), self.hnorm(hidden_states)]
         projected: torch.Tensor = self.eh_proj(
             torch.cat(parts[::-1] if self._hidden_first else parts, dim=-1)
@@ -41,7 +43,7 @@ class MtpLayer(DecoderLayer):
         return ResidualStream(projected)
 
     def ended(self, stream: ResidualStream) -> torch.Tensor:
-        """`[T, H]`, what the head reads."""
+        """Returns `[T, H]`, what the head reads."""
         norm = self.shared_head["norm"]
         assert isinstance(norm, Norm)
         return stream.normed(norm)

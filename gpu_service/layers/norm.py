@@ -32,7 +32,10 @@ class Norm(nn.Module):
         raise NotImplementedError
 
     def after_adding(self, update: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """`residual += update` in place, then the sum's norm; both `[T, N]`. May overwrite the update."""
+        """Computes `residual += update` in place, then the sum's norm; both `[T, N]`.
+
+        May overwrite the update.
+        """
         normed: torch.Tensor = self(residual.add_(update))
         return normed
 
@@ -45,7 +48,10 @@ class RMSNorm(Norm):
         return rms_norm(hidden_states, self.weight, self.eps)
 
     def after_adding(self, update: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """`residual += update` in place, then the sum's norm; both `[T, N]`. May overwrite the update."""
+        """Computes `residual += update` in place, then the sum's norm; both `[T, N]`.
+
+        May overwrite the update.
+        """
         return fused_add_rms_norm(update, residual, self.weight, self.eps)
 
 
@@ -61,7 +67,7 @@ class OnePlusWeightRMSNorm(RMSNorm):
         super().__init__(size, eps, dtype=torch.float32)
 
     def pack(self) -> None:
-        """From the checkpoint's weight to the factor; the loader calls it once."""
+        """Turns the checkpoint's weight into the factor; the loader calls it once."""
         self.weight = nn.Parameter(self.weight + 1.0, requires_grad=False)
 
 
@@ -72,7 +78,7 @@ class ScaledRMSNorm(RMSNorm):
         super().__init__(size, eps, dtype=torch.float32)
 
     def pack(self) -> None:
-        """From the checkpoint's weight to the factor; the loader calls it once."""
+        """Turns the checkpoint's weight into the factor; the loader calls it once."""
         self.weight = nn.Parameter(self.weight * self.weight.shape[0] ** -0.5, requires_grad=False)
 
 
@@ -89,14 +95,14 @@ class MeanRemovingNorm(Norm):
 
 
 def make_norm(norm: norms.Norm, size: int, *, dtype: torch.dtype) -> Norm:
-    """The norm over `size` elements that a layer's value describes."""
+    """Returns the norm over `size` elements that a layer's value describes."""
     if isinstance(norm, norms.LayerNorm):
         return MeanRemovingNorm(size, norm.eps, dtype=dtype, bias=norm.bias)
     return make_rms_norm(norm, size, dtype=dtype)
 
 
 def make_rms_norm(norm: norms.RMSNorm, size: int, *, dtype: torch.dtype) -> RMSNorm:
-    """The same for who computes it from its weight alone."""
+    """Returns the same for who computes it from its weight alone."""
     kind = OnePlusWeightRMSNorm if norm.one_plus_weight else RMSNorm
     return kind(size, norm.eps, dtype=dtype)
 
@@ -116,7 +122,9 @@ class FullWidthNorm(nn.Module):
         yield CheckpointPart("", "weight", self.rows, None)
 
     def apply_statistics(self, values: torch.Tensor, squares: torch.Tensor) -> torch.Tensor:
-        """Norm float32 `[T, rows]` by the sum `[T, 1]` of all ranks' squares; rounded before the weight."""
+        """Norms float32 `[T, rows]` by the sum `[T, 1]` of all ranks' squares; rounded before the
+        weight.
+        """
         normalized = values * torch.rsqrt(squares / self.counted + self.eps)
         return normalized.to(self.weight.dtype) * self.weight
 
@@ -128,7 +136,7 @@ def norm_full_width(
     k_norm: FullWidthNorm,
     group: Collectives,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Norm the queries `[T, num_heads, head_dim]` and the keys `[T, num_kv_heads, head_dim]`.
+    """Norms the queries `[T, num_heads, head_dim]` and the keys `[T, num_kv_heads, head_dim]`.
 
     Heads of a token are contiguous. Returns new tensors of the same shapes. One all-reduce of two numbers a
     token where there are several ranks.

@@ -40,7 +40,7 @@ class ShortConv(StateLayer):
     def forward(
         self, hidden_states: torch.Tensor, rope: RopeTable | None, context: ForwardContext
     ) -> torch.Tensor:
-        """`[T, H]` to a new `[T, H]`; the states after the step are in the slots that it writes."""
+        """Maps `[T, H]` to a new `[T, H]`; the states after the step are in the slots that it writes."""
         b, c, x = self.in_proj(hidden_states).chunk(3, dim=1)
         convolved = self._states(context).convolve(b * x, self.conv, activates=False)
         output: torch.Tensor = self.out_proj(c * convolved)

@@ -31,7 +31,9 @@ class StepSequences:
         self._latest: tuple[ForwardInputs, Sequences] | None = None
 
     def of(self, inputs: ForwardInputs) -> Sequences:
-        """The requests of a step, in order; found by the first layer that asks and kept for the others."""
+        """Returns the requests of a step, in order; found by the first layer that asks and kept for the
+        others.
+        """
         if self._latest is None or self._latest[0] is not inputs:
             self._latest = inputs, make_sequences(inputs.query_start_loc, inputs.query_start_loc_tensor)
         return self._latest[1]
@@ -149,7 +151,7 @@ class StateLayer(nn.Module):
             self.register_parameter(name, empty_parameter(self._heads.size, dtype=torch.float32))
 
     def checkpoint_parts(self) -> Iterator[CheckpointPart]:
-        """Of the parameters that are this module's own, a rank has those of its heads."""
+        """Returns the parts that a rank has of this module's own parameters: those of its heads."""
         for name in self.head_vectors:
             yield CheckpointPart("", name, self._heads, None)
 
@@ -169,7 +171,7 @@ class StateLayer(nn.Module):
 
 
 def own_rows(*shards: ShardRange) -> list[int]:
-    """Where axes lie one after the other, all of each, the rows that belong to a rank."""
+    """Returns where axes lie one after the other, all of each, the rows that belong to a rank."""
     rows, begin = list[int](), 0
     for shard in shards:
         rows += range(begin + shard.begin, begin + shard.end)

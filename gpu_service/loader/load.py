@@ -68,7 +68,7 @@ def find_sources(
     expected: Mapping[str, Target],
     schemes: tuple[WeightScheme, ...],
 ) -> dict[str, WeightSource]:
-    """A source for every expected name; `present` has the checkpoint's tensors by canonical name.
+    """Returns a source for every expected name; `present` has the checkpoint's tensors by canonical name.
 
     What is stored decides: floats under the expected name are taken as they are, anything else must fit one
     of `schemes`. Raises CheckpointError listing every name that is missing, unused, mis-shaped, of a wrong
@@ -85,7 +85,7 @@ def find_sources(
 
 
 def listed(items: Iterable[str]) -> str:
-    """For messages: the first names in order, and how many more there are."""
+    """Returns the first names in order, and how many more there are, for messages."""
     names = sorted(items)
     more = f", and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
     return ", ".join(names[:_MAX_LISTED]) + more
@@ -195,7 +195,7 @@ def load_tower(tower: VisionTower, directory: str | Path, model_type: str) -> No
 def check_tower(
     tower: VisionTower, directory: str | Path, model_type: str
 ) -> tuple[tuple[str, TensorInfo], ...]:
-    """What fills a tower, which may be without memory, from headers alone; names are the tower's.
+    """Returns what fills a tower, which may be without memory, from headers alone; names are the tower's.
 
     Raises CheckpointError naming the tensors that are missing, unknown, mis-shaped or not floating-point.
     """
@@ -226,7 +226,10 @@ def check_tower(
 def _parts(
     tower: VisionTower, name: str, info: TensorInfo, directory: str | Path
 ) -> list[tuple[str, torch.Tensor]]:
-    """The tower's parameters that a tensor fills, as tensors without memory. Raises CheckpointError."""
+    """Returns the tower's parameters that a tensor fills, as tensors without memory.
+
+    Raises CheckpointError.
+    """
     try:
         return list(tower.parts(name, torch.empty(info.shape, device="meta")))
     except (RuntimeError, ValueError) as error:
@@ -241,7 +244,7 @@ DenseForm = Literal["dequantised", "fp8", "packed"]
 
 
 def dense_form(chosen: ModelConfigSection, device: torch.device) -> DenseForm:
-    """What `dense_weights` means for a model on a device; one on "meta" is planned for a GPU."""
+    """Returns what `dense_weights` means for a model on a device; one on "meta" is planned for a GPU."""
     on_cpu = device.type == "cpu"
     if chosen.dense_weights == "dequantise" or (chosen.dense_weights == "auto" and not on_cpu):
         return "dequantised"
@@ -274,13 +277,13 @@ def _held_bytes(model: CausalLM) -> int:
 
 
 def _row_bytes(target: Target) -> int:
-    """Of the parameter, the part that this process has of a row."""
+    """Returns the bytes of the part that this process has of a row of the parameter."""
     parameter = target.module.get_parameter(target.parameter)
     return parameter.nbytes // target.shape[0] if _is_packed(target) else parameter[:1].nbytes
 
 
 def _is_packed(target: Target) -> bool:
-    """Whether it is the weight of a module that holds it as it is stored."""
+    """Returns whether it is the weight of a module that holds it as it is stored."""
     kept = isinstance(target.module, StoredWeight) and bool(target.module.packed_parts)
     return kept and target.parameter == "weight"
 
@@ -333,7 +336,10 @@ def check_weights(config: ModelConfig, directory: str | Path) -> None:
 def _find(
     model: CausalLM, directory: str | Path, form: DenseForm
 ) -> tuple[dict[str, Target], dict[str, WeightSource]]:
-    """Every parameter's target and the source of its values, by canonical name. Raises CheckpointError."""
+    """Returns every parameter's target and the source of its values, by canonical name.
+
+    Raises CheckpointError.
+    """
     index = open_index(directory)
     present = _present(index, model)
     _keep_fp8_tables(model, present)
@@ -355,7 +361,7 @@ def _keep_fp8_tables(model: CausalLM, present: Mapping[str, TensorInfo]) -> None
 
 
 def _present(index: CheckpointIndex, model: CausalLM) -> dict[str, TensorInfo]:
-    """The checkpoint's tensors that this process reads, by canonical name."""
+    """Returns the checkpoint's tensors that this process reads, by canonical name."""
     present: dict[str, TensorInfo] = {}
     config = model.config
     check_mtp_layers(index, config.model_type, config.num_layers)

@@ -1,4 +1,4 @@
-"""Which checkpoint names fill which rows of which parameter, and which names are nobody's here.
+"""Which checkpoint names fill which rows of which parameter, and which names are read by no parameter.
 
 How a family spells its names is `moebius.models.names`' business; only canonical names are known here.
 """
@@ -18,6 +18,7 @@ from gpu_service.models.common import CausalLM
 from moebius.checkpoint.expert_layouts import is_routed_expert
 from moebius.models.config import ModelConfig
 from moebius.models.layers.ranks import ShardRange
+from moebius.models.layers.residual import Sequential
 from moebius.models.registry import family_of
 from moebius.models.tied_head import EMBEDDING, HEAD
 
@@ -45,7 +46,8 @@ _LAST = ("model.norm", "model.hc_head")
 def wanted_name(
     name: str, config: ModelConfig, parallel: ParallelContext = SOLO, *, head_is_embedding: bool = False
 ) -> str | None:
-    """The canonical name of a checkpoint tensor, or None where it is right that nothing here reads it.
+    """Returns the canonical name of a checkpoint tensor, or None where it is right that nothing here reads
+    it.
 
     Left out are routed experts of MoE layers (the expert servers'), norms that dense layers have and do not
     use, what the family's rules drop (rotary frequencies; multi-token prediction, unless it is served), a
@@ -68,9 +70,14 @@ def wanted_name(
         return None
     if config.is_moe_layer(index) and is_routed_expert(name):
         return None
-    if config.moe_output_norms and not config.is_moe_layer(index) and _module(canonical).endswith(_MLP_NORM):
-        return None
-    return canonical
+    is_of_dense_layer = _module(canonical).endswith(_MLP_NORM) and not config.is_moe_layer(index)
+    return None if is_of_dense_layer and _norms_experts_alone(config) else canonical
+
+
+def _norms_experts_alone(config: ModelConfig) -> bool:
+    """Returns whether only what experts add is normed; checkpoints have the norm in dense layers, too."""
+    residuals = (layer.residual for layer in config.layers)
+    return any(isinstance(residual, Sequential) and residual.normed_output == "ffn" for residual in residuals)
 
 
 def _is_of_stage(canonical: str, config: ModelConfig, parallel: ParallelContext) -> bool:

@@ -81,5 +81,5 @@ def _kept(source: WeightSource, target: Target) -> KeptMatrix | None:
 
 
 def _cuts(shard: ShardRange, multiple: int) -> bool:
-    """Whether a stored matrix can be cut where the shard begins and ends."""
+    """Returns whether a stored matrix can be cut where the shard begins and ends."""
     return shard.begin % multiple == 0 and (shard.end % multiple == 0 or shard.end == shard.total)

@@ -67,7 +67,7 @@ class WeightSource(Protocol):
 
 
 def as_torch(array: Array, dtype: str) -> torch.Tensor:
-    """The same memory as a tensor; `dtype` is that of a float tensor in the checkpoint."""
+    """Returns the same memory as a tensor; `dtype` is that of a float tensor in the checkpoint."""
     if dtype == "BF16":
         # torch reinterprets signed integers; numpy has no bfloat16.
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
@@ -81,7 +81,9 @@ _making = threading.Lock()
 
 
 def target_rows(target: Target, parameter: str, device: torch.device) -> torch.Tensor:
-    """The rows that a target fills of a parameter of its module; any thread may be the first to ask."""
+    """Returns the rows that a target fills of a parameter of its module; any thread may be the
+    first to ask.
+    """
     with _making:
         found, module = target.module.get_parameter(parameter), target.module
         if found.is_meta:
@@ -162,7 +164,9 @@ class QuantisedSource:
 
 
 def read_part(matrix: StoredMatrix, target: Target, reader: SliceReader) -> tuple[SourceMatrix, int, int]:
-    """What of a matrix holds the target's part, in whole words and groups; row and column it begins at."""
+    """Returns what of a matrix holds the target's part, in whole words and groups; row and column it begins
+    at.
+    """
     rows, cols = target.rows, target.cols or ShardRange.whole(matrix.shape[1])
     row_range, col_range = _outwards(rows, matrix.row_multiple), _outwards(cols, matrix.col_multiple)
     source = matrix.read(reader, rows=row_range, cols=col_range)
@@ -170,7 +174,7 @@ def read_part(matrix: StoredMatrix, target: Target, reader: SliceReader) -> tupl
 
 
 def _outwards(shard: ShardRange, multiple: int) -> slice:
-    """The smallest range around the shard that begins and ends at multiples, or at the end."""
+    """Returns the smallest range around the shard that begins and ends at multiples, or at the end."""
     begin = shard.begin // multiple * multiple
     return slice(begin, min(-(-shard.end // multiple) * multiple, shard.total))
 
@@ -178,7 +182,7 @@ def _outwards(shard: ShardRange, multiple: int) -> slice:
 def _dequantised(
     source: SourceMatrix, context: LoadContext
 ) -> Iterator[tuple[int, np.typing.NDArray[np.float32]]]:
-    """Blocks of rows in order, each with its first row's position."""
+    """Yields the blocks of rows in order, each with its first row's position."""
     assert source.rows is not None
     assert source.cols is not None
     step = max(1, _BLOCK_ELEMENTS // source.cols // _BLOCK_ROWS) * _BLOCK_ROWS
@@ -239,7 +243,7 @@ class Fp8Source:
 
 
 def _row_scales(source: SourceMatrix, begin: int, groups: int) -> NDArray[np.float32]:
-    """`[rows, groups]` from those of blocks, rows or the whole matrix; `begin`: the first group."""
+    """Returns `[rows, groups]` from those of blocks, rows or the whole matrix; `begin`: the first group."""
     rows = len(source.codes)
     found = np.ones((rows, groups), np.float32)
     if source.scales is not None:

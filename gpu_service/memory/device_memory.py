@@ -15,7 +15,7 @@ _cuda: Any = torch.cuda
 
 
 def gib(nbytes: int) -> str:
-    """Bytes as GiB with two decimals, for messages and tables."""
+    """Returns bytes as GiB with two decimals, for messages and tables."""
     return f"{nbytes / 2**30:.2f}"
 
 
@@ -43,11 +43,11 @@ class DeviceMemory(ABC):
 
     @abstractmethod
     def use(self) -> MemoryUse:
-        """What is used now. Waits for what was launched."""
+        """Returns what is used now. Waits for what was launched."""
 
     @abstractmethod
     def device_allocations(self) -> int:
-        """As in `use`, from any thread, without waiting for the device."""
+        """Returns the allocations as in `use`, from any thread, without waiting for the device."""
 
     @abstractmethod
     def reset_peak(self) -> None:
@@ -59,7 +59,7 @@ class DeviceMemory(ABC):
 
 
 class CudaMemory(DeviceMemory):
-    """Of a CUDA device, by the driver and torch's caching allocator."""
+    """The memory of a CUDA device, by the driver and torch's caching allocator."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -90,5 +90,5 @@ class CudaMemory(DeviceMemory):
 
 
 def make_device_memory(device: torch.device) -> DeviceMemory | None:
-    """None for a CPU, whose memory is shared with the expert servers and not ours to divide."""
+    """Returns the memory of a GPU; None for a CPU, whose memory is shared with the expert servers."""
     return CudaMemory(device) if device.type == "cuda" else None

@@ -57,7 +57,7 @@ class SlotMemory(Protocol):
 
 
 class ElasticMemory(PageSupply):
-    """Of one rank; driven by the engine's thread."""
+    """The elastic memory of one rank; driven by the engine's thread."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class ElasticMemory(PageSupply):
                 self._shrink(spare - self._pages.pages_per_group, queues.next_step)
 
     def figures(self) -> list[Figure]:
-        """What has moved between pages and experts, bytes."""
+        """Returns what has moved between pages and experts, bytes."""
         moved = "Bytes of device memory that KV pages "
         return [
             Figure("gpu_pool_taken_bytes", moved + "got from experts", self.taken_bytes),
@@ -137,7 +137,7 @@ class ElasticMemory(PageSupply):
         ]
 
     def holders(self) -> list[object]:
-        """The chunks that pages have, for checks."""
+        """Returns the chunks that pages have, for checks."""
         return self._pages.holders()
 
     def check_integrity(self) -> None:

@@ -15,7 +15,7 @@ from moebius.errors import UserError
 
 
 def render(plan: MemoryPlan, measured: Mapping[str, int] | None = None) -> str:
-    """A table of planned and, where known, measured GiB per part, its last line the sum."""
+    """Returns a table of planned and, where known, measured GiB per part, its last line the sum."""
     measured = measured or {}
     rows = [("part", "planned GiB", "measured GiB" if measured else "")]
     for line in plan.lines:
@@ -38,7 +38,7 @@ def _to_stderr(text: str) -> None:
 
 
 class MemoryLedger:
-    """Of one rank's device. `reached` is called after each phase, `seal` before readiness."""
+    """The ledger of one rank's device. `reached` is called after each phase, `seal` before readiness."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class MemoryLedger:
         show(f"GPU memory, before loading\n{render(plan)}")
 
     def reached(self, part: str) -> None:
-        """What was allocated since the last call belongs to `part`."""
+        """Counts what was allocated since the last call as that of `part`."""
         now = self._memory.use()
         self.measured[part] = self.measured.get(part, 0) + now.allocated - self._last.allocated
         self._last = now
@@ -71,7 +71,7 @@ class MemoryLedger:
         )
 
     def activations(self, nbytes: int, part: str = ACTIVATIONS) -> None:
-        """What `profile_activations` measured: no tensor of it lives, but its blocks stay reserved."""
+        """Notes what `profile_activations` measured: no tensor of it lives, but its blocks stay reserved."""
         self.measured[part] = nbytes
         self._last = self._memory.use()
 
@@ -100,7 +100,9 @@ class MemoryLedger:
             )
 
     def late_allocations(self) -> int:
-        """How often memory was asked of the device since `seal`: 0 unless a step exceeded the plan."""
+        """Returns how often memory was asked of the device since `seal`: 0 unless a step exceeded
+        the plan.
+        """
         if self._sealed is None:
             return 0
         return self._memory.device_allocations() - self._sealed.device_allocations

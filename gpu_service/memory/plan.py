@@ -53,21 +53,25 @@ class StepSize:
 
     @staticmethod
     def largest(gpu: GpuConfig) -> StepSize:
-        """What the scheduler may put into one step of the main lane, which streams no longer prompts."""
+        """Returns what the scheduler may put into one step of the main lane, which streams no
+        longer prompts.
+        """
         return StepSize(gpu.num_batched_tokens, min(gpu.num_rows, gpu.num_batched_tokens))
 
     @staticmethod
     def streaming(gpu: GpuConfig) -> StepSize:
-        """Of a step of prompts whose experts are streamed: the lane's, or without one the main lane's."""
+        """Returns the size of a step of prompts whose experts are streamed: the lane's, or without one the
+        main lane's.
+        """
         tokens = max(gpu.num_batched_tokens, gpu.prefill_chunk_max or 0)
         return StepSize(tokens, min(gpu.num_rows, tokens))
 
 
 def has_lane(gpu: GpuConfig, parallel: ParallelContext) -> bool:
-    """Whether prompts that stream their experts have a step of their own, next to the others.
+    """Returns whether prompts that stream their experts have a step of their own, next to the others.
 
     `gpu.prefill_chunk_max` is chosen: unset or within the usual budget, nothing is to be gained. Pipeline
-    stages launch different layers; their main lane takes the longer steps (`scheduler/turns.py`). That of
+    stages launch different layers; their main lane takes the longer steps (`scheduler/pacing.py`). That of
     tensor-parallel ranks does unless a lane is asked for: two communicators on one GPU were not measured.
     """
     is_longer = (gpu.prefill_chunk_max or 0) > gpu.num_batched_tokens
@@ -76,7 +80,7 @@ def has_lane(gpu: GpuConfig, parallel: ParallelContext) -> bool:
 
 
 def lane_bytes(config: ModelConfig, gpu: GpuConfig, parallel: ParallelContext) -> int:
-    """The prefill lane's largest step, and what libraries keep for its stream; 0 without a lane."""
+    """Returns the prefill lane's largest step, and what libraries keep for its stream; 0 without a lane."""
     if not has_lane(gpu, parallel):
         return 0
     step = activation_bytes(config, StepSize.streaming(gpu), parallel, has_resident_experts=True)
@@ -84,7 +88,7 @@ def lane_bytes(config: ModelConfig, gpu: GpuConfig, parallel: ParallelContext) -
 
 
 def most_chunk_tokens(config: ModelConfig, parallel: ParallelContext) -> int:
-    """Rows of a step whose widest tensor kernels can still count in 31 bits."""
+    """Returns the number of rows of a step whose widest tensor kernels can still count in 31 bits."""
     hidden, ranks = config.hidden_size, parallel.tp_size
     widest = max(mixer.widest_row // ranks for mixer in mixers(config.layers))
     for layer in config.layers:
@@ -95,14 +99,16 @@ def most_chunk_tokens(config: ModelConfig, parallel: ParallelContext) -> int:
 
 
 def parameter_bytes(model: nn.Module) -> int:
-    """Bytes of parameters and buffers where the model computes, with memory or on the meta device."""
+    """Returns the bytes of parameters and buffers where the model computes, with memory or on the meta
+    device.
+    """
     on_host = {id(tensor) for tensor in host_parameters(model)}
     held = (tensor for tensor in _distinct(model) if id(tensor) not in on_host)
     return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
 
 def host_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Those that stay in the host's memory when the model computes on a GPU."""
+    """Returns those that stay in the host's memory when the model computes on a GPU."""
     modules = (module for module in model.modules() if isinstance(module, HostMemory))
     return [module.get_parameter(name) for module in modules for name in module.host_parameters]
 
@@ -116,7 +122,7 @@ def _distinct(model: nn.Module) -> Iterable[torch.Tensor]:
 def activation_bytes(
     config: ModelConfig, step: StepSize, parallel: ParallelContext, has_resident_experts: bool
 ) -> int:
-    """Most bytes of tensors that live at once within a step, of this rank."""
+    """Returns the most bytes of tensors that live at once within a step, of this rank."""
     item, hidden = config.dtype_bytes, config.hidden_size
     layers = [layer.on_rank(parallel.tp_rank, parallel.tp_size) for layer in config.layers]
     # Residual, normed input, its output and one temporary; partial sum and answer in float32.
@@ -145,7 +151,9 @@ _ROUTING_PAIR, _ROUTING_EXPERT = 16, 1024
 
 
 def _experts_bytes(ffn: Routed, tokens: int, ranks: int, hidden_size: int, item: int) -> int:
-    """Of products of experts that are on the device, resident or streamed: bounded, whatever the tokens."""
+    """Returns the bytes of products of experts that are on the device, resident or streamed: bounded,
+    whatever the tokens.
+    """
     router, inner = ffn.router, ffn.experts.intermediate_size // ranks
     size = ffn.expert_input_size(hidden_size)
     pairs = tokens * router.top_k
@@ -157,12 +165,16 @@ def _experts_bytes(ffn: Routed, tokens: int, ranks: int, hidden_size: int, item:
 
 
 def logits_bytes(config: ModelConfig, step: StepSize) -> int:
-    """Logits in both types, penalised, as probabilities, sorted with their indices: all of the sampler."""
+    """Returns the logits in both types, penalised, as probabilities, sorted with their indices: all of the
+    sampler.
+    """
     return step.sequences * config.vocab_size * (config.dtype_bytes + 5 * 4 + 8)
 
 
 def graph_bytes(config: ModelConfig, gpu: GpuConfig, parallel: ParallelContext, resident: bool) -> int:
-    """Graphs of 1, 2, 4, 8 and every further 8 requests, and the shared pool of the largest one."""
+    """Returns the graphs of 1, 2, 4, 8 and every further 8 requests, and the shared pool of the
+    largest one.
+    """
     if not gpu.cuda_graphs:
         return 0
     largest = min(gpu.cuda_graph_max_batch_size, gpu.num_rows)
@@ -172,7 +184,7 @@ def graph_bytes(config: ModelConfig, gpu: GpuConfig, parallel: ParallelContext, 
 
 
 def workspace_bytes(parallel: ParallelContext) -> int:
-    """Buffers of libraries that live as long as the process."""
+    """Returns the buffers of libraries that live as long as the process."""
     several = parallel.tp_size * parallel.num_stages > 1
     return ATTENTION_WORKSPACE + CUBLAS_WORKSPACE + (NCCL_BUFFERS if several else 0)
 
@@ -214,7 +226,7 @@ class MemoryPlan:
     page_bytes: int  # One page over all layers of this rank.
 
     def of(self, part: str) -> int:
-        """Bytes of a part; 0 for one that the plan does not name."""
+        """Returns the bytes of a part; 0 for one that the plan does not name."""
         return sum(line.nbytes for line in self.lines if line.part == part)
 
     @property
@@ -230,7 +242,7 @@ class MemoryPlan:
 
 @dataclass(frozen=True, slots=True)
 class ExpertMemory:
-    """Of the routed experts on this rank's GPU; filled by whoever places them."""
+    """The memory of the routed experts on this rank's GPU; filled by the module that places them."""
 
     # Experts over all layers, and bytes of one of them in the form the GPU holds.
     count: int = 0
@@ -241,7 +253,7 @@ class ExpertMemory:
 
 @dataclass(frozen=True, slots=True)
 class VisionMemory:
-    """Of images in prompts; filled by `assembly.vision`."""
+    """The memory for images in prompts; filled by `assembly.vision`."""
 
     tower_bytes: int = 0  # The tower's weights.
     # What comes in service only: encoded images that are kept, and the largest one while it is encoded.
@@ -263,7 +275,8 @@ def plan_memory(
     parallel: ParallelContext = SOLO,
     vision: VisionMemory | None = None,
 ) -> MemoryPlan:
-    """The plan of this rank. `dense_bytes`: `parameter_bytes` of its part; `use`: the device before loading.
+    """Returns the plan of this rank. `dense_bytes`: `parameter_bytes` of its part; `use`: the device before
+    loading.
 
     `vision` None: the model is text-only.
 
@@ -305,13 +318,15 @@ def _budget(config: MoebiusConfig, use: MemoryUse) -> int:
 
 
 def _needed_pages(config: MoebiusConfig, model_config: ModelConfig) -> int:
-    """The dummy page, and one step's tokens: fewer could never run the step that was planned."""
+    """Returns the pages for the dummy page and one step's tokens: fewer could never run the step that was
+    planned.
+    """
     tokens = min(config.gpu.num_batched_tokens, model_config.max_model_len)
     return 1 + -(-tokens // config.gpu.page_size)
 
 
 def wanted_kv_bytes(config: MoebiusConfig, page_bytes: int) -> int | None:
-    """What the settings ask for; None: all that is left."""
+    """Returns what the settings ask for; None: all that is left."""
     if config.gpu.num_pages is not None:
         return config.gpu.num_pages * page_bytes
     return None if config.gpu.kv_cache_gib is None else int(config.gpu.kv_cache_gib * GIB)
@@ -349,7 +364,8 @@ def useful_pages(config: MoebiusConfig, model_config: ModelConfig) -> int:
 
 
 def size_kv_pool(plan: MemoryPlan, config: MoebiusConfig, model_config: ModelConfig, use: MemoryUse) -> int:
-    """Pages of the pool; `use` is the device after weights were loaded and the largest step was profiled.
+    """Returns the number of pages of the pool; `use` is the device after weights were loaded and the largest
+    step was profiled.
 
     The profile's blocks stay reserved, so a step's activations are in what is used already; only what
     comes later (graphs, images, slack) is set aside. Raises UserError when what was measured leaves too

@@ -37,7 +37,7 @@ class NullExpertClient(ExpertClient):
         return Ticket(layer, hidden_states, topk_ids, topk_weights)
 
     def collect(self, ticket: Ticket, partial: torch.Tensor | None = None) -> torch.Tensor:
-        """Zeros `[T, H]`, or `partial` unchanged."""
+        """Returns zeros `[T, H]`, or `partial` unchanged."""
         return add_to(partial, torch.zeros_like(ticket.hidden_states, dtype=torch.float32))
 
     def wait_ready(self, timeout_s: float) -> None:
@@ -58,10 +58,10 @@ class ProfiledModel(Protocol):
     """What is profiled; `models.common.CausalLM` is the real one."""
 
     def forward(self, context: ForwardContext) -> torch.Tensor:
-        """Hidden states `[T, H]`."""
+        """Returns hidden states `[T, H]`."""
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """`[L, H]` to float32 `[L, V]`."""
+        """Maps `[L, H]` to float32 `[L, V]`."""
 
 
 def profile_activations(
@@ -78,7 +78,8 @@ def profile_activations(
     vocab_size: int = 1,
     streamed: StreamedExperts | None = None,
 ) -> int:
-    """Most bytes of tensors alive during one step of `step.tokens` tokens, weights and cache not counted.
+    """Returns the most bytes of tensors alive during one step of `step.tokens` tokens, weights and cache not
+    counted.
 
     The step is a prefill of one request on a cache of its own (`make_cache(pages)`); of latent attention,
     which computes otherwise after earlier tokens, also one after as many as it takes. Experts of servers
@@ -108,7 +109,7 @@ def profile_activations(
 
 
 def _earlier_tokens(attention: Attention, page_size: int) -> list[int]:
-    """In whole pages, of each step that has to be measured."""
+    """Returns the earlier tokens, in whole pages, of each step that has to be measured."""
     if not isinstance(attention, MlaAttentionBackend):
         return [0]
     index = attention.dimensions.index
@@ -124,7 +125,7 @@ def _run(model: ProfiledModel, context: ForwardContext, sample: Callable[[torch.
 
 
 def with_dummy_states(inputs: ForwardInputs, states: StateSlots) -> ForwardInputs:
-    """The step of one request, from the state of zeros to the slot that no request has."""
+    """Returns the step of one request, from the state of zeros to the slot that no request has."""
     device = inputs.positions.device
     return replace(
         inputs,
@@ -134,7 +135,7 @@ def with_dummy_states(inputs: ForwardInputs, states: StateSlots) -> ForwardInput
 
 
 def profile_inputs(step: StepSize, cache: PagedCache, vocab_size: int, earlier: int = 0) -> ForwardInputs:
-    """One request of `step.tokens` tokens in pages 1, 2, …; logits of as many rows as may be sampled.
+    """Returns one request of `step.tokens` tokens in pages 1, 2, …; logits of as many rows as may be sampled.
 
     Its `earlier` tokens, whole pages of them, lie in the dummy page.
     """

@@ -16,7 +16,7 @@ class MemoryShares:
     experts: int  # Slots of resident experts.
     stream: int  # The ring that streamed experts pass through.
     fetch: int  # Slots of experts that decode steps fetch.
-    free: int  # Shared by pages and experts, and nobody's for the moment.
+    free: int  # Shared by pages and experts, and used by neither now.
     is_shared: bool  # Whether pages and experts lend each other memory.
 
 

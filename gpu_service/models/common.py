@@ -58,7 +58,7 @@ class Backbone(nn.Module):
         self._dtype, self._hidden_size = dtype, size
         # None: one residual stream.
         self._streams: type[HyperStreams] | None = None
-        hyper = first.sizes if isinstance(first, HyperConnections | GatedStreams) else None
+        hyper = first if isinstance(first, HyperConnections | GatedStreams) else None
         self._num_streams = 1 if hyper is None else hyper.num_streams
         embeds = parallel.is_first_stage or (last and config.tie_word_embeddings)
         self.embed_tokens = (
@@ -71,9 +71,10 @@ class Backbone(nn.Module):
         elif isinstance(first, GatedStreams):
             self._streams = streams.GatedStreams
             if last:
-                self.norm = StreamMixer(first.sizes, final.eps, Composition(size, dtype, parallel))
-        weighs = last and hyper is not None and hyper.weighs_last
-        self.hc_head = HyperHead(hyper, final.eps, size) if weighs and hyper is not None else None
+                self.norm = StreamMixer(first, final.eps, Composition(size, dtype, parallel))
+        self.hc_head: HyperHead | None = None
+        if last and isinstance(first, HyperConnections) and first.weighs_last:
+            self.hc_head = HyperHead(first, final.eps, size)
         ropes = [layer.mixer.rope if layer.mixer is not None else None for layer in config.layers]
         # One table for each kind of layer, and which one a layer takes.
         kinds = list(dict.fromkeys(rope for rope in ropes if rope is not None))
@@ -92,7 +93,9 @@ class Backbone(nn.Module):
         self.deferral: DeferralRule | None = None
 
     def forward(self, context: ForwardContext) -> torch.Tensor:
-        """`[T, H]` after the final norm; on a stage that is not the last, what was sent to the next one."""
+        """Returns `[T, H]` after the final norm; on a stage that is not the last, what was sent to the next
+        one.
+        """
         inputs, images = context.inputs, context.inputs.image_features
         if self.deferral is not None and context.deferral is None:
             context = replace(context, deferral=self.deferral.begin())
@@ -122,7 +125,7 @@ class Backbone(nn.Module):
         return hidden_states
 
     def _ended(self, stream: ResidualStream, norm: Norm | StreamMixer) -> torch.Tensor:
-        """What the stream ends as, `[T, H]`, normed."""
+        """Returns what the stream ends as, `[T, H]`, normed."""
         if isinstance(stream, HyperStreams):
             stream.head = self.hc_head
         if isinstance(norm, StreamMixer):
@@ -131,7 +134,7 @@ class Backbone(nn.Module):
         return stream.normed(norm)
 
     def _begin(self, inputs: ForwardInputs) -> ResidualStream:
-        """Of embedded tokens and images, or of what the previous stage sent."""
+        """Returns the stream of embedded tokens and images, or of what the previous stage sent."""
         ids, kind, num_streams = inputs.input_ids, self._streams, self._num_streams
         if not self._parallel.is_first_stage:
             shape = ids.shape[0], num_streams * self._hidden_size
@@ -151,7 +154,7 @@ class Backbone(nn.Module):
     def predict_further(
         self, head: int, hidden_states: torch.Tensor, next_ids: torch.Tensor, context: ForwardContext
     ) -> torch.Tensor:
-        """As `CausalLM.predict_further`."""
+        """Computes what `CausalLM.predict_further` says."""
         index = self._num_passed + head
         layer, rotary = self.layers[index], self._rotary_of[self._first_layer + index]
         assert isinstance(layer, MtpLayer)
@@ -196,7 +199,7 @@ class CausalLM(nn.Module):
         self._packed_tied_head: torch.Tensor | None = None
 
     def forward(self, context: ForwardContext) -> torch.Tensor:
-        """Hidden states `[T, H]` after the final norm, one row per row of `context.inputs`.
+        """Returns hidden states `[T, H]` after the final norm, one row per row of `context.inputs`.
 
         `context.attention.plan(context.inputs)` must have been called. Side effect: the KV cache holds
         the new tokens. Raises what the expert client raises; then the step may be run again unchanged.
@@ -207,7 +210,8 @@ class CausalLM(nn.Module):
     def predict_further(
         self, head: int, hidden_states: torch.Tensor, next_ids: torch.Tensor, context: ForwardContext
     ) -> torch.Tensor:
-        """What a layer of multi-token prediction (`head`, from 0) makes of a step's rows, `[T, H]`, normed.
+        """Returns what a layer of multi-token prediction (`head`, from 0) makes of a step's rows, `[T, H]`,
+        normed.
 
         A row at position p has the hidden state of p after the final norm (or what the head before made of
         it) and the id, int64 `[T]`, of the token at p + 1; with `compute_logits` its output predicts the
@@ -218,7 +222,8 @@ class CausalLM(nn.Module):
         return self.model.predict_further(head, hidden_states, next_ids, context)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Hidden states `[L, H]` to logits, float32 `[L, vocab_size]`, the same on all ranks of the stage.
+        """Maps hidden states `[L, H]` to logits, float32 `[L, vocab_size]`, the same on all ranks of the
+        stage.
 
         Stages before the last have none: `[L, 0]`.
         """
@@ -232,7 +237,7 @@ class CausalLM(nn.Module):
         return whole.div_(cap).tanh_().mul_(cap) if cap else whole
 
     def _own_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """`[L, part]` of this rank's part of the vocabulary."""
+        """Returns `[L, part]` of this rank's part of the vocabulary."""
         if self.lm_head is not None:
             logits: torch.Tensor = self.lm_head(hidden_states)
             return logits

@@ -37,14 +37,7 @@ from moebius.models.layers.gqa import GQA
 from moebius.models.layers.latent import MLA
 from moebius.models.layers.layer import Layer, Places, places
 from moebius.models.layers.mixer import Mixer
-from moebius.models.layers.recurrent import (
-    KDA,
-    GatedDeltaNet,
-    Lightning,
-    Mamba2,
-    SelectiveScan,
-    ShortConv,
-)
+from moebius.models.layers.recurrent import KDA, GatedDeltaNet, Lightning, Mamba2, SelectiveScan, ShortConv
 from moebius.models.layers.residual import (
     GatedStreams,
     HyperConnections,
@@ -55,7 +48,6 @@ from moebius.models.layers.residual import (
     Shortcut,
     Single,
 )
-from moebius.models.switches import check_switches
 
 # Called with the whole model's value, the places of what it keeps, and what modules are made with.
 MIXERS: dict[type[Mixer], Callable[[Any, Places, Composition], nn.Module]] = {
@@ -96,9 +88,8 @@ def build_model(
     """Compose the model, or a rank's part of it, on the meta device; `load_weights` puts it on `device`.
 
     `dtype` is that of weights and activations, by default the config's. Raises ConfigError for a model that
-    can not be divided over the ranks, and as `check_switches`.
+    can not be divided over the ranks.
     """
-    check_switches(config)
     dtype, device = dtype or TORCH_DTYPES[config.dtype], torch.device(device)
     made = Composition(config.hidden_size, dtype, parallel, device, config.vocab_size, config.max_model_len)
     own_places = places(rank_layers(config, parallel))
@@ -110,7 +101,7 @@ def build_model(
 
 
 def _module(layer: Layer, layer_id: int, where: list[Places], made: Composition) -> nn.Module:
-    """A layer of the whole model, as this rank computes it."""
+    """Returns a layer of the whole model, as this rank computes it."""
     mixers = [MIXERS[type(mixer)](mixer, where[i], made) for i, mixer in enumerate(layer.mixers)]
     ffn: nn.Module | None = None
     if isinstance(layer.ffn, Dense):

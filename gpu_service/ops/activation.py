@@ -8,12 +8,12 @@ import torch
 from torch.nn import functional
 
 from gpu_service.ops.registry import Op
-from moebius.models.config import GateActivation
+from moebius.models.layers.gqa import GateActivation
 
 
 @Op
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """SwiGLU: gate_up `[..., 2 * I]`, gate first; returns `silu(gate) * up`, `[..., I]`.
+    """Computes SwiGLU: gate_up `[..., 2 * I]`, gate first; returns `silu(gate) * up`, `[..., I]`.
 
     May overwrite its input.
     """
@@ -23,14 +23,14 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 @Op
 def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """GeGLU (Shazeer 2020) with the exact GELU; shapes as `silu_and_mul`."""
+    """Computes GeGLU (Shazeer 2020) with the exact GELU; shapes as `silu_and_mul`."""
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.gelu(gate).mul_(up)
 
 
 @Op
 def gelu_tanh_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """The same with GELU's tanh approximation (Hendrycks & Gimpel 2016)."""
+    """Returns the same with GELU's tanh approximation (Hendrycks & Gimpel 2016)."""
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.gelu(gate, approximate="tanh").mul_(up)
 
@@ -47,17 +47,17 @@ def clamped_swiglu_and_mul(gate_up: torch.Tensor, alpha: float, limit: float) ->
 
 
 def clamped_silu_and_mul(gate_up: torch.Tensor, limit: float) -> torch.Tensor:
-    """`min(silu(gate), limit) * clamp(up, -limit, limit)`; shapes as `silu_and_mul`."""
+    """Computes `min(silu(gate), limit) * clamp(up, -limit, limit)`; shapes as `silu_and_mul`."""
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.silu(gate).clamp_(max=limit).mul_(up.clamp(-limit, limit))
 
 
 def softplus(gate: torch.Tensor) -> torch.Tensor:
-    """`ln(1 + exp(gate))` in float32, in the gate's dtype."""
+    """Computes `ln(1 + exp(gate))` in float32, in the gate's dtype."""
     return functional.softplus(gate.float()).to(gate.dtype)
 
 
-# What attention's results are weighed by; by the names of `ModelConfig.gate_activation`.
+# What attention's results are weighed by; by the names of `Gate.activation`.
 GATE_ACTIVATIONS: dict[GateActivation, Callable[[torch.Tensor], torch.Tensor]] = {
     "sigmoid": torch.sigmoid,
     "softplus": softplus,
@@ -65,13 +65,13 @@ GATE_ACTIVATIONS: dict[GateActivation, Callable[[torch.Tensor], torch.Tensor]] =
 
 
 def silu_of_clamped_and_mul(gate_up: torch.Tensor, limit: float) -> torch.Tensor:
-    """`silu(min(gate, limit)) * clamp(up, -limit, limit)`; shapes as `silu_and_mul`."""
+    """Computes `silu(min(gate, limit)) * clamp(up, -limit, limit)`; shapes as `silu_and_mul`."""
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.silu(gate.clamp(max=limit)).mul_(up.clamp(-limit, limit))
 
 
 def relu2(up: torch.Tensor) -> torch.Tensor:
-    """`max(up, 0)^2`; may overwrite `up`."""
+    """Computes `max(up, 0)^2`; may overwrite `up`."""
     return functional.relu_(up).square_()
 
 

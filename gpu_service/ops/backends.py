@@ -28,7 +28,7 @@ from gpu_service.ops.gated_streams import (
 from gpu_service.ops.hyper_connections import collapse_streams, mix_streams
 from gpu_service.ops.kimi_delta import kimi_delta_extend, kimi_delta_update
 from gpu_service.ops.kv import append_kv, mean_index_keys, pool_index_keys, rotate_and_append
-from gpu_service.ops.linear import fp8_linear, linear
+from gpu_service.ops.linear import add_norm_linear, add_norm_route, fp8_linear, linear
 from gpu_service.ops.linear_attention import (
     causal_conv_extend,
     causal_conv_update,
@@ -43,9 +43,8 @@ from gpu_service.ops.norm import (
     rms_norm,
     sigmoid_gated_rms_norm,
 )
-from gpu_service.ops.norm_linear import add_norm_linear, add_norm_route
 from gpu_service.ops.overflow import note_overflow
-from gpu_service.ops.registry import Implementation, Op
+from gpu_service.ops.registry import Implementation, Op, joined
 from gpu_service.ops.rope import apply_rope, qk_norm_rope, rope_table
 from gpu_service.ops.router import choose_by_kind, route, zero_experts
 from gpu_service.ops.sampling import argmax_and_finite, mask_logits, truncate_probabilities
@@ -149,26 +148,26 @@ def install(
 
 
 def _install_host_kernels() -> dict[str, str]:
-    """As `install`; nothing is to be tried, since nothing is compiled."""
+    """Installs the host's kernels as `install`; nothing is to be tried, since nothing is compiled."""
     from gpu_service.ops.host_kernels import dense_threads, implementations
 
     found = implementations(dense_threads(torch.get_num_threads()))
     for op in OPS:
         own = found.get(op.name)
-        op.use("cpu", None if own is None else _joined([own], op.reference))
+        op.use("cpu", None if own is None else joined([own], op.reference))
     return {op.name: "cpu > torch" if op.name in found else "torch" for op in OPS}
 
 
 def install_tables(
     device: torch.device, tables: Tables, dtype: torch.dtype, sizes: Sequence[Sizes] = (SMALL,)
 ) -> dict[str, str]:
-    """The same from tables already loaded, in order of preference, and for a device of any type."""
+    """Returns the same from tables already loaded, in order of preference, and for a device of any type."""
     chosen, failures = {}, _Failures()
     for op in counted(OPS, "trying GPU kernels", len(OPS)):
         op.use(device.type, None)
         chain = _usable(op, tables, _TryOut(device, dtype, sizes), failures)
         if chain:
-            op.use(device.type, _joined([implementation for _, implementation in chain], op.reference))
+            op.use(device.type, joined([implementation for _, implementation in chain], op.reference))
         names = [name for name, _ in chain]
         complete = bool(chain) and chain[-1][1].supports is None
         chosen[op.name] = " > ".join(names if complete else [*names, "torch"])
@@ -253,7 +252,7 @@ class _TryOut:
 def _usable(
     op: Op[..., Any], tables: Tables, try_out: _TryOut, failures: _Failures
 ) -> list[tuple[str, Implementation]]:
-    """This op's implementations that work, best first, up to one that takes everything."""
+    """Returns this op's implementations that work, best first, up to one that takes everything."""
     names = list(tables)
     if op.name in _TRITON_FIRST:
         names.sort(key=lambda name: name != "triton")
@@ -273,17 +272,3 @@ def _usable(
         if implementation.supports is None:
             break
     return chain
-
-
-def _joined(chain: Sequence[Implementation], reference: Callable[..., Any]) -> Callable[..., Any]:
-    """The first of the chain that supports the arguments, else the reference."""
-    first, *rest = chain
-    if first.supports is None:
-        return first.function
-    function, supports = first.function, first.supports
-    otherwise = _joined(rest, reference) if rest else reference
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return (function if supports(*args, **kwargs) else otherwise)(*args, **kwargs)
-
-    return call

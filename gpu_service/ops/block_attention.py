@@ -24,7 +24,7 @@ def block_scores(
     first_row: int,
     one_row_each: bool,
 ) -> torch.Tensor:
-    """The highest product of a query with the keys of each block, float32 `[n, H, num_blocks]`.
+    """Returns the highest product of a query with the keys of each block, float32 `[n, H, num_blocks]`.
 
     query `[n, H, D]`: the step's rows from `first_row` on; pages `[num_pages, page_size, D]`, which hold one
     key for each token, the step's included; positions int64 `[n]`, of these rows; block_table int32
@@ -50,7 +50,7 @@ def mean_block_scores(
     first_row: int,
     one_row_each: bool,
 ) -> torch.Tensor:
-    """Positive products of all queries with the key of each whole block, added up: float32 `[n, 1,
+    """Returns positive products of all queries with the key of each whole block, added up: float32 `[n, 1,
     num_blocks]`, -inf for blocks that end after a row's own position.
 
     As `block_scores`, but for pages `[num_pages, page_size, D or more]`, where the first D elements of a
@@ -72,7 +72,9 @@ def _products(
     first_row: int,
     one_row_each: bool,
 ) -> torch.Tensor:
-    """Of each row's queries with the keys of its request at positions `at`, float32 `[n, H, len(at)]`."""
+    """Returns the products of each row's queries with the keys of its request at positions `at`, float32 `[n,
+    H, len(at)]`.
+    """
     page_size = pages.shape[1]
     columns, within = (at // page_size).clamp(max=block_table.shape[1] - 1), at % page_size
     if one_row_each:
@@ -90,7 +92,8 @@ def _products(
 
 
 def best_blocks(scores: torch.Tensor, positions: torch.Tensor, sizes: BlockIndexer) -> torch.Tensor:
-    """Bool `[n, H, num_blocks]`: the `top_blocks` best of each row and head, the latest ones first of all.
+    """Returns bool `[n, H, num_blocks]`: the `top_blocks` best of each row and head, the latest ones first of
+    all.
 
     scores as of `block_scores`, which may be overwritten; positions int64 `[n]`. Blocks of equal scores are
     chosen together.
@@ -103,7 +106,8 @@ def best_blocks(scores: torch.Tensor, positions: torch.Tensor, sizes: BlockIndex
 
 
 def best_whole_blocks(scores: torch.Tensor, positions: torch.Tensor, sizes: BlockIndexer) -> torch.Tensor:
-    """Bool `[n, 1, num_blocks]`: the `top_blocks` best whole blocks of each row, and the tokens after them.
+    """Returns bool `[n, 1, num_blocks]`: the `top_blocks` best whole blocks of each row, and the tokens after
+    them.
 
     scores as of `mean_block_scores`; positions int64 `[n]`. Blocks of equal scores are chosen together.
     """

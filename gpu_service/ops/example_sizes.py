@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from moebius.models.attention_config import HyperConnectionConfig, NGramConfig
-from moebius.models.config import ModelConfig, RouterConfig
+from moebius.models.config import ModelConfig
 from moebius.models.layers.compressed import CompressedAttention
 from moebius.models.layers.ffn import Dense, MoE, Routed
 from moebius.models.layers.gqa import GQA
@@ -15,12 +14,13 @@ from moebius.models.layers.latent import MLA
 from moebius.models.layers.layer import Layer, Layers, mixers
 from moebius.models.layers.mixer import Mixer
 from moebius.models.layers.recurrent import KDA, GatedDeltaNet, Recurrent, SelectiveScan, ShortConv
-from moebius.models.layers.residual import GatedStreams, HyperConnections
+from moebius.models.layers.residual import GatedStreams, HyperConnections, NGramConfig
+from moebius.models.layers.router import RouterConfig
 
 _SMALL_LINEAR = GatedDeltaNet(
     num_key_heads=2, num_value_heads=4, key_head_dim=16, value_head_dim=64, conv_width=4, eps=1e-6
 )
-_SMALL_HYPER = HyperConnectionConfig(3, 4, 1e-6)
+_SMALL_HYPER = HyperConnections(3, 4, 1e-6)
 SMALL_NGRAMS = NGramConfig((0, 1), 3, 3, 12, 50, 8, 4, 1234, 2, 4)
 _SMALL_ROUTER = RouterConfig(
     16, 3, "sigmoid", correction_bias=True, num_groups=4, top_groups=2, post="renormalize", scale=2.5
@@ -29,7 +29,9 @@ _SMALL_ROUTER = RouterConfig(
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of a model's tensors, in elements; filled by `sizes_of`, or by the defaults, which fill no block."""
+    """The sizes of a model's tensors, in elements; filled by `sizes_of`, or by the defaults, which fill no
+    block.
+    """
 
     tokens: int = 3
     # A model's width, because libraries compile another kernel for a narrow one.
@@ -49,7 +51,7 @@ class Sizes:
     # Channels of the convolution; None: those of `linear`.
     channels: int | None = 300
     router: RouterConfig = _SMALL_ROUTER
-    hyper: HyperConnectionConfig = _SMALL_HYPER
+    hyper: HyperConnections = _SMALL_HYPER
     # Columns of a weight in 8 bits, the first of them inside of a group.
     fp8_columns: int = 200
     fp8_first_column: int = 88
@@ -63,7 +65,8 @@ _DECODE, _CHUNK = 3, 128
 
 
 def sizes_of(config: ModelConfig, layers: Layers, storage: torch.dtype | None = None) -> tuple[Sizes, ...]:
-    """Of a rank's own `layers`: few tokens, many tokens; for each kind of mixer that rotates.
+    """Returns the sizes of a rank's own `layers` for few tokens and many, and for each kind of mixer that
+    rotates.
 
     `storage`: `kv_cache_dtype`, None for the activations' own type.
     """
@@ -110,13 +113,13 @@ def _of_ffn(sizes: Sizes, layer: Layer) -> Sizes:
 
 def _of_residual(sizes: Sizes, layer: Layer) -> Sizes:
     residual = layer.residual
-    if isinstance(residual, HyperConnections | GatedStreams):
-        return replace(sizes, hyper=residual.sizes)
-    return sizes
+    if isinstance(residual, GatedStreams):
+        residual = HyperConnections(residual.num_streams, 0, 0.0)
+    return replace(sizes, hyper=residual) if isinstance(residual, HyperConnections) else sizes
 
 
 def _of_mixer(sizes: Sizes, layer: Layer) -> Sizes:
-    """Sizes that the ops of a mixer are called with."""
+    """Returns the sizes that the ops of a mixer are called with."""
     mixer = layer.mixer
     if isinstance(mixer, SelectiveScan):
         scan = mixer.num_value_heads, mixer.key_head_dim
@@ -138,7 +141,9 @@ def _of_mixer(sizes: Sizes, layer: Layer) -> Sizes:
 
 
 def _rotated(mixer: Mixer) -> tuple[int, int, int, int, bool] | None:
-    """Query and key heads, elements of a head and of them rotated, and the pairing; None: nothing rotates."""
+    """Returns query and key heads, elements of a head and of them rotated, and the pairing; None: nothing
+    rotates.
+    """
     rope = mixer.rope
     if isinstance(mixer, CompressedAttention):
         # The ends of heads are rotated.

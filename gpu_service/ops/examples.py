@@ -62,7 +62,9 @@ class _Maker:
         return *self.qk_norm_rope(), value, slots, mapping
 
     def pool_keys(self) -> tuple[Any, ...]:
-        """Pages of 4 tokens and pools of 6: one ends in the first request's rows, and both of the second."""
+        """Returns pages of 4 tokens and pools of 6: one ends in the first request's rows, and both of the
+        second.
+        """
         pool, size, page_size = 6, self._sizes.index_dim, 4
         slots, offsets = self._random(16 * page_size, 2 * size), self._random(pool, size, dtype=torch.float32)
         table = torch.arange(1, 9, dtype=torch.int32, device=self._device).view(2, 4)
@@ -72,7 +74,9 @@ class _Maker:
         return slots, offsets, positions, mapping, table, starts, page_size
 
     def block_scores(self) -> tuple[Any, ...]:
-        """Pages of 4 tokens and blocks of 6: a chunk, then a single token, from the chunk's second row on."""
+        """Returns pages of 4 tokens and blocks of 6: a chunk, then a single token, from the chunk's second
+        row on.
+        """
         size, page_size = self._sizes.index_dim, 4
         query, pages = self._random(3, self._sizes.keys, size), self._random(16, page_size, size)
         table = torch.arange(1, 9, dtype=torch.int32, device=self._device).view(2, 4)
@@ -81,13 +85,13 @@ class _Maker:
         return query, pages, positions, table, starts, 6, 2, 1, False
 
     def mean_block_scores(self) -> tuple[Any, ...]:
-        """The same; rows of pages hold more than a key."""
+        """Returns the same; rows of pages hold more than a key."""
         _, pages, *rest = self.block_scores()
         size = self._sizes.index_dim
         return self._random(3, 5, size), torch.cat((pages, pages[..., :4]), dim=2), *rest
 
     def mean_keys(self) -> tuple[Any, ...]:
-        """As `pool_keys`; some elements of a key are rotated."""
+        """Returns what `pool_keys` does; some elements of a key are rotated."""
         slots, offsets, *rest = self.pool_keys()
         size = self._sizes.index_dim
         return slots[:, : size + 8].contiguous(), offsets[0], 1e-6, offsets.shape[0], *rest
@@ -148,7 +152,7 @@ class _Maker:
         return streams, projection, base, scale, 1e-6, hyper.eps, hyper.iterations, hyper.magnitude
 
     def mix(self) -> tuple[Any, ...]:
-        """The update as experts leave it."""
+        """Returns the update as experts leave it."""
         streams = self._streams()
         tokens, num, size = streams.shape
         mixed = num if self._sizes.hyper.iterations else 0
@@ -178,7 +182,7 @@ class _Maker:
         return keys, streams, values, weight, weight.flip(0).contiguous(), eps
 
     def ngrams(self) -> tuple[Any, ...]:
-        """A token, a chunk at the beginning of its request and one in the middle; some end a text."""
+        """Returns a token, a chunk at the beginning of its request and one in the middle; some end a text."""
         starts, device = [0, 1, 6, 8], self._device
         positions = torch.tensor([9, *range(5), 30, 31], device=device)
         ids, states = (self._random(*shape, dtype=torch.float32) * 3 for shape in ((8,), (5, 2)))
@@ -187,7 +191,7 @@ class _Maker:
         return *tokens, *self._slots(), torch.tensor(starts, dtype=torch.int32, device=device), *table, 2
 
     def table_rows(self) -> tuple[Any, ...]:
-        """Of a table in the host's memory, which has not all of the rows."""
+        """Returns arguments for a table in the host's memory, which has not all of the rows."""
         rows = torch.tensor([[0, 11, 7], [12, -1, 3]], device=self._device)
         table = self._random(12, 20)
         if table.device.type == "cuda":
@@ -204,7 +208,9 @@ class _Maker:
         return self._random(self._sizes.tokens, router.num_choices, dtype=logits_dtype), bias, router
 
     def choose_by_kind(self) -> tuple[Any, ...]:
-        """Of two kinds of five experts, in three parts and in one; a third of the tokens is of the second."""
+        """Returns choices of two kinds of five experts, in three parts and in one; a third of the tokens is
+        of the second.
+        """
         tokens, top_k = self._sizes.tokens, min(4, self._sizes.router.top_k)
         ids = torch.arange(tokens * top_k, dtype=torch.int32, device=self._device).view(tokens, top_k) % 5
         ids[-1] = -1
@@ -214,7 +220,7 @@ class _Maker:
         return input_ids, second, (weights, ids), (weights.flip(0), (4 - ids).clamp(max=4)), 5, (3, 1)
 
     def zero_experts(self) -> tuple[Any, ...]:
-        """About half of the choices have no weights, and a row of padding chose nobody."""
+        """About half of the choices have no weights, and a row of padding chose no expert."""
         tokens, top_k = self._sizes.tokens, self._sizes.router.top_k
         weights = self._random(tokens, top_k, dtype=torch.float32).abs()
         ids = torch.arange(tokens * top_k, dtype=torch.int32, device=self._device).view(tokens, top_k) % 6
@@ -232,7 +238,7 @@ class _Maker:
         return self._random(self._sizes.tokens, self._sizes.hidden), weight, self._random(72)
 
     def add_norm_linear(self) -> tuple[Any, ...]:
-        """Logits of a router, after experts' sum."""
+        """Returns the logits of a router, after experts' sum."""
         router, (rows, residual, *norm) = self._sizes.router, self.fused_add()
         dtype = torch.float32 if router.float32_gate else self._dtype
         return (
@@ -282,7 +288,7 @@ class _Maker:
         )
 
     def _heads(self) -> torch.Tensor:
-        """Queries and keys, without the values that lie between rows."""
+        """Returns queries and keys, without the values that lie between rows."""
         sizes = self._sizes
         fused = self._random(sizes.tokens, sizes.queries + 2 * sizes.keys, sizes.head_dim)
         return fused[:, : sizes.queries + sizes.keys]
@@ -292,7 +298,7 @@ class _Maker:
         return torch.tensor([0, 0, 2], device=self._device), torch.tensor([1, 3, 4], device=self._device)
 
     def _sequences(self) -> Sequences:
-        """One token, then a chunk and a part of one, then less than a convolution remembers."""
+        """Returns one token, then a chunk and a part of one, then less than a convolution remembers."""
         starts = [0, 1, 70, 72]
         return make_sequences(starts, torch.tensor(starts, dtype=torch.int32, device=self._device))
 
@@ -392,5 +398,5 @@ _MAKERS: dict[str, Callable[[_Maker], tuple[Any, ...]]] = {
 
 
 def example(name: str, device: torch.device, dtype: torch.dtype, sizes: Sizes = SMALL) -> tuple[Any, ...]:
-    """Fresh arguments of the op of that name, for activations of a dtype."""
+    """Returns fresh arguments of the op of that name, for activations of a dtype."""
     return _MAKERS[name](_Maker(device, dtype, sizes))

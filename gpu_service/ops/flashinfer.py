@@ -60,7 +60,7 @@ def append_kv(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> None:
-    """As `ops.kv.append_kv`; one request, whose t-th page of one token is the t-th slot."""
+    """Computes `ops.kv.append_kv`; one request, whose t-th page of one token is the t-th slot."""
     tokens, num_heads, _ = key.shape
     device = key.device
     positions = torch.arange(tokens, dtype=torch.int32, device=device)
@@ -91,7 +91,7 @@ def rope_table(
     interleaved: bool,
     attention_factor: float = 1.0,
 ) -> RopeTable:
-    """As `ops.rope.rope_table`; with the float32 table that FlashInfer reads next to the usual one."""
+    """Computes `ops.rope.rope_table`; with the float32 table that FlashInfer reads next to the usual one."""
     table = rope.rope_table.reference(positions, frequencies, dtype, interleaved, attention_factor)
     angles = rope.pair_positions(positions).float() * frequencies
     rows = torch.arange(positions.shape[0], dtype=torch.int32, device=positions.device)
@@ -100,7 +100,9 @@ def rope_table(
 
 
 def can_apply_rope(heads: torch.Tensor, table: RopeTable) -> bool:
-    """At least two heads: FlashInfer wants queries and keys, and neither may be empty."""
+    """Returns whether there are at least two heads: FlashInfer wants queries and keys, and neither may be
+    empty.
+    """
     return (
         table.cos_sin is not None
         and heads.dtype in (torch.float16, torch.bfloat16)
@@ -115,7 +117,7 @@ def can_apply_rope(heads: torch.Tensor, table: RopeTable) -> bool:
 
 
 def apply_rope(heads: torch.Tensor, table: RopeTable) -> torch.Tensor:
-    """As `ops.rope.apply_rope`; factors in float32."""
+    """Computes `ops.rope.apply_rope`; factors in float32."""
     flashinfer_rope.apply_rope_with_cos_sin_cache_inplace(
         positions=table.rows,
         query=heads[:, :-1],
@@ -128,7 +130,7 @@ def apply_rope(heads: torch.Tensor, table: RopeTable) -> torch.Tensor:
 
 
 def can_truncate(probabilities: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> bool:
-    """Whether the rows are dense float32."""
+    """Returns whether the rows are dense float32."""
     return (
         probabilities.dtype == torch.float32 and probabilities.is_contiguous() and probabilities.numel() > 0
     )
@@ -137,7 +139,7 @@ def can_truncate(probabilities: torch.Tensor, top_k: torch.Tensor, top_p: torch.
 def truncate_probabilities(
     probabilities: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
 ) -> torch.Tensor:
-    """As `ops.sampling.truncate_probabilities`; all of equal probabilities at the threshold are kept.
+    """Computes `ops.sampling.truncate_probabilities`; all of equal probabilities at the threshold are kept.
 
     Only which tokens survive is taken from FlashInfer: its rescaled values depend on the order in which
     sums were taken, and a draw must not.
@@ -158,7 +160,7 @@ _VECTOR = 8
 
 
 def rms_norm(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """As `ops.norm.rms_norm`; rounded once, after the weight."""
+    """Computes `ops.norm.rms_norm`; rounded once, after the weight."""
     # `out` is given because FlashInfer's own keeps the input's gaps between rows.
     output = torch.empty(hidden_states.shape, dtype=hidden_states.dtype, device=hidden_states.device)
     norm.rmsnorm(hidden_states, weight, eps, out=output)
@@ -166,7 +168,7 @@ def rms_norm(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float) -> t
 
 
 def can_rms_norm(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float) -> bool:
-    """Whether rows, or heads in rows, are of 16 bits and aligned to vectors."""
+    """Returns whether rows, or heads in rows, are of 16 bits and aligned to vectors."""
     return (
         hidden_states.dtype in _HALVES
         and weight.dtype == hidden_states.dtype
@@ -181,7 +183,7 @@ def can_rms_norm(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float) 
 def fused_add_rms_norm(
     update: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """As `ops.norm.fused_add_rms_norm`; the norm is taken of the sum before it is rounded."""
+    """Computes `ops.norm.fused_add_rms_norm`; the norm is taken of the sum before it is rounded."""
     norm.fused_add_rmsnorm(update, residual, weight, eps)
     return update
 
@@ -199,7 +201,7 @@ def can_fused_add_rms_norm(
 
 
 def can_gated(gate_up: torch.Tensor) -> bool:
-    """Whether rows are dense and both their halves aligned to vectors."""
+    """Returns whether rows are dense and both their halves aligned to vectors."""
     return (
         gate_up.dtype in _HALVES
         and gate_up.numel() > 0
@@ -252,7 +254,9 @@ def compile_modules(specs: Sequence[Any], what: str = "compiling FlashInfer modu
 
 
 def _lower_priority() -> None:
-    """Of this thread alone, as Linux has it, and of the processes that it starts from now on."""
+    """Lowers the priority of this thread alone, as Linux has it, and of the processes that it starts from now
+    on.
+    """
     thread = get_native_id()
     os.setpriority(os.PRIO_PROCESS, thread, max(COMPILER_NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))
 

@@ -28,7 +28,8 @@ def norm_streams(streams: torch.Tensor, weight: torch.Tensor, eps: float) -> tor
 
 @Op
 def mix_gated_streams(mix: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
-    """`1/N * sum over n of sigmoid(mix_n) * normed_n`: mix `[T, N * H]`, normed `[T, N, H]`, both contiguous.
+    """Computes `1/N * sum over n of sigmoid(mix_n) * normed_n`: mix `[T, N * H]`, normed `[T, N, H]`, both
+    contiguous.
 
     Returns `[T, H]` of their dtype, summed in float32.
     """
@@ -38,7 +39,8 @@ def mix_gated_streams(mix: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
 
 @Op
 def inject_update(update: torch.Tensor, streams: torch.Tensor, inject: torch.Tensor) -> torch.Tensor:
-    """The streams after one half of a layer, in place, and returned: `+= 2 * sigmoid(inject / N) * update`.
+    """Returns the streams after one half of a layer, in place, and returned: `+= 2 * sigmoid(inject / N) *
+    update`.
 
     update `[T, H]`, which may be float32 where the streams `[T, N, H]` are not; inject `[T, N]` (columns
     contiguous), of the streams' dtype. Rounded once.
@@ -56,7 +58,7 @@ def gate_values(
     query_weight: torch.Tensor,
     eps: float,
 ) -> torch.Tensor:
-    """What embeddings of n-grams add to each stream, before its convolution: `[T, N, H]`.
+    """Returns what embeddings of n-grams add to each stream, before its convolution: `[T, N, H]`.
 
     The gate of a stream is `sigmoid(sign(s) sqrt(max(|s|, 1e-6)))`, where s is the product of a key with the
     stream, both normed (`norm_streams`), divided by sqrt(H); it multiplies one value `[T, H]` of all streams.

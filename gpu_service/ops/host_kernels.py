@@ -14,7 +14,7 @@ import torch
 from gpu_service.ops.registry import Implementation
 from gpu_service.ops.rope import RopeTable
 from moebius import _kernels
-from moebius.models.config import RouterConfig
+from moebius.models.layers.router import RouterConfig
 
 _FLOATS = (torch.float32, torch.bfloat16)
 # The numbers of kernels/dense/row_ops.h.
@@ -24,7 +24,7 @@ _POSTS = {"none": 0, "renormalize": 1, "softmax": 2, "sigmoid": 3, "sigmoid_reno
 
 @functools.cache
 def dense_threads(num_threads: int) -> _kernels.DenseThreads:
-    """The threads of all dense layers of this process."""
+    """Returns the threads of all dense layers of this process."""
     return _kernels.DenseThreads(num_threads)
 
 
@@ -43,7 +43,7 @@ class HostKernels:
         self._threads = threads
 
     def rms_norm(self, hidden_states: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """As `ops.norm.rms_norm`."""
+        """Computes `ops.norm.rms_norm`."""
         output = torch.empty_like(hidden_states)
         self._add_norm(hidden_states, None, weight, eps, output)
         return output
@@ -51,7 +51,7 @@ class HostKernels:
     def fused_add_rms_norm(
         self, update: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
-        """As `ops.norm.fused_add_rms_norm`."""
+        """Computes `ops.norm.fused_add_rms_norm`."""
         output = update if update.dtype == residual.dtype else torch.empty_like(residual)
         self._add_norm(residual, update, weight, eps, output)
         return output
@@ -79,7 +79,7 @@ class HostKernels:
         )
 
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """As `ops.activation.silu_and_mul`."""
+        """Computes `ops.activation.silu_and_mul`."""
         size = gate_up.shape[-1] // 2
         output = gate_up.new_empty(*gate_up.shape[:-1], size)
         rows = output.numel() // size
@@ -100,7 +100,7 @@ class HostKernels:
         key_scale: float = 1.0,
         value_scale: float = 1.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `ops.kv.rotate_and_append`; queries and keys are views of `heads`."""
+        """Computes `ops.kv.rotate_and_append`; queries and keys are views of `heads`."""
         rows, total, head_dim = heads.shape
         self._threads.rotate_and_append(
             _is_bfloat16(heads),
@@ -131,7 +131,7 @@ class HostKernels:
         config: RouterConfig,
         valid_rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `ops.router.route`."""
+        """Computes `ops.router.route`."""
         logits = router_logits.float().contiguous()
         (rows, experts), top_k = logits.shape, config.top_k
         weights = torch.empty(rows, top_k)
@@ -199,7 +199,7 @@ def _routes(
 
 
 def implementations(threads: _kernels.DenseThreads) -> Mapping[str, Implementation]:
-    """By the names of the ops."""
+    """Returns the implementations by the names of the ops."""
     kernels = HostKernels(threads)
     return {
         "rms_norm": Implementation(kernels.rms_norm, _norms),

@@ -43,7 +43,7 @@ def collapse_streams(
     iterations: int,
     magnitude: float = 2.0,
 ) -> Collapsed:
-    """The input of one half of a layer.
+    """Returns the input of one half of a layer.
 
     streams `[T, N, H]`, contiguous; projection `[(2 + N) * N, N * H]`, base `[(2 + N) * N]` and scale `[3]`
     float32, in the order of pre, post, comb. `eps` is added to pre, to comb and to the sums that Sinkhorn
@@ -77,7 +77,8 @@ def weigh_streams(
     norm_eps: float,
     eps: float,
 ) -> torch.Tensor:
-    """The streams `[T, N, H]` as one, `[T, H]`, once at the end of a model: `pre` of `collapse_streams`.
+    """Returns the streams `[T, N, H]` as one, `[T, H]`, once at the end of a model: `pre` of
+    `collapse_streams`.
 
     projection `[N, N * H]`, base `[N]` and scale `[1]` float32. Some launches of torch's: once a step.
     """
@@ -88,7 +89,7 @@ def weigh_streams(
 
 
 def project_streams(streams: torch.Tensor, projection: torch.Tensor) -> torch.Tensor:
-    """Of the streams before their norm, which is one factor of a token: float32 `[T, rows]`."""
+    """Projects the streams before their norm, which is one factor of a token: float32 `[T, rows]`."""
     return functional.linear(streams.flatten(1).float(), projection)
 
 
@@ -96,7 +97,7 @@ def project_streams(streams: torch.Tensor, projection: torch.Tensor) -> torch.Te
 def mix_streams(
     update: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor
 ) -> torch.Tensor:
-    """The streams after one half of a layer, in place, and returned.
+    """Returns the streams after one half of a layer, in place, and returned.
 
     update `[T, H]`, its output, which may be float32 where the streams `[T, N, H]` are not; post and comb as
     in `Collapsed`. Rounded once.

@@ -60,7 +60,7 @@ def kimi_delta_update(
     reads: torch.Tensor,
     writes: torch.Tensor,
 ) -> torch.Tensor:
-    """One token of each of R requests.
+    """Computes one token of each of R requests.
 
     The first six as in `kimi_delta_rows`; states float32 `[slots, H, key_head_dim, value_head_dim]`; reads
     and writes int64 `[R]`: slots of the states before and after the token, none both read and written.
@@ -88,7 +88,8 @@ def kimi_delta_extend(
     writes: torch.Tensor,
     sequences: Sequences,
 ) -> torch.Tensor:
-    """One or more tokens of each of R requests, whose rows `sequences` gives; else as `kimi_delta_update`.
+    """Computes one or more tokens of each of R requests, whose rows `sequences` gives; else as
+    `kimi_delta_update`.
 
     The states written are those after each request's last row. Returns `[T, H, value_head_dim]`.
     """
@@ -106,7 +107,7 @@ def kimi_delta_extend(
 def chunked_kimi_delta(
     rows: DeltaRows, state: torch.Tensor, chunk: int = CHUNK
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The recurrence over one request's next tokens, a chunk at a time instead of a token.
+    """Computes the recurrence over one request's next tokens, a chunk at a time instead of a token.
 
     state float32 `[H, key_head_dim, value_head_dim]`, which stays as it is. Returns float32
     `[T, H, value_head_dim]` and the state after the last token. As in

@@ -54,7 +54,8 @@ def rotate_and_append(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`qk_norm_rope`, or `apply_rope` where there are no weights, then `append_kv` of the keys and `value`.
+    """Computes `qk_norm_rope`, or `apply_rope` where there are no weights, then `append_kv` of the keys and
+    `value`.
 
     Shapes as there. heads may be overwritten. Returns queries and keys.
     """

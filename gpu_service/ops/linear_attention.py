@@ -86,7 +86,8 @@ def causal_conv(
     bias: torch.Tensor | None = None,
     activates: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`y[t, c] = silu(sum_j weight[c, j] x[t - width + 1 + j, c] + bias[c])` over one request's next tokens.
+    """Computes `y[t, c] = silu(sum_j weight[c, j] x[t - width + 1 + j, c] + bias[c])` over one request's next
+    tokens.
 
     rows `[T, C]`; recent `[width - 1, C]`, the inputs before them, oldest first; weight `[C, width]`; bias
     `[C]` or None, no bias; `activates` False: without the silu. Sums in float32. Returns `[T, C]` in the
@@ -112,7 +113,7 @@ def causal_conv_update(
     bias: torch.Tensor | None = None,
     activates: bool = True,
 ) -> torch.Tensor:
-    """`causal_conv` of one token of each of R requests.
+    """Computes `causal_conv` of one token of each of R requests.
 
     rows `[R, C]` (columns contiguous); states `[slots, width - 1, C]`; weight `[C, width]`; reads and writes
     int64 `[R]`: slots of the recent inputs before and after the token, none both read and written; bias `[C]`
@@ -137,7 +138,8 @@ def causal_conv_extend(
     bias: torch.Tensor | None = None,
     activates: bool = True,
 ) -> torch.Tensor:
-    """One or more tokens of each of R requests, whose rows `sequences` gives; else as `causal_conv_update`.
+    """Computes one or more tokens of each of R requests, whose rows `sequences` gives; else as
+    `causal_conv_update`.
 
     The recent inputs written are those after each request's last row. Returns `[T, C]`.
     """
@@ -172,7 +174,7 @@ class DeltaRows(NamedTuple):
 
 
 def unit_heads(columns: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """`[T, heads * head_dim]` as float32 `[T, heads, head_dim]` of length 1."""
+    """Returns `[T, heads * head_dim]` as float32 `[T, heads, head_dim]` of length 1."""
     rows = columns.float().view(columns.shape[0], -1, head_dim)
     return rows * (rows.square().sum(-1, keepdim=True) + _EPSILON).rsqrt()
 
@@ -218,7 +220,7 @@ def gated_delta_update(
     reads: torch.Tensor,
     writes: torch.Tensor,
 ) -> torch.Tensor:
-    """One token of each of R requests.
+    """Computes one token of each of R requests.
 
     The first five as in `delta_rows`; states float32 `[slots, H, key_head_dim, value_head_dim]`; reads and
     writes int64 `[R]`: slots of the states before and after the token, none both read and written. Returns
@@ -245,7 +247,8 @@ def gated_delta_extend(
     writes: torch.Tensor,
     sequences: Sequences,
 ) -> torch.Tensor:
-    """One or more tokens of each of R requests, whose rows `sequences` gives; else as `gated_delta_update`.
+    """Computes one or more tokens of each of R requests, whose rows `sequences` gives; else as
+    `gated_delta_update`.
 
     The states written are those after each request's last row. Returns `[T, H, value_head_dim]`.
     """
@@ -261,7 +264,7 @@ def gated_delta_extend(
 def chunked_delta_rule(
     rows: DeltaRows, state: torch.Tensor, chunk: int = CHUNK
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The recurrence over one request's next tokens, a chunk at a time instead of a token.
+    """Computes the recurrence over one request's next tokens, a chunk at a time instead of a token.
 
     state float32 `[H, key_head_dim, value_head_dim]`, which stays as it is. Returns float32
     `[T, H, value_head_dim]` and the state after the last token.

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 from gpu_service.ops.registry import Op
-from moebius.models.attention_config import NGramConfig
+from moebius.models.layers.residual import NGramConfig
 from moebius.models.ngrams import hash_factors, hash_primes
 
 
@@ -27,7 +27,7 @@ class NGramTable(NamedTuple):
 
 
 def ngram_table(sizes: NGramConfig, place: int, vocab_size: int, device: torch.device | str) -> NGramTable:
-    """Of the `place`-th layer that embeds n-grams."""
+    """Returns the table of the `place`-th layer that embeds n-grams."""
     factors, primes = hash_factors(sizes, place, vocab_size), hash_primes(sizes, place)
     offsets = [sum(primes[:i]) for i in range(len(primes))]
     num_rows = -(-sum(primes) // sizes.padded_to) * sizes.padded_to
@@ -49,7 +49,7 @@ def ngram_rows(
     offsets: torch.Tensor,
     end_token_id: int,
 ) -> torch.Tensor:
-    """Rows of the table for the n-grams that end with each new token, int64 `[T, num_hashes]`.
+    """Returns the rows of the table for the n-grams that end with each new token, int64 `[T, num_hashes]`.
 
     ids, positions int64 `[T]` and query_starts int32 `[R + 1]` as in `ForwardInputs`; states int64 `[slots,
     size - 1]`: each request's latest tokens before the step, oldest first, in slots `reads` int64 `[R]`;
@@ -87,7 +87,7 @@ def _earlier(
     requests: torch.Tensor,
     places: range,
 ) -> torch.Tensor:
-    """Tokens so many places before some rows, `[len(rows), len(places)]`, as far as they are kept."""
+    """Returns the tokens `places` before some rows, `[len(rows), len(places)]`, as far as they are kept."""
     at = rows[:, None] - torch.arange(places.start, places.stop, places.step, device=ids.device)
     first = query_starts[requests].long()[:, None]
     kept = states.shape[1]
@@ -99,7 +99,7 @@ def _earlier(
 def table_rows(
     rows: torch.Tensor, table: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Rows of a table, `[T, n, D]` in `dtype`; zeros for rows that it does not have.
+    """Returns the rows of a table, `[T, n, D]` in `dtype`; zeros for rows that it does not have.
 
     rows int64 `[T, n]`; table `[R, D]`, on the rows' device or in page-locked memory of its host: in `dtype`,
     or in e4m3 with a scale, float32 `[1]` on the rows' device.

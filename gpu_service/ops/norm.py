@@ -10,7 +10,7 @@ from gpu_service.ops.registry import Op
 
 @Op
 def rms_norm(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension (Zhang & Sennrich 2019).
+    """Computes `x / sqrt(mean(x^2) + eps) * weight` over the last dimension (Zhang & Sennrich 2019).
 
     hidden_states `[..., N]`, weight `[N]` of the same dtype, or float32; statistics in float32, rounded to
     the weight's dtype before it is applied, as the checkpoints were trained. Returns a new `[..., N]` of the
@@ -26,7 +26,7 @@ def rms_norm(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float) -> t
 def fused_add_rms_norm(
     update: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """`residual += update`, then `rms_norm(residual)`: the two halves of a pre-norm layer's seam.
+    """Computes `residual += update`, then `rms_norm(residual)`: the two halves of a pre-norm layer's seam.
 
     update and residual `[T, N]`, rows contiguous; weight `[N]` as above. The update may be float32 where the
     others are 16-bit: then it is rounded after the addition only. The residual is increased in place, the

@@ -18,12 +18,14 @@ _WIDE_STRIDE = 8
 
 
 def is_noted(layer: int, is_float16: bool) -> bool:
-    """Whether a step that notes overflows looks at the residual stream after this layer."""
+    """Returns whether a step that notes overflows looks at the residual stream after this layer."""
     return is_float16 or layer % _WIDE_STRIDE == _WIDE_STRIDE - 1
 
 
 def suspects(noted: Collection[int], layers: Iterable[int], is_float16: bool) -> list[int]:
-    """Of `layers` those after which the stream may have left its range, where `noted` says that it had."""
+    """Returns those of `layers` after which the stream may have left its range, where `noted` says that it
+    had.
+    """
 
     def note_of(layer: int) -> int:
         return layer if is_float16 else layer - layer % _WIDE_STRIDE + _WIDE_STRIDE - 1

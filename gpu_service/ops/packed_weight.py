@@ -24,7 +24,7 @@ class PackedPart:
 
 
 def packed_bytes(in_features: int, parts: tuple[PackedPart, ...]) -> int:
-    """Memory that the parts of a weight take, bytes."""
+    """Returns the memory that the parts of a weight take, bytes."""
     panels = (-(-part.rows // PANEL_COLUMNS) for part in parts)
     sizes = (panel_layout(part.format, in_features).panel_bytes for part in parts)
     return sum(count * size for count, size in zip(panels, sizes, strict=True))
@@ -65,7 +65,7 @@ class PackedWeight:
     def linear(
         self, rows: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        """`x W^T + b`: rows `[..., in]` to `[..., out]` of `dtype` (None: that of the rows).
+        """Computes `x W^T + b`: rows `[..., in]` to `[..., out]` of `dtype` (None: that of the rows).
 
         bias: float32 `[out]`, contiguous. Sums are in float32 and rounded once.
         """
@@ -89,7 +89,9 @@ class PackedWeight:
         return output
 
     def take_rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Rows of the weight, dequantised: int64 `[T]` to `[T, in]` of `dtype`; zeros for unknown ids."""
+        """Returns the rows of the weight, dequantised: int64 `[T]` to `[T, in]` of `dtype`; zeros for unknown
+        ids.
+        """
         if dtype == torch.float16:
             return self.take_rows(ids, torch.float32).half()
         output = torch.empty(ids.shape[0], self.in_features, dtype=dtype)

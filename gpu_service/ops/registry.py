@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -49,3 +49,17 @@ class Implementation:
     # Whether the op's arguments are within what the library can do; the next backend takes those that are
     # not. None: it takes everything.
     supports: Callable[..., bool] | None = None
+
+
+def joined(chain: Sequence[Implementation], reference: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns what calls the first of the chain that supports the arguments, else the reference."""
+    first, *rest = chain
+    if first.supports is None:
+        return first.function
+    function, supports = first.function, first.supports
+    otherwise = joined(rest, reference) if rest else reference
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (function if supports(*args, **kwargs) else otherwise)(*args, **kwargs)
+
+    return call

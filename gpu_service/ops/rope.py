@@ -12,7 +12,7 @@ import torch
 
 from gpu_service.ops.norm import rms_norm
 from gpu_service.ops.registry import Op
-from moebius.models.config import NUM_AXES
+from moebius.models.layers.rope import NUM_AXES
 
 
 class RopeTable(NamedTuple):
@@ -30,7 +30,7 @@ class RopeTable(NamedTuple):
 
 
 def pair_positions(positions: torch.Tensor) -> torch.Tensor:
-    """View `[T, num_pairs or 1]` of positions as `rope_table` takes them."""
+    """Returns a view `[T, num_pairs or 1]` of positions as `rope_table` takes them."""
     return positions[:, None] if positions.dim() == 1 else positions
 
 
@@ -42,7 +42,7 @@ def rope_table(
     interleaved: bool,
     attention_factor: float = 1.0,
 ) -> RopeTable:
-    """Table for int64 positions; angles in float32, stored in the activations' dtype.
+    """Returns the table for int64 positions; angles in float32, stored in the activations' dtype.
 
     positions `[T]`, or `[T, num_pairs]` (any strides) where a token's pairs differ in theirs (mRoPE).
     `attention_factor` multiplies cosines and sines, and with them rotated queries and keys (YaRN).
@@ -61,7 +61,7 @@ def rope_table(
 
 
 def query_scales(positions: torch.Tensor, growth: float, length: float, dtype: torch.dtype) -> torch.Tensor:
-    """`1 + growth * ln(1 + floor(p / length))` of int64 positions `[T]`, `[T, 1, 1]` in `dtype`.
+    """Computes `1 + growth * ln(1 + floor(p / length))` of int64 positions `[T]`, `[T, 1, 1]` in `dtype`.
 
     Scalable softmax in steps, as Llama 4 has it (Nakanishi 2025, arXiv:2501.19399): attention over more
     tokens stays as sharp.
@@ -108,7 +108,7 @@ def qk_norm_rope(
     num_heads: int,
     table: RopeTable,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`apply_rope(rms_norm(...))` of the queries and the keys that one GEMM made side by side.
+    """Computes `apply_rope(rms_norm(...))` of the queries and the keys that one GEMM made side by side.
 
     heads `[T, num_heads + num_kv_heads, head_dim]` (any strides over the first two), queries first; it
     may be overwritten. q_weight, k_weight `[head_dim]`. Returns queries `[T, num_heads, head_dim]` and
@@ -131,7 +131,8 @@ class Unrotated(NamedTuple):
 
 
 def half_split(table: RopeTable) -> RopeTable:
-    """The same angles with element j paired with j + rotary_dim / 2; a table of such pairs comes back as is.
+    """Returns the same angles with element j paired with j + rotary_dim / 2; a table of such pairs comes back
+    as is.
 
     No copy of FlashInfer's factors: those are by pair, wherever its elements lie.
     """

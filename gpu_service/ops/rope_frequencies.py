@@ -9,23 +9,25 @@ import torch
 
 
 def _wavelengths(theta: float, dim: int) -> torch.Tensor:
-    """Tokens per radian, `theta^(2i/dim)`."""
+    """Returns the tokens per radian, `theta^(2i/dim)`."""
     wavelengths: torch.Tensor = theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim)
     return wavelengths
 
 
 def _default(theta: float, dim: int, scaling: Mapping[str, float]) -> torch.Tensor:
-    """`theta^(-2i/dim)`."""
+    """Computes `theta^(-2i/dim)`."""
     return 1.0 / _wavelengths(theta, dim)
 
 
 def _linear(theta: float, dim: int, scaling: Mapping[str, float]) -> torch.Tensor:
-    """Position interpolation (Chen et al. 2023): all frequencies divided by `factor`."""
+    """Computes position interpolation (Chen et al. 2023): all frequencies divided by `factor`."""
     return _default(theta, dim, scaling) / scaling["factor"]
 
 
 def _llama3(theta: float, dim: int, scaling: Mapping[str, float]) -> torch.Tensor:
-    """Llama 3.1: long waves divided by `factor`, short ones kept, a linear blend between."""
+    """Computes the frequencies of Llama 3.1: long waves divided by `factor`, short ones kept, a linear blend
+    between.
+    """
     frequencies = _default(theta, dim, scaling)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
@@ -34,7 +36,7 @@ def _llama3(theta: float, dim: int, scaling: Mapping[str, float]) -> torch.Tenso
 
 
 def _yarn(theta: float, dim: int, scaling: Mapping[str, float]) -> torch.Tensor:
-    """YaRN (Peng et al. 2023), "NTK by parts".
+    """Computes the frequencies of YaRN (Peng et al. 2023), "NTK by parts".
 
     Pairs that turn more than `beta_fast` times within the original context keep their frequency, those
     below `beta_slow` turns are divided by `factor`; between, a blend that is linear in the pair's index.
@@ -42,7 +44,7 @@ def _yarn(theta: float, dim: int, scaling: Mapping[str, float]) -> torch.Tensor:
     frequencies = _default(theta, dim, scaling)
 
     def pair_with(turns: float) -> float:
-        """Index of the pair that turns so often within the original context."""
+        """Returns the index of the pair that turns so often within the original context."""
         length = scaling["original_max_position_embeddings"]
         return dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
@@ -58,7 +60,7 @@ def _yarn(theta: float, dim: int, scaling: Mapping[str, float]) -> torch.Tensor:
 
 
 def _proportional(theta: float, dim: int, scaling: Mapping[str, float]) -> torch.Tensor:
-    """Gemma 4: the first pairs turn as those of a whole head do, all others stay."""
+    """Returns Gemma 4: the first pairs turn as those of a whole head do, all others stay."""
     pairs = torch.arange(dim // 2, device="cpu")
     frequencies = _default(theta, dim, scaling) / scaling.get("factor", 1.0)
     return frequencies * (pairs < scaling["rotated_pairs"])
@@ -82,7 +84,7 @@ FREQUENCIES: Mapping[str, Callable[[float, int, Mapping[str, float]], torch.Tens
 def inverse_frequencies(
     theta: float, rotary_dim: int, kind: str, scaling: Mapping[str, float], pair_factors: Sequence[float] = ()
 ) -> torch.Tensor:
-    """Radians per token of each pair, float32 `[rotary_dim / 2]` on the CPU.
+    """Returns the radians per token of each pair, float32 `[rotary_dim / 2]` on the CPU.
 
     `pair_factors`: what the frequency of each pair is divided by, of kinds that have such lists.
     """

@@ -6,11 +6,11 @@ import torch
 from torch.nn import functional
 
 from gpu_service.ops.registry import Op
-from moebius.models.config import RouterConfig
+from moebius.models.layers.router import RouterConfig
 
 
 def _scores(router_logits: torch.Tensor, config: RouterConfig) -> torch.Tensor:
-    """Score function, always in float32."""
+    """Returns score function, always in float32."""
     logits = router_logits.float()
     if config.logit_softcap:
         logits = torch.tanh(logits / config.logit_softcap) * config.logit_softcap
@@ -47,7 +47,7 @@ def route(
     router_logits `[T, E]`; correction_bias float32 `[E]` or None. Returns weights float32 `[T, top_k]`
     and ids int32 `[T, top_k]`; the order within a row is not defined. The bias decides who is chosen,
     never how much they weigh. With the score "sparse_mixer", `_mixed` chooses. Rows where bool `[T]`
-    valid_rows is False (padding) choose nobody: id -1.
+    valid_rows is False (padding) choose no expert: id -1.
     """
     if config.score == "sparse_mixer":
         weights, ids = _mixed(router_logits.float(), config.top_k, config.mixer_width)
@@ -64,10 +64,11 @@ def route(
 def zero_experts(
     hidden_states: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, num_experts: int
 ) -> torch.Tensor:
-    """What choices without weights answer: what they are given, each times its weight.
+    """Returns what choices without weights answer: what they are given, each times its weight.
 
     hidden_states `[T, H]`; weights float32 and ids int32 `[T, K]`, contiguous. Returns float32 `[T, H]`. An
-    id of `num_experts` or more is such a choice; in place it becomes -1, so that nobody else computes it.
+    id of `num_experts` or more is such a choice; in place it becomes -1, so that no expert server computes
+    it.
     """
     chosen = ids >= num_experts
     total = weights.masked_fill(~chosen, 0.0).sum(dim=-1, keepdim=True)
@@ -84,7 +85,7 @@ def choose_by_kind(
     num_experts: int,
     num_parts: tuple[int, int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each token's choice among the experts of its kind, as choices of their parts.
+    """Returns each token's choice among the experts of its kind, as choices of their parts.
 
     input_ids int64 `[T]`, second_tokens int64 `[V]`: ids of tokens of the second kind; `first`, `second`:
     what `route` answers, `[T, top_k]`, for either kind of `num_experts`, of `num_parts` parts each. Returns
@@ -111,7 +112,7 @@ def weigh_chosen(
     config: RouterConfig,
     valid_rows: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `route`, with experts that are chosen already: int32 `[T, top_k]`, which may be overwritten.
+    """Computes `route`, with experts that are chosen already: int32 `[T, top_k]`, which may be overwritten.
 
     No kernel of its own: some small launches, in the few layers that have it.
     """
@@ -121,7 +122,7 @@ def weigh_chosen(
 def _finished(
     scores: torch.Tensor, ids: torch.Tensor, config: RouterConfig, valid_rows: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights of the chosen, and their ids where rows are valid."""
+    """Returns the weights of the chosen, and their ids where rows are valid."""
     weights = scores.gather(-1, ids.long())
     if config.post in ("sigmoid", "sigmoid_renormalize"):
         weights = weights.sigmoid()
@@ -135,7 +136,7 @@ def _finished(
 
 
 def _valid(ids: torch.Tensor, valid_rows: torch.Tensor | None) -> torch.Tensor:
-    """As int32, -1 where rows are padding."""
+    """Returns the ids as int32, -1 where rows are padding."""
     ids = ids.int()
     return ids if valid_rows is None else ids.masked_fill_(~valid_rows.unsqueeze(1), -1)
 

@@ -15,7 +15,7 @@ _BOUNDS = np.where(
 
 @Op
 def argmax_and_finite(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The greedy token of each row, and whether the row can be trusted, in one reading of the logits.
+    """Returns the greedy token of each row, and whether the row can be trusted, in one reading of the logits.
 
     logits float32 `[R, V]`, not changed. Returns ids int64 `[R]`, which are valid whatever the row holds,
     and bool `[R]`: no NaN and no Inf. Of equal logits the lowest id wins.

@@ -36,7 +36,7 @@ def selective_scan_update(
     reads: torch.Tensor,
     writes: torch.Tensor,
 ) -> torch.Tensor:
-    """One token of each of R requests.
+    """Computes one token of each of R requests.
 
     x, dt and gate `[R, C]`, b and c `[R, state_dim]` (any row strides); a_log float32 `[C, state_dim]`, d
     float32 `[C]`; states float32 `[slots, C, state_dim, 1]`; reads and writes int64 `[R]`: slots of the
@@ -64,7 +64,7 @@ def selective_scan_extend(
     writes: torch.Tensor,
     sequences: Sequences,
 ) -> torch.Tensor:
-    """One or more tokens of each of R requests, whose rows `sequences` gives.
+    """Computes one or more tokens of each of R requests, whose rows `sequences` gives.
 
     Else as `selective_scan_update`. The states written are those after each request's last row. Returns
     `[T, C]`.
@@ -94,7 +94,8 @@ def scan(
     d: torch.Tensor,
     state: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The recurrence over one request's next tokens, whose factors take T times as much as the state.
+    """Computes the recurrence over one request's next tokens, whose factors take T times as much as the
+    state.
 
     state float32 `[C, state_dim, 1]`, which stays as it is. Returns `[T, C]` and the state after the last.
     """

@@ -38,8 +38,8 @@ def state_space_rows(
     state_dim: int,
     head_dim: int,
 ) -> StateSpaceRows:
-    """From what the layer projects and convolves: xbc `[T, H * head_dim + 2 * groups * state_dim]`,
-    dt `[T, H]` (any strides), a_log, dt_bias and d float32 `[H]`.
+    """Returns the rows of what the layer projects and convolves: xbc `[T, H * head_dim + 2 * groups *
+    state_dim]`, dt `[T, H]` (any strides), a_log, dt_bias and d float32 `[H]`.
     """
     tokens, heads = dt.shape
     inner = heads * head_dim
@@ -72,7 +72,7 @@ def state_space_update(
     reads: torch.Tensor,
     writes: torch.Tensor,
 ) -> torch.Tensor:
-    """One token of each of R requests.
+    """Computes one token of each of R requests.
 
     The first five as in `state_space_rows`; states float32 `[slots, H, state_dim, head_dim]`; reads and
     writes int64 `[R]`: slots of the states before and after the token, none both read and written. Returns
@@ -97,7 +97,8 @@ def state_space_extend(
     writes: torch.Tensor,
     sequences: Sequences,
 ) -> torch.Tensor:
-    """One or more tokens of each of R requests, whose rows `sequences` gives; else as `state_space_update`.
+    """Computes one or more tokens of each of R requests, whose rows `sequences` gives; else as
+    `state_space_update`.
 
     The states written are those after each request's last row. Returns float32 `[T, H, head_dim]`.
     """
@@ -113,8 +114,8 @@ def state_space_extend(
 def chunked_state_space(
     rows: StateSpaceRows, state: torch.Tensor, chunk: int = CHUNK
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The recurrence over one request's next tokens, a chunk at a time instead of a token (section 6 of the
-    source).
+    """Computes the recurrence over one request's next tokens, a chunk at a time instead of a token (section 6
+    of the source).
 
     state float32 `[H, state_dim, head_dim]`, which stays as it is. Returns float32 `[T, H, head_dim]` and the
     state after the last token.

@@ -28,7 +28,7 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 
 def takes_one_shot(tensor: torch.Tensor) -> bool:
-    """Whether the kernel takes a tensor of this size, type and place."""
+    """Returns whether the kernel takes a tensor of this size, type and place."""
     return (
         tensor.dtype in _DTYPES
         and 0 < tensor.nbytes <= MAX_BYTES

@@ -40,20 +40,22 @@ class ConnectionLost(OSError):
 
 
 class _Frames(Protocol):
-    """As `multiprocessing.connection.Connection`: one thread sends at a time, and one receives."""
+    """Sends and receives frames as `multiprocessing.connection.Connection`: one thread sends at a time, and
+    one receives.
+    """
 
     def send_bytes(self, buf: bytes) -> None:
         """One frame. Raises OSError."""
 
     def recv_bytes(self, maxlength: int) -> bytes:
-        """The next frame. Raises EOFError at the end, OSError for one that is longer."""
+        """Returns the next frame. Raises EOFError at the end, OSError for one that is longer."""
 
 
 class _SecuredFrames:
     """Frames within TLS: each is its length (8 bytes, big endian) and its bytes.
 
     OpenSSL's state is one for both directions and takes no two threads at once: it lives in memory, behind a
-    lock that nobody holds while waiting for the network.
+    lock that no thread holds while waiting for the network.
     """
 
     def __init__(self, connected: socket.socket, context: ssl.SSLContext, server_name: str) -> None:
@@ -80,7 +82,7 @@ class _SecuredFrames:
         self._socket.sendall(self._outgoing.read())
 
     def send_bytes(self, buf: bytes) -> None:
-        """As `_Frames`."""
+        """Sends a frame as `_Frames`."""
         content = memoryview(struct.pack("!Q", len(buf)) + buf)
         for begin in range(0, len(content), _CHUNK_BYTES):
             with self._using:
@@ -89,7 +91,7 @@ class _SecuredFrames:
             self._socket.sendall(secured)
 
     def recv_bytes(self, maxlength: int) -> bytes:
-        """As `_Frames`."""
+        """Receives a frame as `_Frames`."""
         (length,) = struct.unpack("!Q", self._exactly(8))
         if length > maxlength:
             raise OSError(f"a frame of {length} bytes is too long")
@@ -150,7 +152,9 @@ class RankConnection:
             raise ConnectionLost(_reason(error)) from error
 
     def set_timeout(self, timeout_s: float) -> None:
-        """By the kernel: `Connection` has no timeouts, and they must also end a frame that stops half-way."""
+        """Sets the kernel's timeout: `Connection` has none, and it must also end a frame that stops
+        half-way.
+        """
         seconds = int(timeout_s)
         value = struct.pack("ll", seconds, int((timeout_s - seconds) * 1e6))
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
@@ -165,14 +169,16 @@ class RankConnection:
             raise ConnectionLost(_reason(error)) from error
 
     def try_send(self, frame: ranks_pb2.Frame) -> None:
-        """Sends unless the other end is gone: whoever receives from it notices that."""
+        """Sends unless the other end is gone, which the thread that receives from it notices."""
         try:
             self.send(frame)
         except ConnectionLost:
             return
 
     def receive(self, max_bytes: int = MAX_FRAME_BYTES) -> ranks_pb2.Frame:
-        """The next frame. Raises ConnectionLost when none begins, or one does not end, within the timeout."""
+        """Returns the next frame. Raises ConnectionLost when none begins, or one does not end, within the
+        timeout.
+        """
         try:
             return ranks_pb2.Frame.FromString(self._frames.recv_bytes(max_bytes))
         except DecodeError as error:
@@ -183,14 +189,14 @@ class RankConnection:
             raise ConnectionLost(_reason(error)) from error
 
     def receive_hello(self) -> ranks_pb2.Hello:
-        """The first frame of a rank. Raises ConnectionLost when something else arrives."""
+        """Returns the first frame of a rank. Raises ConnectionLost when something else arrives."""
         frame = self.receive(_MAX_HELLO_BYTES)
         if frame.WhichOneof("content") != "hello":
             raise ConnectionLost("what arrived is no rank's first frame")
         return frame.hello
 
     def close(self) -> None:
-        """Ends both directions; whoever receives gets ConnectionLost."""
+        """Ends both directions; a thread that receives gets ConnectionLost."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
@@ -241,11 +247,11 @@ class RankControl:
         self._connections = dict(connections)
         self._on_lost = on_lost
         self._lost: str | None = None
-        # Held until `on_lost` is done: nobody goes on, or ends in another way, while it ends the process.
+        # Held until `on_lost` is done: no thread goes on, or ends in another way, while it ends the process.
         self._losing = threading.RLock()
         self._closing = threading.Event()
         self._ended = threading.Event()
-        # None wakes whoever waits when the group is lost.
+        # None wakes the waiting threads when the group is lost.
         self._iterations: queue.SimpleQueue[ranks_pb2.Iteration | None] = queue.SimpleQueue()
         self._exchanges: dict[int, queue.SimpleQueue[ranks_pb2.Exchange | None]] = {
             peer: queue.SimpleQueue() for peer in connections
@@ -353,7 +359,7 @@ class RankControl:
                 connection.try_send(_HEARTBEAT)
 
     def _left(self, peer: int) -> None:
-        """A rank ended in order. Whoever still waits for something of it waits in vain.
+        """A rank ended in order. A rank that still waits for a message of it waits in vain.
 
         For rank 0 that is no loss: it may still be sending the others the end, too.
         """

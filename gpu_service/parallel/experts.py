@@ -88,7 +88,9 @@ class RankExperts(ExpertClient):
         self._inner.begin_step()
 
     def failure(self) -> Failure | None:
-        """What went wrong for any rank in the step that has just ended; every rank calls it once a step."""
+        """Returns what went wrong for any rank in the step that has just ended; every rank calls it once a
+        step.
+        """
         own = self._inner.failure() if self.is_device_driven else self._raised
         self._raised = None
         worst = self._agree(_severity(own))
@@ -136,7 +138,7 @@ class RankExperts(ExpertClient):
         return self._agree(int(answer)) != 0
 
     def stats(self) -> ExpertClientStats:
-        """What this rank's client counted."""
+        """Returns what this rank's client counted."""
         return self._inner.stats()
 
     def close(self) -> None:

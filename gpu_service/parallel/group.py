@@ -49,7 +49,9 @@ class RankGroup(ABC):
 
     @abstractmethod
     def inbox(self, compiler: ConstraintCompiler | None) -> Inbox:
-        """Where the engine's messages come from; `compiler`: of the constraints of requests among them."""
+        """Returns where the engine's messages come from; `compiler`: of the constraints of requests among
+        them.
+        """
 
     @abstractmethod
     def sampler(self, vocab_size: int, device: torch.device, num_slots: int = 0) -> Sampler:
@@ -61,7 +63,7 @@ class RankGroup(ABC):
 
     @abstractmethod
     def guard(self, runner: StepRunner) -> StepRunner:
-        """A runner whose errors end the group, unless all ranks have them alike."""
+        """Returns a runner whose errors end the group, unless all ranks have them alike."""
 
     @abstractmethod
     def open_lane(self, stream: DeviceStream) -> None:
@@ -69,17 +71,20 @@ class RankGroup(ABC):
 
     @abstractmethod
     def minimum(self, what: str, value: int) -> int:
-        """The smallest of all ranks' values; a barrier, too. All ranks call it with the same `what`."""
+        """Returns the smallest of all ranks' values; a barrier, too.
+
+        All ranks call it with the same `what`.
+        """
 
     @abstractmethod
     def elementwise_largest(self, values: torch.Tensor) -> torch.Tensor:
-        """The largest of all ranks' numbers, by element: int64 tensors of one shape on the host.
+        """Returns the largest of all ranks' numbers, by element: int64 tensors of one shape on the host.
 
         All call it at the same places, on the thread of the steps.
         """
 
     def largest(self, value: int) -> int:
-        """As `elementwise_largest`, of one number each."""
+        """Returns what `elementwise_largest` does, of one number each."""
         return int(self.elementwise_largest(torch.tensor([value])))
 
     @abstractmethod
@@ -118,7 +123,7 @@ class SoloGroup(RankGroup):
         return values
 
     def fail(self, reason: str) -> None:
-        """Nobody else is concerned."""
+        """Does nothing: no other rank is concerned."""
         raise RuntimeError(reason)
 
     def close(self) -> None:
@@ -183,7 +188,7 @@ def make_process_groups(
     one_shot: bool = False,
     has_lane: bool = False,
 ) -> tuple[ParallelContext, dist.ProcessGroup]:
-    """The context with its collectives, and a CPU group for agreements. All ranks call it at once.
+    """Returns the context with its collectives, and a CPU group for agreements. All ranks call it at once.
 
     `one_shot`: tensor-parallel GPUs add small tensors without NCCL. `has_lane`: there may be a prefill lane,
     of tensor-parallel ranks only.

@@ -32,7 +32,7 @@ _SAME = (
 
 
 def encode_messages(messages: Sequence[Message]) -> ranks_pb2.Iteration:
-    """What rank 0 sends in one iteration of its loop."""
+    """Returns what rank 0 sends in one iteration of its loop."""
     iteration = ranks_pb2.Iteration()
     images: dict[int, int] = {}
     for message in messages:
@@ -56,7 +56,7 @@ def encode_messages(messages: Sequence[Message]) -> ranks_pb2.Iteration:
 def decode_messages(
     iteration: ranks_pb2.Iteration, compiler: ConstraintCompiler | None = None
 ) -> list[Message]:
-    """What the others apply; equal in all that the scheduler and the sampler read.
+    """Returns what the others apply; equal in all that the scheduler and the sampler read.
 
     `compiler`: None where rank 0 has none, either. Raises ValueError for what `encode_messages` does not
     make.
@@ -170,7 +170,7 @@ def _decode_image(sent: ranks_pb2.Image) -> PreparedImage:
 
 
 def encode_sight(sight: LaneSight) -> ranks_pb2.LaneSight:
-    """For `decode_sight`."""
+    """Returns the message for `decode_sight`."""
     min_tokens, idle_min_tokens = sight.min_tokens
     return ranks_pb2.LaneSight(
         lane_has_ended=sight.lane_has_ended,
@@ -183,7 +183,7 @@ def encode_sight(sight: LaneSight) -> ranks_pb2.LaneSight:
 
 
 def decode_sight(sent: ranks_pb2.LaneSight) -> LaneSight:
-    """What rank 0 saw."""
+    """Returns what rank 0 saw."""
     min_tokens = sent.min_tokens, sent.idle_min_tokens
     return LaneSight(sent.lane_has_ended, sent.main_has_ended, sent.is_ready, min_tokens, sent.step_tokens)
 
@@ -227,7 +227,7 @@ class FollowerInbox(Inbox):
             raise RuntimeError(f"messages enter at rank 0, not here: {message!r}")
 
     def wait(self, timeout_s: float) -> None:
-        """Not at all: rank 0 has waited, and `drain` waits for it."""
+        """Returns at once: rank 0 has waited, and `drain` waits for it."""
 
     def drain(self, wait: bool) -> list[Message]:
         """Blocks until rank 0 is at the same iteration."""

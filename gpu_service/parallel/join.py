@@ -67,7 +67,8 @@ class Rendezvous:
 def meet(
     rendezvous: Rendezvous, welcome: ranks_pb2.Welcome
 ) -> tuple[dict[int, RankConnection], ranks_pb2.Welcome]:
-    """This rank's connections, by the other's rank, and rank 0's `welcome` (ignored from other ranks).
+    """Returns this rank's connections, by the other's rank, and rank 0's `welcome` (ignored from other
+    ranks).
 
     Raises UserError when not all ranks are there within the time, or one does not fit.
     """
@@ -213,7 +214,10 @@ _OWN_SECTIONS = {"gateway", "supervisor", "telemetry", "security"}
 
 
 def place_of(settings: ParallelConfig) -> ParallelContext:
-    """Which part this rank holds, without collectives yet. Raises ConfigError for a rank out of range."""
+    """Returns which part this rank holds, without collectives yet.
+
+    Raises ConfigError for a rank out of range.
+    """
     size = settings.num_ranks
     check_hosts(settings)
     if settings.rank >= size:
@@ -305,7 +309,7 @@ def _store_listener(host: str) -> socket.socket:
 
 
 def _store(host: str, port: int, size: int, listener: socket.socket | None, timeout_s: float) -> TCPStore:
-    """Where process groups exchange addresses; rank 0 serves it."""
+    """Returns where process groups exchange addresses; rank 0 serves it."""
     return TCPStore(
         host,
         port,

@@ -11,9 +11,8 @@ from gpu_service.core.parallel import ParallelContext
 from gpu_service.core.results import StepResult
 from gpu_service.core.step import PooledRows, PromptLogprobRows, SamplingPlan, StepPlan, TokenMasks
 from gpu_service.engine.model_runner import LaneModelRunner, ModelRunner
-from gpu_service.engine.results import Logprobs, Sampled, StepOutputs
-from gpu_service.engine.sampler import Sampler
-from gpu_service.engine.step_runner import Pending, StepInFlight, StepRunner
+from gpu_service.engine.sampler import Logprobs, Sampler, StepOutputs
+from gpu_service.engine.step_runner import LaunchedStep, StepInFlight, StepRunner
 from gpu_service.experts.client import ExpertComputeFailed, ExpertUnavailable
 from gpu_service.experts.resident.watch import ResidentDamaged
 from gpu_service.layers.context import ForwardContext
@@ -35,33 +34,35 @@ class RankSampler(Sampler):
         self._device = device
         self.parallel = parallel
 
-    def greedy(self, logits: torch.Tensor) -> Sampled:
-        own = super().greedy(logits) if self.parallel.is_last_stage else None
-        return Sampled(*self._share(own, logits.shape[0]), None)
+    def greedy(self, logits: torch.Tensor) -> StepOutputs:
+        own = super().greedy(logits) if self.parallel.is_last_stage else StepOutputs()
+        token_ids, finite = self._share(own, logits.shape[0])
+        return StepOutputs(token_ids=token_ids, finite=finite)
 
-    def sample(self, logits: torch.Tensor, plan: SamplingPlan, tokens: torch.Tensor | None = None) -> Sampled:
+    def sample(
+        self, logits: torch.Tensor, plan: SamplingPlan, tokens: torch.Tensor | None = None
+    ) -> StepOutputs:
         """`logits` is `[R, 0]` on stages without a head."""
-        own = super().sample(logits, plan, tokens) if self.parallel.is_last_stage else None
+        own = super().sample(logits, plan, tokens) if self.parallel.is_last_stage else StepOutputs()
         token_ids, finite = self._share(own, logits.shape[0])
         if plan.penalties is not None and self.parallel.rank != self.parallel.sampling_rank:
-            if own is not None:
+            if own.token_ids is not None:
                 self.penalties.retract(plan.penalties, own.token_ids)
             self.penalties.advance(plan.penalties, token_ids)
         logprobs = None
         if plan.logprob_rows:
-            mine = None if own is None else own.logprobs
             columns = plan.logprob_columns(self._vocab_size)
-            logprobs = self.share_logprobs(mine, len(plan.logprob_rows), columns)
-        return Sampled(token_ids, finite, logprobs)
+            logprobs = self.share_logprobs(own.logprobs, len(plan.logprob_rows), columns)
+        return StepOutputs(token_ids=token_ids, finite=finite, logprobs=logprobs)
 
     def columns(self, num_top: int) -> int:
-        """Alternatives that there are for `num_top` wanted ones."""
+        """Returns the alternatives that there are for `num_top` wanted ones."""
         return min(num_top, self._vocab_size)
 
-    def _share(self, own: Sampled | None, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _share(self, own: StepOutputs, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The sampling rank's token ids int64 `[R]`, and whether their logits were finite, bool `[R]`."""
         shared = torch.zeros((2, rows), dtype=torch.int64, device=self._device)
-        if own is not None:
+        if own.token_ids is not None and own.finite is not None:
             shared[0] = own.token_ids
             shared[1] = own.finite
         self.parallel.world_group.broadcast(shared, self.parallel.sampling_rank)
@@ -131,7 +132,7 @@ class RankModelRunner(ModelRunner):
         return sampler.share_pooled(own, cast(CausalLM, self.model).config.hidden_size)
 
     def _score_prompt(self, wanted: PromptLogprobRows, hidden_states: torch.Tensor) -> list[Logprobs]:
-        """The sampling rank's scores, in one piece."""
+        """Returns the sampling rank's scores, in one piece."""
         sampler = cast(RankSampler, self.sampler)
         own: Logprobs | None = None
         if sampler.parallel.is_last_stage:
@@ -157,16 +158,16 @@ class GuardedRunner(StepRunner):
         self._inner = inner
         self._fail = fail
 
-    def launch(self, plan: StepPlan) -> Pending[StepResult]:
+    def launch(self, plan: StepPlan) -> LaunchedStep:
         try:
-            pending = self._inner.launch(plan)
+            step = self._inner.launch(plan)
         except Exception as error:
             self._fail(f"launching a step failed: {error!r}")
             raise
         # Not only when somebody waits for it: before that, a launch may wait for the other ranks.
-        if isinstance(pending, StepInFlight) and isinstance(pending.error, Exception):
-            self._judge(pending.error)
-        return _GuardedPending(pending, self._judge)
+        if isinstance(step, StepInFlight) and isinstance(step.error, Exception):
+            self._judge(step.error)
+        return _GuardedStep(step, self._judge)
 
     def _judge(self, error: Exception) -> None:
         if not isinstance(error, _AGREED) or isinstance(error, ResidentDamaged):
@@ -197,8 +198,8 @@ class GuardedRunner(StepRunner):
         self._inner.close()
 
 
-class _GuardedPending(Pending[StepResult]):
-    def __init__(self, inner: Pending[StepResult], judge: Callable[[Exception], None]) -> None:
+class _GuardedStep(LaunchedStep):
+    def __init__(self, inner: LaunchedStep, judge: Callable[[Exception], None]) -> None:
         self._inner = inner
         self._judge = judge
 

@@ -1,18 +1,27 @@
-"""How one token budget is divided, and who is let in.
+"""How one token budget is divided, who is let in, and which client's requests are next.
 
 Decides numbers only; allocating pages and moving requests between queues is the scheduler's.
+
+Each client gets an equal share of the tokens computed, as long as several wait. Clients differ by
+`Request.fairness_id`. What one was served is the tokens that were computed for it, prompt and output, each
+position once: neither cached prefixes nor what a preemption has computed again. As a request's place in the
+batch is a promise of more, a client's account also has what its running requests still need: the rest of
+their prompts, and as much output as requests have had lately. With one client, or as long as nothing waits,
+requests are in order of seniority, as if there were no shares.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from heapq import nsmallest
 from typing import Any
 
 from gpu_service.cache.radix_cache import PrefixHandle
 from gpu_service.cache.request_cache import RequestCache
-from gpu_service.core.limits import SchedulerLimits, ends_by_length
-from gpu_service.core.request import Request
+from gpu_service.core.request import Request, SchedulerLimits, ends_by_length
+from moebius.fair_shares import FairShares, in_turns, is_below_share
 
 # Sort key of requests: what their client was served, then seniority.
 Rank = tuple[float, tuple[int, int, int]]
@@ -24,7 +33,7 @@ def seniority(request: Request) -> tuple[int, int, int]:
 
 
 def chunk_size(start: int, remaining: int, budget: int, page_size: int, splits: bool = False) -> int:
-    """Tokens to compute now from position `start`.
+    """Returns tokens to compute now from position `start`.
 
     A chunk that is not the last one ends on a page boundary, so that its pages are whole; unless the
     budget does not reach one, since progress matters more. With `splits` the last one, too, ends on the
@@ -46,7 +55,7 @@ def next_chunk(
 
 
 def least_chunk(request: Request, start: int) -> int:
-    """The fewest tokens that can be computed from `start` on."""
+    """Returns the fewest tokens that can be computed from `start` on."""
     return 1 if request.vision is None else request.vision.uncut(start, 1, request.total_len)
 
 
@@ -74,7 +83,7 @@ class Prompt:
 
 
 def token_cost(request: Request, limits: SchedulerLimits) -> int:
-    """What a token of the request takes of the budget: more, if the head has to score every position."""
+    """Returns a token's share of the budget: more, if the head has to score every position."""
     scores = request.params.prompt_logprobs is not None and request.scheduled_len < request.prompt_len
     return limits.scored_token_cost if scores else 1
 
@@ -89,7 +98,7 @@ def divide_budget(
     budget: int | None = None,
     rank: Callable[[Request], Any] = seniority,
 ) -> Division:
-    """Who computes how much in the next step.
+    """Returns which request computes how much in the next step.
 
     Requests that need one token come first, least recently served first, so that a prompt never holds up
     decoding and none starves when there are more requests than budget. Of the rest the oldest prompt has
@@ -154,7 +163,7 @@ def divide_among_prompts(
 
 
 def _least_cost(prompt: Prompt, limits: SchedulerLimits) -> int:
-    """Of the budget, for the fewest tokens that a prompt can compute."""
+    """Returns the part of the budget that the fewest tokens take that a prompt can compute."""
     start = prompt.request.scheduled_len if prompt.index >= 0 else 0
     return least_chunk(prompt.request, start) * token_cost(prompt.request, limits)
 
@@ -181,31 +190,41 @@ def turn(prompt: Prompt) -> tuple[int, int, tuple[int, int, int]]:
 
 
 def _waits_for_end(request: Request, limits: SchedulerLimits) -> bool:
-    """Whether the token in flight is the last by length, so that nothing after it is to be computed."""
+    """Returns whether the token in flight is the last by length, so that nothing follows it."""
     return request.inflight_tokens > 0 and ends_by_length(request, request.planned_len, limits)
 
 
 def shares_prompt(request: Request, cache: RequestCache) -> bool:
-    """Whether outputs of one request can start from the prompt that one of them computed."""
+    """Returns whether outputs of one request can start from the prompt that one of them computed."""
     shares = cache.prefix_caching and request.params.prompt_logprobs is None
     return shares and request.prompt_len > cache.page_size
 
 
 def admissible(
-    waiting: Iterable[Request], running: Sequence[Request], cache: RequestCache
+    waiting: Iterable[Request], running: Sequence[Request], cache: RequestCache, limits: SchedulerLimits
 ) -> Iterator[Request]:
-    """The waiting requests that need not wait for a sibling, in order.
+    """The waiting requests that need not wait for a sibling or for their prefix, in order.
 
     While one output of a request is still computing the prompt, its siblings wait: they will find the
-    prompt's pages in the prefix tree.
+    prompt's pages in the prefix tree. So does one whose prefix is on its way from a lower tier.
     """
     computing = {request.request_id for request in running if request.computed_len < request.prompt_len}
     for request in waiting:
-        if not shares_prompt(request, cache):
-            yield request
-        elif request.request_id not in computing:
+        if shares_prompt(request, cache):
+            if request.request_id in computing:
+                continue
             computing.add(request.request_id)
+        if not awaits_prefix(request, cache, limits, running):
             yield request
+
+
+def awaits_prefix(
+    request: Request, cache: RequestCache, limits: SchedulerLimits, running: Sequence[Request]
+) -> bool:
+    """Whether the request's prefix is on its way from a lower tier; begins to fetch it where it has room."""
+    return cache.tiers is not None and cache.tiers.awaits(
+        request, lambda handle: fits(request, handle, cache, limits, running)
+    )
 
 
 def fits(
@@ -231,3 +250,93 @@ def fits(
         if other.planned_len - other.scheduled_len > 1
     )
     return needed + (limits.watermark_pages if running else 0) <= cache.available - pinned - promised
+
+
+# Output tokens that a request is expected to have, before any has ended, and the weight of the newest.
+_FIRST_OUTPUT, _NEWEST = 64.0, 0.1
+
+
+class ClientShares:
+    """The accounts of all clients; the scheduler calls it in the same order on every rank."""
+
+    def __init__(self) -> None:
+        self._live: Counter[str] = Counter()  # unfinished requests
+        self._shares = FairShares()
+        self._output = _FIRST_OUTPUT
+        self._accounts: dict[str, float] = {}  # of the step that is planned; empty: seniority alone counts
+
+    def came(self, request: Request) -> None:
+        """A request is queued."""
+        self._live[request.fairness_id] += 1
+
+    def went(self, request: Request) -> None:
+        """A request has ended, well or not."""
+        self._live[request.fairness_id] -= 1
+        if not self._live[request.fairness_id]:
+            del self._live[request.fairness_id]
+        if request.output_token_ids:
+            self._output += _NEWEST * (len(request.output_token_ids) - self._output)
+
+    def computes(self, request: Request, end: int) -> None:
+        """The request's tokens up to position `end` are in a step."""
+        if end > request.charged_len:
+            self._shares.charge(request.fairness_id, end - request.charged_len)
+            request.charged_len = end
+
+    def weigh(self, waiting: Sequence[Request], running: Sequence[Request]) -> None:
+        """Before a step is planned: what each client that waits has had, and what it was promised."""
+        self._accounts = {}
+        if len(self._live) < 2:
+            self._shares.settle(())
+            return
+        prompts = [request for request in running if request.planned_len - request.scheduled_len > 1]
+        behind = dict.fromkeys(request.fairness_id for request in (*waiting, *prompts))
+        self._shares.settle(behind)
+        if len(behind) < 2:
+            return
+        self._accounts = {client: self._shares.served(client) for client in self._live}
+        for request in running:
+            self._accounts[request.fairness_id] += self._promised(request)
+
+    def _promised(self, request: Request) -> float:
+        """Returns the tokens that a request is likely to take from where it stands."""
+        output = min(float(request.params.max_tokens), self._output) - len(request.output_token_ids)
+        return max(0, request.prompt_len - max(request.scheduled_len, request.charged_len)) + max(0.0, output)
+
+    def rank(self, request: Request) -> Rank:
+        """Sort key: who is first of several prompts in a step."""
+        return (self._accounts.get(request.fairness_id, 0.0), seniority(request))
+
+    def oldest(self, candidates: Sequence[Request]) -> Request:
+        """The waiting request that no other may overtake: the oldest of the client that was served least."""
+        return min(candidates, key=self.rank) if self._accounts else candidates[0]
+
+    def choose(self, prompts: Sequence[Prompt], count: int) -> list[Prompt]:
+        """Returns the `count` waiting requests that may start, in order of seniority.
+
+        Of each client the oldest, then the shortest; of clients in turns.
+        """
+        queues: dict[str, list[Prompt]] = {}
+        for prompt in prompts:
+            queues.setdefault(prompt.request.fairness_id if self._accounts else "", []).append(prompt)
+        ordered = {
+            client: iter([first, *nsmallest(count - 1, others, key=turn)])
+            for client, (first, *others) in queues.items()
+        }
+        chosen = in_turns(ordered, lambda client: self._accounts.get(client, 0.0), self._cost)
+        return [prompt for prompt, _ in zip(chosen, range(count), strict=False)]
+
+    def check_integrity(self, unfinished: Sequence[Request]) -> None:
+        """Raises AssertionError unless the clients are those of the unfinished requests."""
+        assert self._live == Counter(request.fairness_id for request in unfinished), "clients lost or doubled"
+
+    def _cost(self, prompt: Prompt) -> float:
+        return prompt.need + min(float(prompt.request.params.max_tokens), self._output)
+
+
+def may_wait(waiting: Sequence[Request], requests: Sequence[Request], limit: int) -> bool:
+    """Whether the outputs of one request may wait although `limit` do: others do, and their client has less
+    than an equal share. Any thread may ask, with the scheduler's own list."""
+    taken = Counter(request.fairness_id for request in list(waiting))
+    client = requests[0].fairness_id
+    return bool(taken.keys() - {client}) and is_below_share(taken, client, limit, len(requests))

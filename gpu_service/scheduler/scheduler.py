@@ -14,11 +14,18 @@ from functools import partial
 from gpu_service.cache.radix_cache import PrefixHandle
 from gpu_service.cache.request_cache import RequestCache
 from gpu_service.core.interface import EngineLoad
-from gpu_service.core.limits import SchedulerLimits, mark_finish, refuse_impossible
-from gpu_service.core.request import FinishReason, Request, TokenLogprobs
+from gpu_service.core.request import (
+    FinishReason,
+    Request,
+    SchedulerLimits,
+    TokenLogprobs,
+    mark_finish,
+    refuse_impossible,
+)
 from gpu_service.core.results import RowResult
 from gpu_service.core.step import Batch
 from gpu_service.scheduler.admission import (
+    ClientShares,
     Division,
     Prompt,
     admissible,
@@ -29,10 +36,8 @@ from gpu_service.scheduler.admission import (
     seniority,
     token_cost,
 )
-from gpu_service.scheduler.lane import PrefillLaneState
-from gpu_service.scheduler.shares import ClientShares
+from gpu_service.scheduler.pacing import PromptPacing
 from gpu_service.scheduler.supply import PageSupply
-from gpu_service.scheduler.turns import PromptTurns
 from gpu_service.speculation.policy import Speculation
 
 
@@ -49,12 +54,10 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.num_preemptions = 0
-        self.lane = PrefillLaneState()
+        self.pacing = PromptPacing(limits)
         self.shares = ClientShares()
         # None: the pool has all its pages from the start.
         self.supply: PageSupply | None = None
-        # Where there is no lane.
-        self.turns = PromptTurns()
         # Whether a request that decodes sits out for now; set by the engine, alike on every rank.
         self.holds: Callable[[Request], bool] = lambda request: False
         self._free_slots = list(range(limits.max_num_seqs))
@@ -64,7 +67,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is unfinished."""
+        """Returns whether any request is unfinished."""
         return bool(self.waiting or self.running)
 
     def add(self, request: Request) -> None:
@@ -85,9 +88,9 @@ class Scheduler:
     def finish(self, request: Request, reason: FinishReason, error: str = "", keep: bool = True) -> None:
         """Ends a request now: its pages go to the tree (if `keep`) or back to the pool, its slot is free.
 
-        Steps in flight may still read and write those pages and that slot. That is safe because whoever
-        gets them next is computed by a later step of the same device stream. The prefill lane has another
-        one: what it computes gives them up when its step has ended.
+        Steps in flight may still read and write those pages and that slot. That is safe because the request
+        that gets them next is computed by a later step of the same device stream. The prefill lane has
+        another one: what it computes gives them up when its step has ended.
         """
         request.finish_reason = reason
         request.error_message = error
@@ -95,95 +98,82 @@ class Scheduler:
         queue.remove(request)
         self.shares.went(request)
         if request.in_lane:
-            self.lane.leaving.append((request, keep))
+            self.pacing.leaving.append((request, keep))
         else:
             self._leave(request, keep)
 
     def schedule(self) -> Batch | None:
-        """The next step's batch, or None when nothing can be computed before an earlier step's commit."""
+        """Returns the next step's batch; None: nothing can be computed before an earlier step's commit."""
         if self.speculation is not None and self.speculation.waits(self.running):
             return None
-        self.lane.lacks_pages = None
         self._prepare()
-        self.shares.weigh(self.waiting, self.running)
-        batch = self._take_turns() if self.turns.streams and self._decodes() else None
-        batch = batch or self._schedule_main(self.lane.is_due, self.lane.excludes)
+        self.pacing.lacks_pages = None
+        batch = self._take_turns() if self.pacing.takes_turns else self._schedule_main()
         if self.speculation is not None and batch is not None:
             grow = partial(self.cache.grow_for_drafts, spared_pages=self.limits.watermark_pages)
             self.speculation.add_drafts(batch, self.running, grow)
         return batch
 
-    def _schedule_main(
-        self, is_due: Callable[[Request, int], bool], excludes: Callable[[Request, int], bool]
-    ) -> Batch | None:
-        """A step without the waiting and the running requests that are another step's."""
-        cache = self.cache
+    def _schedule_main(self, apart: bool = True) -> Batch | None:
+        """Returns a step of everyone's; `apart`: but for the prompts that have steps without others."""
+        cache, pacing = self.cache, self.pacing
         division = divide_budget(
             self.running,
-            self._newcomers(lambda prompts: [p for p in prompts if not is_due(p.request, p.need)]),
+            self._newcomers(
+                lambda prompts: [p for p in prompts if not (apart and pacing.leaves(p.request, p.need))]
+            ),
             self.limits,
             cache.page_size,
             cache.keeps_states,
             excluded=lambda request, need: (
-                excludes(request, need)
+                (pacing.excludes(request, need) if apart else request.in_lane)
                 or (need == 1 and request.constraint is not None and self.holds(request))
             ),
-            budget=self._budget(),
+            budget=pacing.main_tokens,
             rank=self.shares.rank,
         )
         return self._plan(division)
 
+    def _schedule_prompts(self) -> Batch | None:
+        """Returns a step of prompts alone, divided as among those of a step that is everyone's."""
+        pacing, cache = self.pacing, self.cache
+        division = Division({}, [], pacing.prompt_tokens)
+        prompts, rank = self._prompts_of(pacing.choose), self.shares.rank
+        divide_among_prompts(division, prompts, self.limits, cache.page_size, cache.keeps_states, rank)
+        return self._plan(division)
+
     def _take_turns(self) -> Batch | None:
-        """As `turns.py` says; None: no prompt needs a step of its own, or none of the two has anything."""
-        turns = self.turns
-        if not self._prompts_of(self._long_prompts):
+        """Where there is no lane: a step of long prompts, or of all others, whichever is due."""
+        pacing, turns = self.pacing, self.pacing.turns
+        if not self._prompts_of(pacing.choose):
             turns.ended()
-            return None
+            return self._schedule_main()
         long_first = turns.is_due
         for is_long in (long_first, not long_first):
-            batch = self._schedule_long() if is_long else self._schedule_main(self._is_long, self._is_long)
+            batch = self._schedule_prompts() if is_long else self._schedule_main()
             if batch is not None:
-                to_come = sum(prompt.need for prompt in self._prompts_of(self._long_prompts))
-                turns.took(batch.is_prompt_turn, to_come, turns.chunk or self.limits.prefill_chunk_max)
+                batch.is_prompt_turn = is_long
+                to_come = sum(prompt.need for prompt in self._prompts_of(pacing.choose))
+                turns.took(is_long, to_come, pacing.prompt_tokens)
                 return batch
-        return None
-
-    def _schedule_long(self) -> Batch | None:
-        """A step of long prompts alone, in the main lane."""
-        cache = self.cache
-        division = Division({}, [], self.turns.chunk or self.limits.prefill_chunk_max)
-        prompts, rank = self._prompts_of(self._long_prompts), self.shares.rank
-        divide_among_prompts(division, prompts, self.limits, cache.page_size, cache.keeps_states, rank)
-        batch = self._plan(division)
-        if batch is not None:
-            batch.is_prompt_turn = True
-        return batch
-
-    def _is_long(self, request: Request, need: int) -> bool:
-        return self.turns.takes(request, need, self.limits.max_num_batched_tokens)
-
-    def _long_prompts(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        return [prompt for prompt in prompts if self._is_long(prompt.request, prompt.need)]
+        return self._schedule_main(apart=False)
 
     def wants_lane(self) -> bool:
-        """Whether a step of the prefill lane would have something to compute."""
-        self._prepare()
-        return self.lane.may_open and bool(self._prompts_of(self.lane.choose))
+        """Whether a step of the prefill lane would have something to compute, with the pages there are."""
+        self.pacing.weigh(self._decodes())
+        return self.pacing.may_open and bool(self._prompts_of(self.pacing.choose))
 
     def schedule_lane(self) -> Batch | None:
         """The batch of the prefill lane's next step, which is open from now on until it is committed.
 
-        Prompts only, divided as among the main lane's. Call it where `wants_lane`, with no step in flight.
+        Call it where `wants_lane`, with no step in flight.
         """
-        assert self.lane.may_open, "the lane has an open step, or is not ready"
+        assert self.pacing.may_open, "the lane has an open step, or is not ready"
         self._prepare()
-        self.shares.weigh(self.waiting, self.running)
-        division = Division({}, [], self.lane.most_tokens)
-        prompts, cache, rank = self._prompts_of(self.lane.choose), self.cache, self.shares.rank
-        divide_among_prompts(division, prompts, self.limits, cache.page_size, cache.keeps_states, rank)
-        batch = self._plan(division)
+        batch = self._schedule_prompts()
         if batch is not None:
-            self.lane.open(batch)
+            self.pacing.open(batch)
+            self.cache.opened_lane(batch)
         return batch
 
     def _plan(self, division: Division) -> Batch | None:
@@ -235,7 +225,7 @@ class Scheduler:
         return reported
 
     def poisoned_pages(self, batch: Batch, results: Sequence[RowResult]) -> list[int]:
-        """Before `commit`: pages with KV that is not finite, which no request has once that is done.
+        """Returns pages with KV that is not finite, before `commit`; no request has them once that is done.
 
         Of a request that ends by its own error all that only it has; else from the first failed draft on.
         """
@@ -256,10 +246,9 @@ class Scheduler:
             self.supply.ended(batch)
         if self.speculation is not None:
             self.speculation.ended(batch)
-        if self.cache.states is not None:
-            self.cache.states.committed(batch)
-        if batch is self.lane.batch:
-            for request, keep in self.lane.close():
+        self.cache.ended(batch)
+        if batch is self.pacing.batch:
+            for request, keep in self.pacing.close():
                 self._leave(request, keep)
 
     def give_up(self, batch: Batch, keep: bool = True) -> None:
@@ -282,8 +271,8 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raises AssertionError when queues, slots, lengths or pages contradict one another."""
-        self.lane.check_integrity(self.running)
-        holders = [*self.running, *(request for request, _ in self.lane.leaving)]
+        self.pacing.check_integrity(self.running)
+        holders = [*self.running, *(request for request, _ in self.pacing.leaving)]
         self.cache.check_integrity(holders)
         self.shares.check_integrity([*self.waiting, *self.running])
         slots = sorted([*self._free_slots, *(r.slot for r in holders)])
@@ -311,7 +300,7 @@ class Scheduler:
             while not has_room and request.slot >= 0:
                 victim = self._victim(request)
                 if victim is None:
-                    self.lane.lacks_pages = request
+                    self.pacing.lacks_pages = request
                     break
                 preempted = True
                 self.preempt(victim)
@@ -321,7 +310,8 @@ class Scheduler:
         return preempted
 
     def _victim(self, request: Request) -> Request | None:
-        """Who gives up pages for a request: the youngest. None: only the open step of the lane has younger.
+        """Returns the youngest request, which gives up pages. None: only the open step of the lane has
+        younger.
 
         Victims come from the young end, and a batch is filled from the old end, so none is in the batch.
         """
@@ -330,25 +320,21 @@ class Scheduler:
         victim = next(other for other in reversed(self.running) if not other.in_lane)
         return None if victim is request else victim
 
-    def _budget(self) -> int | None:
-        """Of a step in the main lane; None: the usual one.
-
-        Where it streams experts, a longer step costs hardly more time, but those who decode would wait.
-        """
-        streams = self.turns.streams and not self._decodes()
-        return self.limits.prefill_chunk_max if streams else None
-
     def _decodes(self) -> bool:
         return any(request.scheduled_len >= request.prompt_len for request in self.running)
 
     def _prepare(self) -> None:
-        """What may change before a step is planned: the pages there are, and what the lane takes."""
+        """What may change before a step is planned: the pages there are, which prompts have steps without
+        others, and what each client has had.
+        """
+        self.cache.poll_tiers()
         if self.supply is not None:
             self.supply.before_step(self)
-        self.lane.weigh(self._decodes(), self.limits.prefill_chunk_max)
+        self.pacing.weigh(self._decodes())
+        self.shares.weigh(self.waiting, self.running)
 
     def _prompts_of(self, choose: Callable[[list[Prompt]], list[Prompt]]) -> list[Prompt]:
-        """Those that `choose` takes of the running requests' prompts and those that may start now."""
+        """Returns those that `choose` takes of the running requests' prompts and those that may start now."""
         needs = [request.planned_len - request.scheduled_len for request in self.running]
         prompts = [Prompt(self.running[index], need, index) for index, need in enumerate(needs) if need > 1]
 
@@ -358,14 +344,15 @@ class Scheduler:
         return choose(prompts + self._newcomers(choose_waiting))
 
     def _newcomers(self, choose: Callable[[list[Prompt]], list[Prompt]]) -> list[Prompt]:
-        """Waiting requests that may start now: a client's oldest, then its shortest, of clients in turns.
+        """Returns waiting requests that may start now: a client's oldest, then its shortest, of clients in
+        turns.
 
         As long as the one whose turn it is lacks pages no other overtakes it, or it could wait for ever.
         `choose`: which of them the step takes, in the same order.
         """
         if not (self._free_slots and self.waiting and self.cache.has_free_state):
             return []
-        candidates = list(admissible(self.waiting, self.running, self.cache))
+        candidates = list(admissible(self.waiting, self.running, self.cache, self.limits))
         if not candidates:
             return []
         oldest = self.shares.oldest(candidates)
@@ -407,7 +394,7 @@ class Scheduler:
             left -= count * cost
 
     def _start(self, request: Request, handle: PrefixHandle | None, batch: Batch) -> None:
-        """From waiting to running, with a slot and its cached prefix."""
+        """Moves a request from waiting to running, with a slot and its cached prefix."""
         self.waiting.remove(request)
         self.cache.attach(request, handle)
         request.slot = heapq.heappop(self._free_slots)
@@ -424,8 +411,7 @@ class Scheduler:
         batch.num_new_tokens.append(count)
         batch.samples.append(samples)
         batch.output_positions.append(request.planned_len - request.prompt_len)
-        if self.cache.states is not None:
-            self.cache.states.advance(request, batch)
+        self.cache.scheduled(request, batch)
         request.scheduled_len += count
         self.shares.computes(request, request.scheduled_len)
         request.inflight_tokens += samples

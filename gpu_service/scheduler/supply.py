@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from gpu_service.cache.request_cache import RequestCache
-from gpu_service.core.limits import SchedulerLimits
-from gpu_service.core.request import Request
+from gpu_service.core.request import Request, SchedulerLimits
 from gpu_service.core.step import Batch
 
 
@@ -33,7 +32,7 @@ class PageSupply(ABC):
 
     @abstractmethod
     def before_step(self, queues: Queues) -> None:
-        """Called before a step is planned, and before it is asked whether one can be."""
+        """Called once before each step that is planned."""
 
     @abstractmethod
     def planned(self, batch: Batch) -> None:

@@ -48,7 +48,7 @@ class GatheredRequest:
             self._pieces = []
 
     def finish(self) -> pb.GenerateRequest:
-        """The whole request, once the client has ended its side."""
+        """Returns the whole request, once the client has ended its side."""
         if self._request is None:
             raise PiecesRefused("there is no request")
         self._complete()

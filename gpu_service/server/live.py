@@ -37,7 +37,7 @@ _OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_reconnect_backof
 
 
 class LiveExperts:
-    """Of all ranks' layers; one event loop calls it."""
+    """The live view of all ranks' layers; one event loop calls it."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class LiveExperts:
         self._describe_moves(live)
 
     def _describe_moves(self, live: pb.GetLiveResponse) -> None:
-        """What is copied to the device and what that brings, by layer of this rank."""
+        """Fills in what is copied to the device and what that brings, by layer of this rank."""
         streamed = {} if self._streamer is None else self._streamer.streamed_of
         placed = {} if self._placement is None else self._placement.figures().layers
         fetched = {} if self._fetcher is None else self._fetcher.by_layer
@@ -130,7 +130,7 @@ class LiveExperts:
             )
 
     async def metrics(self) -> list[pb.ServerMetrics]:
-        """Of the servers that answer in time."""
+        """Returns the metrics of the servers that answer in time."""
         pages = await asyncio.gather(*map(self._page, range(len(self._addresses))))
         return [page for page in pages if page is not None]
 
@@ -148,7 +148,7 @@ class LiveExperts:
         return expert_pb2_grpc.ExpertStub(self._channels[index])  # type: ignore[no-untyped-call]
 
     async def _ask(self, index: int) -> tuple[pb.LiveExpertServer, expert_pb2.StatsResponse | None]:
-        """One server's answer; None: it gave none in time."""
+        """Returns one server's answer; None: it gave none in time."""
         stub = self._stub(index)
         try:
             async with asyncio.timeout(_ANSWER_S):
@@ -172,8 +172,11 @@ class LiveExperts:
         return server, stats
 
     def _rows(self, answers: Sequence[expert_pb2.StatsResponse | None]) -> dict[int, list[int]]:
-        """Rows of each expert by layer. Servers that share every expert have all computed the same rows,
-        servers of whole experts each its own: the largest count is right for both."""
+        """Returns the rows of each expert by layer.
+
+        Servers that share every expert have all computed the same rows, servers of whole experts each its
+        own: the largest count is right for both.
+        """
         if not answers or any(stats is None for stats in answers):
             return {}
         num_experts = self._geometry.num_experts
@@ -196,7 +199,7 @@ class LiveExperts:
 def _layer_times(
     answers: Sequence[expert_pb2.StatsResponse | None],
 ) -> tuple[dict[int, float], dict[int, int]]:
-    """By layer: seconds of the server that computed longest, and the calls of one server."""
+    """Returns by layer the seconds of the server that computed longest, and the calls of one server."""
     seconds: dict[int, float] = {}
     calls: dict[int, int] = {}
     for stats in answers:
@@ -207,7 +210,10 @@ def _layer_times(
 
 
 def _layer_bytes(answers: Sequence[expert_pb2.StatsResponse | None]) -> dict[int, int]:
-    """By layer: packed weights that all servers read. Experts of a server are taken to be of one size."""
+    """Returns by layer the packed weights that all servers read.
+
+    Experts of a server are taken to be of one size.
+    """
     found: dict[int, int] = {}
     for stats in answers:
         if stats is not None:
@@ -245,7 +251,9 @@ def _costs(check: StepCheck, placement: AdaptivePlacement | None) -> pb.LiveCost
 
 
 def _choices(recorder: ExpertRecorder) -> Mapping[int, Any]:
-    """Counts by layer since the recorder's start; none when it was stopped meanwhile and never started."""
+    """Returns the counts by layer since the recorder's start; none when it was stopped meanwhile and never
+    started.
+    """
     try:
         return recorder.dump().counts_by_layer()
     except UserError:
@@ -253,14 +261,17 @@ def _choices(recorder: ExpertRecorder) -> Mapping[int, Any]:
 
 
 def make_live_experts(config: MoebiusConfig, built: Built) -> LiveExperts | None:
-    """None for a model without experts. Raises UserError for a placement that cannot be."""
+    """Returns the live view; None for a model without experts.
+
+    Raises UserError for a placement that cannot be.
+    """
     geometry = read_served_geometry(config)
     if not geometry.moe_layers:
         return None
     placed, resident = make_placement(config.placement, geometry).resident, built.resident
 
     def experts(layer: int) -> Sequence[int]:
-        """Of layers of other ranks what they began with."""
+        """Returns the resident experts; of layers of other ranks what they began with."""
         held = resident is not None and layer in resident.slots
         return resident.experts(layer) if resident is not None and held else placed[layer]
 

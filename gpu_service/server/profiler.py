@@ -55,7 +55,7 @@ class ProfileRunning(UserError):
 
 
 class EngineProfiler:
-    """Of rank 0; one event loop calls it."""
+    """The profiler of rank 0; one event loop calls it."""
 
     def __init__(
         self,
@@ -78,7 +78,10 @@ class EngineProfiler:
         self._until = 0.0  # time.monotonic(); 0: none runs
 
     async def run(self, seconds: float) -> pb.ProfileResponse:
-        """Everything of the next `seconds`, which `profile_seconds` has checked. Raises ProfileRunning."""
+        """Returns everything of the next `seconds`, which `profile_seconds` has checked.
+
+        Raises ProfileRunning.
+        """
         if self._until:
             left = self._until - time.monotonic()
             state = f"for {left:.0f} s more" if left > 0 else "it is being written"
@@ -192,7 +195,7 @@ def profile_seconds(seconds: float, most: float = MOST_SECONDS) -> float:
 
 
 def unix_offset_ns() -> int:
-    """What to add to CLOCK_MONOTONIC for Unix time, nanoseconds.
+    """Returns what to add to CLOCK_MONOTONIC for Unix time, nanoseconds.
 
     Of several readings that during which least time passed: others may have had the processor in between.
     """
@@ -204,7 +207,7 @@ def unix_offset_ns() -> int:
 
 
 async def clock_offset(stub: Any) -> int:
-    """What to add to the server's CLOCK_MONOTONIC for ours, nanoseconds.
+    """Returns what to add to the server's CLOCK_MONOTONIC for ours, nanoseconds.
 
     0 under the same kernel, where it is the same clock. Otherwise the answer to the quickest of several
     questions is taken to be written in the middle of it. Raises AioRpcError.
@@ -224,19 +227,19 @@ async def clock_offset(stub: Any) -> int:
 
 
 def boot_id() -> str:
-    """Of the running kernel; empty where it cannot be read."""
+    """Returns the id of the running kernel; empty where it cannot be read."""
     with contextlib.suppress(OSError):
         return _BOOT_ID.read_text().strip()
     return ""
 
 
 def _has_gpu() -> bool:
-    """Whether this process computes on one."""
+    """Returns whether this process computes on one."""
     return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 def _start_torch() -> Any:
-    """A profiler that runs: of all threads, and of the GPU where there is one."""
+    """Returns a profiler that runs: of all threads, and of the GPU where there is one."""
     from torch._C._profiler import _ExperimentalConfig
     from torch.profiler import ProfilerActivity, profile
 
@@ -253,7 +256,7 @@ def _start_torch() -> Any:
 
 
 def _exported(profiler: Any) -> bytes:
-    """The trace of a profiler that has been stopped, as JSON."""
+    """Returns the trace of a profiler that has been stopped, as JSON."""
     with tempfile.TemporaryDirectory(prefix="moebius-profile-") as directory:
         path = Path(directory) / "trace.json"
         profiler.export_chrome_trace(str(path))

@@ -34,7 +34,7 @@ class _ExplainedHealth(health.aio.HealthServicer):  # type: ignore[misc]
     async def Check(
         self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> health_pb2.HealthCheckResponse:
-        """As the standard says."""
+        """Answers as the standard says."""
         if self.not_ready:
             reason = self.not_ready.encode()[:_MOST_REASON]
             context.set_trailing_metadata(((NOT_READY_METADATA, reason),))
@@ -105,7 +105,7 @@ class Readiness:
             await asyncio.sleep(self._look_every_s)
 
     async def drain(self) -> None:
-        """Not ready from now on, whatever else is well."""
+        """Makes the process not ready from now on, whatever else is well."""
         self._draining = True
         await self._tell()
 

@@ -1,13 +1,22 @@
-"""From the engine thread to the calls that wait for tokens, and the messages they answer with."""
+"""From the engine thread to the calls that wait for tokens, and the messages they answer with.
+
+A call has a gRPC stream of its own (Engine.Generate) or is one of many over one stream (Engine.GenerateMany).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing
+from typing import Any, NoReturn
+
+import grpc
+import structlog
 
 from gpu_service.core.interface import OutputDelta
 from gpu_service.core.request import FinishReason, Request, TokenLogprobs
+from moebius.outbox import Outbox
 from protos import engine_pb2 as pb
 
 
@@ -34,7 +43,7 @@ class CallBuffer:
         self._arrived.set()
 
     async def take(self) -> dict[int, list[OutputDelta]]:
-        """Everything so far, by output index; waits for at least one delta. Raises CallEnded."""
+        """Returns everything so far, by output index; waits for at least one delta. Raises CallEnded."""
         await self._arrived.wait()
         self._arrived.clear()
         if self._ended_by:
@@ -83,7 +92,7 @@ class OutputRouter:
 
 
 def chunk(deltas: Sequence[OutputDelta]) -> pb.GenerateResponse:
-    """One message for all new tokens of one output, oldest delta first."""
+    """Returns one message for all new tokens of one output, oldest delta first."""
     last = deltas[-1]
     request = last.request
     token_ids = [token_id for delta in deltas for token_id in delta.token_ids]
@@ -108,7 +117,7 @@ def chunk(deltas: Sequence[OutputDelta]) -> pb.GenerateResponse:
 
 
 def complete(delta: OutputDelta, stream: bool, first_token_s: float) -> pb.GenerateResponse:
-    """The last message of an output; carries log-probabilities only when nothing was streamed.
+    """Returns the last message of an output; carries log-probabilities only when nothing was streamed.
 
     `first_token_s` is how long its first token took, seconds; 0: there was none.
     """
@@ -143,7 +152,7 @@ def _whole_logprobs(request: Request, message: pb.GenerateComplete) -> None:
 
 
 def output_logprobs(records: Sequence[TokenLogprobs]) -> pb.OutputLogProbs:
-    """One entry per sampled token."""
+    """Returns one entry per sampled token."""
     return pb.OutputLogProbs(
         token_logprobs=[record.logprob or 0.0 for record in records],
         token_ids=[record.token_id for record in records],
@@ -152,7 +161,7 @@ def output_logprobs(records: Sequence[TokenLogprobs]) -> pb.OutputLogProbs:
 
 
 def input_logprobs(records: Sequence[TokenLogprobs]) -> pb.InputLogProbs:
-    """One entry per prompt token; the first has no value."""
+    """Returns one entry per prompt token; the first has no value."""
     return pb.InputLogProbs(
         token_logprobs=[pb.InputTokenLogProb(value=record.logprob) for record in records],
         token_ids=[record.token_id for record in records],
@@ -162,3 +171,102 @@ def input_logprobs(records: Sequence[TokenLogprobs]) -> pb.InputLogProbs:
 
 def _top(record: TokenLogprobs) -> pb.TopLogProbs:
     return pb.TopLogProbs(values=record.top_logprobs, token_ids=record.top_ids)
+
+
+_log = structlog.get_logger(__name__)
+
+
+class _Refused(Exception):
+    """What `abort` of a call's context raises."""
+
+    def __init__(self, code: grpc.StatusCode, details: str) -> None:
+        super().__init__(code, details)
+        self.code, self.details = code, details
+
+
+class CallContext:
+    """Stands for the context of one call, with the methods of grpc.aio's that Generate uses."""
+
+    def invocation_metadata(self) -> tuple[()]:
+        """A call among others has none."""
+        return ()
+
+    async def abort(self, code: grpc.StatusCode, details: str = "") -> NoReturn:
+        """Ends the call with this status."""
+        raise _Refused(code, details)
+
+
+class ManyCalls:
+    """The calls of one stream; lives as long as that does."""
+
+    def __init__(
+        self, generate: Callable[[pb.GenerateRequest, Any], AsyncIterator[pb.GenerateResponse]]
+    ) -> None:
+        """`generate` answers one call, as the servicer's Generate."""
+        self._generate = generate
+        self._calls: dict[int, asyncio.Task[None]] = {}
+        self._outbox: Outbox[pb.CallUpdate] = Outbox()
+        self._finishing = False
+
+    def finish(self) -> None:
+        """The stream ends as soon as no call runs: the process is ending and refuses new ones."""
+        self._finishing = True
+        if not self._calls:
+            self._outbox.close()
+
+    async def serve(
+        self, requests: AsyncIterator[pb.GenerateManyRequest]
+    ) -> AsyncGenerator[pb.GenerateManyResponse, None]:
+        """Runs until the client closes its side and all calls have ended, or the stream ends; then no call
+        goes on."""
+        reading = asyncio.create_task(self._read(requests))
+        try:
+            while updates := await self._outbox.take():
+                yield pb.GenerateManyResponse(updates=updates)
+        finally:
+            tasks = [reading, *self._calls.values()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _read(self, requests: AsyncIterator[pb.GenerateManyRequest]) -> None:
+        try:
+            async for message in requests:
+                for request in message.requests:
+                    self._take(request)
+            await asyncio.gather(*self._calls.values(), return_exceptions=True)
+        finally:
+            self._outbox.close()
+
+    def _take(self, request: pb.CallRequest) -> None:
+        number = request.call
+        if request.WhichOneof("kind") == "cancel":
+            if task := self._calls.get(number):
+                task.cancel()
+        elif number in self._calls:
+            self._end(
+                number, grpc.StatusCode.ALREADY_EXISTS, f"call: {number} is the number of a running call"
+            )
+        else:
+            self._calls[number] = asyncio.create_task(self._run(number, request.start))
+
+    async def _run(self, number: int, request: pb.GenerateRequest) -> None:
+        try:
+            context = CallContext()
+            async with aclosing(self._generate(request, context)) as responses:  # type: ignore[type-var]
+                async for response in responses:
+                    self._outbox.put(pb.CallUpdate(call=number, response=response))
+            self._end(number, grpc.StatusCode.OK, "")
+        except _Refused as error:
+            self._end(number, error.code, error.details)
+        except Exception as error:
+            _log.error("unexpected error", exc_info=error)
+            self._end(number, grpc.StatusCode.UNKNOWN, f"unexpected {type(error).__name__}: {error}")
+        finally:
+            self._calls.pop(number, None)
+            if self._finishing and not self._calls:
+                self._outbox.close()
+
+    def _end(self, number: int, code: grpc.StatusCode, details: str) -> None:
+        end = pb.CallEnd(code=code.value[0], details=details)
+        self._outbox.put(pb.CallUpdate(call=number, end=end))

@@ -19,16 +19,14 @@ from opentelemetry import propagate, trace
 from opentelemetry.context import Context
 
 from gpu_service.core.constraint import ConstraintCompiler
-from gpu_service.core.limits import EngineStopped, QueueFull, RequestRefused
-from gpu_service.core.request import Request, trace_fields
+from gpu_service.core.request import EngineStopped, QueueFull, Request, RequestRefused, trace_fields
 from gpu_service.engine.engine import Engine
 from gpu_service.experts.recorder import START, STOP, ExpertRecorder, dumped, recorder_errors
 from gpu_service.server import responses
 from gpu_service.server.image_pieces import GatheredRequest, PiecesRefused
 from gpu_service.server.live import LiveExperts
-from gpu_service.server.many_calls import ManyCalls
 from gpu_service.server.profiler import EngineProfiler, ProfileRunning, profile_seconds
-from gpu_service.server.responses import CallBuffer, CallEnded, OutputRouter
+from gpu_service.server.responses import CallBuffer, CallEnded, ManyCalls, OutputRouter
 from gpu_service.server.validation import Bounds, InvalidField, make_requests
 from gpu_service.telemetry.metrics import EngineTelemetry
 from gpu_service.vision.processor import ImagePreparer
@@ -169,7 +167,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
     async def GetModelInfo(
         self, request: pb.GetModelInfoRequest, context: _Context
     ) -> pb.GetModelInfoResponse:
-        """Static facts."""
+        """Returns static facts."""
         return (await self._ready(context)).info
 
     async def GetLoad(self, request: pb.GetLoadRequest, context: _Context) -> pb.GetLoadResponse:
@@ -177,7 +175,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         return _load(await self._ready(context))
 
     async def GetLive(self, request: pb.GetLiveRequest, context: _Context) -> pb.GetLiveResponse:
-        """The same, and what is known of experts and their servers."""
+        """Returns the same, and what is known of experts and their servers."""
         service = await self._ready(context)
         live = pb.GetLiveResponse(
             load=_load(service),
@@ -193,7 +191,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         return live
 
     async def GetMetrics(self, request: pb.GetMetricsRequest, context: _Context) -> pb.GetMetricsResponse:
-        """Also while the model loads: what there is."""
+        """Answers with the metrics that exist, also while the model loads."""
         answer = pb.GetMetricsResponse(text=await asyncio.to_thread(registry_text))
         if self.service is not None and self.service.live is not None:
             answer.servers.extend(await self.service.live.metrics())
@@ -305,7 +303,7 @@ async def _validated(
 async def _messages(
     buffer: CallBuffer, outputs: int, stream: bool, arrived: float
 ) -> AsyncIterator[pb.GenerateResponse]:
-    """All messages of a call: chunks of whatever has gathered, then one complete per output.
+    """Yields all messages of a call: chunks of whatever has gathered, then one complete per output.
 
     `arrived` is `time.perf_counter()` at the call's arrival.
     """
@@ -325,7 +323,7 @@ async def _messages(
 def _start_span(
     message: pb.GenerateRequest, outputs: list[Request], context: _GenerateContext, model: str
 ) -> trace.Span:
-    """The request's span, under the caller's; its context travels with the engine's requests."""
+    """Returns the request's span, under the caller's; its context travels with the engine's requests."""
     carrier = {str(key): str(value) for key, value in context.invocation_metadata() or ()}
     if "traceparent" not in carrier:
         carrier = dict(message.trace_context)

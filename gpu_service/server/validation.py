@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from gpu_service.core.constraint import ConstraintCompiler, OutputConstraint
 from gpu_service.core.images import ImageError, PreparedImage, VisionPrompt, place_images
 from gpu_service.core.request import Pooling, Request, SamplingParams
-from gpu_service.engine.sampling_plan import derive_seed
+from gpu_service.engine.input_builder import derive_seed
 from gpu_service.vision.processor import ImagePreparer
 from moebius.grammar.compile import GrammarError
 from moebius.request_limits import (
@@ -89,7 +89,7 @@ def make_requests(
 def _constraints(
     message: pb.GenerateRequest, count: int, bounds: Bounds, compiler: ConstraintCompiler | None
 ) -> Sequence[OutputConstraint | None]:
-    """One for each output."""
+    """Returns one for each output."""
     if not message.HasField("constraint"):
         return [None] * count
     constraint = message.constraint
@@ -121,7 +121,7 @@ def _constraints(
 def _prompt(
     message: pb.GenerateRequest, preparer: ImagePreparer | None
 ) -> tuple[list[int], VisionPrompt | None]:
-    """The prompt's tokens, each image as many as it becomes."""
+    """Returns the prompt's tokens, each image as many as it becomes."""
     sent = list(message.tokenized.input_ids)
     if not message.images:
         return sent, None

@@ -47,7 +47,9 @@ class _Refused(Exception):
 
 
 def _as(kind: type[M], message: Message) -> M:
-    """The message of the other contract that has the same bytes; fields that it lacks are left out."""
+    """Returns the message of the other contract that has the same bytes; fields that it lacks are
+    left out.
+    """
     made = kind.FromString(message.SerializeToString())
     made.DiscardUnknownFields()
     return made
@@ -89,7 +91,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
                     yield stopped
 
     async def _converted(self, request: pb.GenerateRequest, service: Service) -> engine_pb2.GenerateRequest:
-        """The request in our contract; raises _Refused."""
+        """Returns the request in our contract; raises _Refused."""
         for name in ("mm_inputs", "media_refs", "kv_transfer_params_json", "extra_mm_inputs"):
             present = len(request.extra_mm_inputs) if name == "extra_mm_inputs" else request.HasField(name)
             if present:
@@ -156,7 +158,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def GetModelInfo(
         self, request: pb.GetModelInfoRequest, context: _Context
     ) -> pb.GetModelInfoResponse:
-        """Static facts; of images this contract knows only what this engine does not take."""
+        """Returns static facts; of images this contract knows only what this engine does not take."""
         info = _as(pb.GetModelInfoResponse, (await self._service(context)).info)
         info.supports_vision = False
         return info
@@ -164,7 +166,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def GetServerInfo(
         self, request: pb.GetServerInfoRequest, context: _Context
     ) -> pb.GetServerInfoResponse:
-        """What routers label an engine with."""
+        """Returns what routers label an engine with."""
         service = await self._service(context)
         return pb.GetServerInfoResponse(
             active_requests=self._engine.running,
@@ -193,7 +195,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def GetTokenizer(
         self, request: smg_common_pb2.GetTokenizerRequest, context: _Context
     ) -> AsyncIterator[smg_common_pb2.GetTokenizerChunk]:
-        """The archive in pieces, its hash with the last."""
+        """Yields the archive in pieces, its hash with the last."""
         service = await self._service(context)
         try:
             archive = await asyncio.to_thread(_archive, service.info)
@@ -226,7 +228,9 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
 async def _checked(
     responses: AsyncIterator[engine_pb2.GenerateResponse], context: _Context
 ) -> AsyncIterator[engine_pb2.GenerateResponse]:
-    """The same, with an output that failed as the call's failure: this contract has no other place for it."""
+    """Yields the same, with an output that failed as the call's failure: this contract has no other place for
+    it.
+    """
     async for response in responses:
         if response.complete.finish_reason == "error":
             is_requests = response.complete.constraint_failed
@@ -263,14 +267,15 @@ def _check_unchanged(info: engine_pb2.GetModelInfoResponse) -> None:
 
 
 def _read_tokenizer(info: engine_pb2.GetModelInfoResponse) -> Tokenizer:
-    """The tokenizer of the served model; raises CheckpointError."""
+    """Returns the tokenizer of the served model; raises CheckpointError."""
     tokenizer = read_backend(Path(info.tokenizer_path))
     _check_unchanged(info)
     return tokenizer
 
 
 def _archive(info: engine_pb2.GetModelInfoResponse) -> bytes:
-    """A zip of the tokenizer's files, the same bytes every time; empty: there is no tokenizer among them.
+    """Returns a zip of the tokenizer's files, the same bytes every time; empty: there is no tokenizer among
+    them.
 
     Raises CheckpointError naming files that are not those that this engine serves.
     """
@@ -315,7 +320,10 @@ class _StoppingOutput:
         self.chunks.MergeFrom(chunk)
 
     def completed(self, whole: bool, last: engine_pb2.GenerateComplete | None = None) -> pb.GenerateResponse:
-        """The last message: the engine's, or that of a stop string. `whole`: nothing else was sent."""
+        """Returns the last message: the engine's, or that of a stop string.
+
+        `whole`: nothing else was sent.
+        """
         made = engine_pb2.GenerateComplete(
             output_ids=self.chunks.token_ids,
             finish_reason="stop",
@@ -348,7 +356,7 @@ def _cut(chunk: engine_pb2.GenerateStreamChunk, count: int) -> None:
 async def _until_stop(
     responses: AsyncIterator[engine_pb2.GenerateResponse], tokenizer: Tokenizer, request: pb.GenerateRequest
 ) -> AsyncIterator[pb.GenerateResponse]:
-    """The messages of a call whose outputs end at stop strings; ends when all have."""
+    """Yields the messages of a call whose outputs end at stop strings; ends when all have."""
     params = request.sampling_params
     outputs: dict[int, _StoppingOutput] = {}
     running = params.n or 1

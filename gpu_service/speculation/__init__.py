@@ -7,7 +7,7 @@ is the next draft, the draft is accepted. So a step adds 1 to 1 + k tokens, and 
 one by one at every temperature: a draft only ever anticipates what is sampled anyway.
 
 step N       | t5 -> 17 | d6=17 -> 4 | d7=9 -> 30 |      rows; the token that each of them samples
-commit N       17, 4 appended (d6 was right, d7 was not); the KV of t5 and d6 stands, d7's is written over
+commit N       17, 4 appended (d6 accepted, d7 rejected); the KV of t5 and d6 stands, d7's is written over
 step N+1     | t7=4 -> .. | ...
 
 **A verified position is a decode row** (`rows.py`). The scheduler's `Batch` has one entry for each request
@@ -26,7 +26,7 @@ model's MTP layers, is called by the model runner in every step once its tokens 
 back with them, `StepOutputs.drafts`, and are the request's for the next step. It may fail with
 ExpertUnavailable: then there are none.
 
-**How many are worth it** (`policy.py`) follows from how often a request's drafts were right, and from what
+**How many are worth it** (`policy.py`) follows from how often a request's drafts were accepted, and from what
 steps of as many rows took; the latter is measured by the first rank (`pace.py`), which tells all ranks at
 one place. A device drafter itself is left out of steps where its drafts do not pay (`rest.py`). All else is
 decided from tokens alone, so that ranks decide alike.

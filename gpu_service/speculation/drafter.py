@@ -29,7 +29,7 @@ class DeviceDrafter(Protocol):
     """
 
     def make_buffer(self, num_rows: int) -> Tensor:
-        """Memory `[num_rows, H]` that captured graphs leave the hidden states of decode steps in."""
+        """Returns memory `[num_rows, H]` that captured graphs leave the hidden states of decode steps in."""
 
     def propose(
         self,
@@ -44,6 +44,6 @@ class DeviceDrafter(Protocol):
         `context`: of the step, whose attention is planned for `plan` (on the device); `hidden_states`
         `[T, H]`: after the final norm; `next_ids` int64 `[T]`: the token after each row, by now in the token
         pool: the prompt's, or what the row sampled; `last_rows` int64 `[Q]`: the row of each request whose
-        next token is its newest, drafts that were right counted, those after it are of no use.
+        next token is its newest, accepted drafts counted, those after it are of no use.
         k is at most `plan.num_drafts`; 0: no drafts will be read, only the drafter's own KV is to be kept.
         """

@@ -13,23 +13,19 @@ what a head attends to is not exactly its own, at the cost of drafts alone:
   followed there.
 - Passes of a single head after the first write where the request's next step computes, which writes it again;
   where no page is there yet, they share the dummy page.
-- A second head's entry of a request's last row was made with a draft, right or wrong.
+- A second head's entry of a request's last row was made with a draft, accepted or rejected.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
 from gpu_service.core.parallel import SOLO, ParallelContext
-from gpu_service.core.step import ForwardInputs, StepPlan
+from gpu_service.core.step import ForwardInputs, StepPlan, TokenPool
 from gpu_service.layers.context import ForwardContext
 from gpu_service.models.common import CausalLM
-
-if TYPE_CHECKING:
-    from gpu_service.core.token_pool import TokenPool
 
 
 class MtpDrafter:
@@ -41,7 +37,7 @@ class MtpDrafter:
         self._num_heads = model.config.num_mtp_heads
 
     def make_buffer(self, num_rows: int) -> torch.Tensor:
-        """Zeros `[num_rows, H]`."""
+        """Returns zeros `[num_rows, H]`."""
         shape = num_rows, self._model.config.hidden_size
         return torch.zeros(shape, dtype=self._model.dtype, device=self._pool.tokens.device)
 
@@ -53,7 +49,7 @@ class MtpDrafter:
         next_ids: torch.Tensor,
         last_rows: torch.Tensor,
     ) -> torch.Tensor | None:
-        """As the protocol says; drafts are the same on all ranks."""
+        """Proposes as the protocol says; drafts are the same on all ranks."""
         # Statistics are of the model's own layers.
         context = replace(context, recorder=None)
         hidden_states = self._model.predict_further(0, hidden_states, next_ids, context)
@@ -68,13 +64,13 @@ class MtpDrafter:
         return self._parallel.world_group.broadcast(found, self._parallel.sampling_rank)
 
     def _best(self, hidden_states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """The ids int64 `[Q]` that the head finds most likely after some rows."""
+        """Returns the ids int64 `[Q]` that the head finds most likely after some rows."""
         return self._model.compute_logits(hidden_states[rows]).argmax(-1)
 
     def _chain(
         self, context: ForwardContext, plan: StepPlan, hidden_states: torch.Tensor, last_rows: torch.Tensor
     ) -> list[torch.Tensor]:
-        """A draft of each head, which all see all rows; `hidden_states`: of the first."""
+        """Returns a draft of each head, which all see all rows; `hidden_states`: of the first."""
         slots, end = plan.token_slots, self._pool.tokens.shape[1] - 1
         drafts = [self._best(hidden_states, last_rows)]
         for head in range(1, self._num_heads):
@@ -120,7 +116,7 @@ class MtpDrafter:
 def _ahead(
     plan: StepPlan, page_size: int, ahead: int, rows: torch.Tensor, is_last: torch.Tensor
 ) -> ForwardInputs:
-    """Inputs of one row per entry of the plan, `ahead` positions after it.
+    """Returns inputs of one row per entry of the plan, `ahead` positions after it.
 
     `rows` int64 `[R]`: the entries' last; `is_last` bool `[R]`: those that count.
     """
@@ -154,12 +150,12 @@ class WithHeads:
         self._model = model
 
     def forward(self, context: ForwardContext) -> torch.Tensor:
-        """The model's hidden states `[T, H]`."""
+        """Returns the model's hidden states `[T, H]`."""
         hidden_states = made = self._model.forward(context)
         for head in range(self._model.config.num_mtp_heads):
             made = self._model.predict_further(head, made, context.inputs.input_ids, context)
         return hidden_states
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """`[L, H]` to float32 `[L, V]`."""
+        """Maps `[L, H]` to float32 `[L, V]`."""
         return self._model.compute_logits(hidden_states)

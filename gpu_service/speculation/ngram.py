@@ -75,7 +75,7 @@ class NGramDrafter:
         self._indexes: WeakKeyDictionary[Request, NGramIndex] = WeakKeyDictionary()
 
     def propose(self, request: Request, count: int) -> list[int]:
-        """The continuation of the known tokens."""
+        """Returns the continuation of the known tokens."""
         index = self._indexes.get(request)
         if index is None:
             index = self._indexes[request] = NGramIndex(self._shortest)

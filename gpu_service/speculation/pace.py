@@ -86,7 +86,7 @@ class DraftPace:
         known.step = self._steps
 
     def message(self) -> str | None:
-        """For `Speculation.read` of every rank; None: nothing has changed by much."""
+        """Returns the message for `Speculation.read` of every rank; None: nothing has changed by much."""
         times = [
             {rows: known.seconds for rows, known in table.items() if known.count >= least}
             for table, least in ((self._plain, _TRUSTED), (self._verifying, 1))

@@ -20,8 +20,7 @@ import sys
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 
-from gpu_service.core.limits import SchedulerLimits
-from gpu_service.core.request import Request
+from gpu_service.core.request import Request, SchedulerLimits
 from gpu_service.core.step import Batch
 from gpu_service.speculation.drafter import HostDrafter
 from gpu_service.speculation.rest import DrafterRest
@@ -38,7 +37,7 @@ _MEASURED_ALONE = 64
 
 
 def bucket(rows: int) -> int:
-    """Rows of steps that are measured as one: each number up to 64, then multiples of 8."""
+    """Returns rows of steps that are measured as one: each number up to 64, then multiples of 8."""
     return rows if rows <= _MEASURED_ALONE else -(-rows // 8) * 8
 
 
@@ -57,11 +56,11 @@ class StepCosts:
         self.is_measured = True
 
     def plain(self, rows: int) -> float | None:
-        """Of a step without drafts; None: it has to be measured first."""
+        """Returns the time of a step without drafts; None: it has to be measured first."""
         return self._plain.get(bucket(rows)) if self.is_measured else 1.0
 
     def verifying(self, rows: int) -> float:
-        """Of a step with drafts. More rows than were ever tried cost as much as those, until they are."""
+        """Returns the time of a step with drafts; more rows than were ever tried cost as much as those."""
         if not self._verifying:
             return 1.0
         at = bisect_left(self._verifying, (rows, 0.0))
@@ -74,7 +73,7 @@ class StepCosts:
         return less + (seconds - less) * (rows - below) / (above - below)
 
     def most_rows(self, rows: int) -> int:
-        """What may be tried: twice what was. `rows`: of requests alone."""
+        """Returns what may be tried: twice what was. `rows`: of requests alone."""
         if not self.is_measured:
             return sys.maxsize
         tried = self._verifying[-1][0] if self._verifying else rows
@@ -109,12 +108,12 @@ class Speculation:
         self._accepted = self._verified = 0.0
 
     def read(self, message: str) -> None:
-        """What `DraftPace.message` wrote. Raises ValueError for anything else."""
+        """Applies what `DraftPace.message` wrote. Raises ValueError for anything else."""
         plain, verifying = ({int(rows): s for rows, s in table.items()} for table in json.loads(message))
         self.costs.update(plain, verifying)
 
     def waits(self, running: Sequence[Request]) -> bool:
-        """Whether no step is to be planned before the one in flight is committed."""
+        """Returns whether no step is to be planned before the one in flight is committed."""
         if self._awaited is not None:
             return True
         if self._drafter is None or not all(map(_decodes, running)):
@@ -126,7 +125,7 @@ class Speculation:
         for request in in_flight:
             request.drafts = self._draft_tokens(request, 1)
         offers = [(request, len(request.drafts) - 1) for request in in_flight]
-        return any(self._choose(offers, len(running), first=2))  # right only if that token is, too
+        return any(self._choose(offers, len(running), first=2))  # accepted only if that token is, too
 
     def add_drafts(
         self, batch: Batch, running: Sequence[Request], grow: Callable[[Batch, int, int], bool]
@@ -166,15 +165,15 @@ class Speculation:
     def committed(self, request: Request, verified: int, accepted: int) -> None:
         """A step gave a request `accepted` tokens and one more, of `verified` drafts."""
         kept, kept_of_all = _KEPT ** (accepted + 1), _KEPT_OF_ALL ** (accepted + 1)
-        # Those after the first that was wrong say nothing, nor do those after the output's end.
-        tried, right = accepted if request.finished else min(verified, accepted + 1), accepted
+        # Those after the first rejected one say nothing, nor do those after the output's end.
+        tried, confirmed = accepted if request.finished else min(verified, accepted + 1), accepted
         if self._drafter is not None and verified == 0 and request.drafts and request.output_token_ids:
             # `waits` proposed this very token, which costs no row.
-            tried, right = 1, int(request.drafts[0] == request.output_token_ids[-1])
+            tried, confirmed = 1, int(request.drafts[0] == request.output_token_ids[-1])
         request.drafts_verified = kept * request.drafts_verified + tried
-        request.drafts_accepted = kept * request.drafts_accepted + right
+        request.drafts_accepted = kept * request.drafts_accepted + confirmed
         self._verified = kept_of_all * self._verified + tried
-        self._accepted = kept_of_all * self._accepted + right
+        self._accepted = kept_of_all * self._accepted + confirmed
         request.accepted_draft_tokens += accepted
         request.rejected_draft_tokens += verified - accepted
         self.num_drafts += verified > 0
@@ -219,7 +218,7 @@ class Speculation:
         return drafts
 
     def _choose(self, offers: Sequence[tuple[Request, int]], rows: int, first: int = 1) -> list[int]:
-        """How many of its drafts each request gets in a step of `rows` rows without them.
+        """Returns how many of its drafts each request gets in a step of `rows` rows without them.
 
         `first`: draft tokens that have to be accepted for a request's first draft to be.
         """
@@ -245,11 +244,11 @@ class Speculation:
         return counts
 
     def _share(self, request: Request) -> float:
-        """Of the request's drafts, those that are right once all before them are."""
+        """Returns the share of the request's drafts that are accepted once all before them are."""
         usual = (1 + self._accepted) / (1 + self._verified)
         return (_PRIOR * usual + request.drafts_accepted) / (_PRIOR + request.drafts_verified)
 
 
 def _decodes(request: Request) -> bool:
-    """Whether it has no more than one token to compute, or is the prefill lane's for now."""
+    """Returns whether it has no more than one token to compute, or is the prefill lane's for now."""
     return request.in_lane or request.planned_len - request.scheduled_len <= 1

@@ -30,7 +30,7 @@ class DrafterRest:
         return self._left > 0
 
     def counts_down(self) -> bool:
-        """Whether the drafter rests in the step that is planned now."""
+        """Returns whether the drafter rests in the step that is planned now."""
         if self._left == 0:
             return False
         self._left -= 1

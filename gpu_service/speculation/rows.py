@@ -12,7 +12,7 @@ from gpu_service.core.step import Batch, Drafts, StepPlan
 
 
 def as_rows(batch: Batch) -> Batch:
-    """The same step with an entry for each row of attention: every draft is one of its request's.
+    """Returns the same step with an entry for each row of attention: every draft is one of its request's.
 
     |-- request a: p --|-- a: p + 1, its first draft --|-- a: p + 2 --|-- request b: q --| ...
     """
@@ -48,7 +48,7 @@ def _state_slots(batch: Batch) -> tuple[list[int], list[int]]:
 
 
 def plan_drafts(batch: Batch) -> Drafts | None:
-    """Where the drafts of a batch go before its step, and where they are verified; None: it has none."""
+    """Returns where a batch's drafts go before its step, and where they are verified; None: it has none."""
     if not batch.drafts:
         return None
     requests = zip(batch.requests, batch.start_positions, batch.drafts, strict=True)
@@ -76,8 +76,8 @@ def fold(rows: Sequence[RowResult], counts: Sequence[int]) -> list[RowResult]:
 
 
 def last_rows(plan: StepPlan, sampled_ids: torch.Tensor) -> torch.Tensor:
-    """Row (of T) of each of Q sampling requests that its newest token follows, int64 `[Q]`: the one after the
-    last draft that was right.
+    """Returns row (of T) of each of Q sampling requests that its newest token follows, int64 `[Q]`: the one
+    after the last accepted draft.
 
     `sampled_ids` int64 `[S]`. All on the device; nothing is waited for.
     """

@@ -29,7 +29,7 @@ class FigureCollector(Collector):
         self._labels = {"model_name": model_name, "engine": engine}
 
     def collect(self) -> Iterator[Metric]:
-        """One scrape."""
+        """Yields one scrape."""
         names, labels = list(self._labels), list(self._labels.values())
         for figure in self._figures():
             family = CounterMetricFamily if figure.is_counter else GaugeMetricFamily

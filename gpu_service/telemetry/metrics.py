@@ -37,7 +37,7 @@ class EngineMetrics:
         self.generation_tokens = self._counter("generation_tokens", "Output tokens")
         self.drafts = self._counter("spec_decode_num_drafts", "Outputs that had drafts verified in a step")
         self.draft_tokens = self._counter("spec_decode_num_draft_tokens", "Drafts verified")
-        self.accepted_tokens = self._counter("spec_decode_num_accepted_tokens", "Those that were right")
+        self.accepted_tokens = self._counter("spec_decode_num_accepted_tokens", "Draft tokens accepted")
         self.preemptions = self._counter("num_preemptions", "Outputs that had to give up their pages")
         self.request_preemptions = self._histogram(
             "request_num_preemptions", "How often an output had to give up its pages", _TIMES
@@ -89,7 +89,7 @@ class EngineMetrics:
         gauge.labels(**self._labels, **values).set(1)
 
     def describe_limits(self, max_num_seqs: int) -> None:
-        """How many outputs run at once: what scalers divide `num_requests_running` by."""
+        """Notes how many outputs run at once: what scalers divide `num_requests_running` by."""
         text = "Outputs that may have pages on the device at once"
         gauge = Gauge("moebius:max_num_seqs", text, list(self._labels), registry=self._registry)
         gauge.labels(**self._labels).set(max_num_seqs)
@@ -116,7 +116,9 @@ class EngineMetrics:
 
 
 def _first_tokens(batch: Batch) -> int:
-    """Outputs that a step begins: their tokens are none that it computes, as those of decoding stand for."""
+    """Returns the number of outputs that a step begins: their tokens are none that it computes, as those of
+    decoding stand for.
+    """
     ends_prompt = (
         start < request.prompt_len and samples
         for request, start, samples in zip(batch.requests, batch.start_positions, batch.samples, strict=True)
@@ -166,17 +168,22 @@ class EngineTelemetry:
         self._traced_steps = 0
 
     def throughput(self) -> float:
-        """Output tokens per second over the last 10 s."""
+        """Returns output tokens per second over the last 10 s."""
         since = time.monotonic() - _WINDOW_S
         return sum(count for at, count in list(self._recent) if at >= since) / _WINDOW_S
 
     def prompt_throughput(self) -> float:
-        """Prompt tokens per second of the outputs that started in the last 10 s, cached ones included."""
+        """Returns prompt tokens per second of the outputs that started in the last 10 s, cached ones
+        included.
+        """
         since = time.monotonic() - _WINDOW_S
         return sum(tokens for at, _, tokens in list(self._starts) if at >= since) / _WINDOW_S
 
     def start_times(self) -> StartTimes | None:
-        """Of the last minute, of at most the last 4096 outputs; None: none started. Any thread may ask."""
+        """Returns the times of the last minute, of at most 4096 outputs; None: none started.
+
+        Any thread may ask.
+        """
         since = time.monotonic() - _STARTS_WINDOW_S
         seconds = sorted(wait for at, wait, _ in list(self._starts) if at >= since)
         if not seconds:

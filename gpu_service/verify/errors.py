@@ -21,7 +21,8 @@ from moebius.weight_formats import weight_format
 
 
 def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Norm of the difference over the norm of what is wanted; both of the same shape, any floating type.
+    """Returns norm of the difference over the norm of what is wanted; both of the same shape, any floating
+    type.
 
     0 when both are zero, infinite when only what is wanted is, or where anything is NaN.
     """
@@ -52,7 +53,7 @@ class TokenScores:
 
 
 def score(logits: torch.Tensor, reference: torch.Tensor, targets: torch.Tensor) -> TokenScores:
-    """Float32 logits `[L, V]` of both; targets int64 `[L]`, -1 where no token follows.
+    """Returns float32 logits `[L, V]` of both; targets int64 `[L]`, -1 where no token follows.
 
     KL(P || Q) = sum over tokens of P (log P - log Q), P the reference's distribution and Q ours: what is lost
     when ours is taken for the reference's.
@@ -71,7 +72,7 @@ def score(logits: torch.Tensor, reference: torch.Tensor, targets: torch.Tensor) 
 
 
 def perplexity(loss: torch.Tensor) -> float:
-    """exp of the mean over tokens that follow another; infinite when it is too large for a float."""
+    """Returns exp of the mean over tokens that follow another; infinite when it is too large for a float."""
     mean = float(loss[~loss.isnan()].mean())
     return math.exp(mean) if mean < 700 else math.inf
 
@@ -82,27 +83,29 @@ RowsDtype = Literal["float32", "bfloat16", "float16"]
 ROWS: Mapping[RowsDtype, float] = {"float32": 1e-4, "bfloat16": 1e-2, "float16": 2e-3}
 # Formats whose kernels bring rows and intermediate activations to 8 bits.
 QUANTISED_ROWS = 6e-2
-# Weights rounded to so many bits; three matrices are, and their errors add up as squares.
+# Weights rounded to that number of bits; three matrices are, and their errors add up as squares.
 WEIGHTS: Mapping[int, float] = {32: 0.0, 16: 8e-3, 8: 0.1, 4: 0.4}
-# Mean KL divergence, nats per token, of a model whose weights (or rows, where weights are exact) have so many
-# bits, from the reference.
+# Mean KL divergence, nats per token, of a model whose weights (or rows, where weights are exact) have that
+# many bits, from the reference.
 MEAN_KL: Mapping[int, float] = {32: 1e-3, 16: 3e-2, 8: 5e-2, 4: 1.5e-1}
-# What is accepted of a matrix (`max_requantise_error`) makes up to so many times the error in the output.
+# What is accepted of a matrix (`max_requantise_error`) makes up to this many times the error in the output.
 _OUTPUT_PER_WEIGHT = 2.0
 
 
 def rows_dtype(dtype: torch.dtype) -> RowsDtype:
-    """By its name."""
+    """Returns the dtype by its name."""
     return cast(RowsDtype, dtype_name(dtype))
 
 
 def coarsest_bits(formats: Sequence[str]) -> int:
-    """Bits of a weight in the coarsest of these packed formats."""
+    """Returns the number of bits of a weight in the coarsest of these packed formats."""
     return min(weight_format(name).bits for name in formats)
 
 
 def allowed_rows(rows: RowsDtype, formats: Sequence[str]) -> float:
-    """Of experts in these packed formats (gate and up, down) against just these weights in float32."""
+    """Returns the error allowed of experts in these packed formats (gate and up, down) against just these
+    weights in float32.
+    """
     if any(weight_format(name).quantised_rows for name in formats):
         return QUANTISED_ROWS
     return ROWS[rows]
@@ -114,7 +117,7 @@ def allowed_error(
     formats: Sequence[str],
     max_requantise_error: float,
 ) -> float:
-    """Of loaded experts against the checkpoint's own weights in float32.
+    """Returns the error allowed of loaded experts against the checkpoint's own weights in float32.
 
     `formats` are the checkpoint's, `expert_dtype` what they were requantised to while loading, accepted up to
     `max_requantise_error`.
@@ -131,12 +134,14 @@ def allowed_error(
 
 
 def rounded_to(expert_dtype: ExpertDtype, stored: Iterable[ExpertMatrices]) -> ExpertDtype:
-    """What these experts' weights are rounded to; "keep": nothing is rounded."""
+    """Returns what these experts' weights are rounded to; "keep": nothing is rounded."""
     # Kept weights that none of our formats holds exactly become bfloat16.
     is_rounded = expert_dtype == "keep" and any(expert.is_rounded for expert in stored)
     return "bfloat16" if is_rounded else expert_dtype
 
 
 def allowed_against_other(rows: RowsDtype, formats: Sequence[str]) -> float:
-    """Of experts in these packed formats against another checkpoint's, of which they are a rounding."""
+    """Returns the error allowed of experts in these packed formats against another checkpoint's, of which
+    they are a rounding.
+    """
     return allowed_rows(rows, formats) + WEIGHTS[coarsest_bits(formats)]

@@ -41,7 +41,7 @@ class Probe:
     topk_weights: torch.Tensor  # float32 [T, K]
 
     def run(self, compute: Compute, device: torch.device) -> torch.Tensor:
-        """What `compute` answers, float32 `[T, H]`, on the device still."""
+        """Returns what `compute` answers, float32 `[T, H]`, on the device still."""
         return compute(
             self.layer,
             self.hidden_states.to(device),
@@ -50,7 +50,9 @@ class Probe:
         )
 
     def errors(self, found: torch.Tensor, wanted: torch.Tensor) -> list[tuple[tuple[int, ...], float]]:
-        """Of each expert alone, then of rows that chose several together; both `[T, H]` on the CPU."""
+        """Returns the errors of each expert alone, then of rows that chose several together; both `[T, H]` on
+        the CPU.
+        """
         together = sorted(expert for expert in self.topk_ids[-1].tolist() if expert >= 0)
         groups: list[tuple[tuple[int, ...], int]] = [((expert,), ROWS_EACH) for expert in self.experts]
         groups.append((tuple(together), ROWS_TOGETHER))
@@ -63,7 +65,7 @@ class Probe:
 
 
 def make_probe(layer: int, experts: Sequence[int], hidden_size: int, top_k: int, dtype: torch.dtype) -> Probe:
-    """Rows of variance 1, the same on every rank and in every process."""
+    """Returns the rows of variance 1, the same on every rank and in every process."""
     generator = torch.Generator().manual_seed(layer)
     single = ROWS_EACH * len(experts)
     rows = single + ROWS_TOGETHER
@@ -82,7 +84,9 @@ def make_probe(layer: int, experts: Sequence[int], hidden_size: int, top_k: int,
 
 
 def spread(items: Sequence[int], count: int) -> tuple[int, ...]:
-    """Up to `count` of the items, evenly spread: the first, the last (for 2 or more), some between."""
+    """Returns the up to `count` of the items, evenly spread: the first, the last (for 2 or more), some
+    between.
+    """
     if count >= len(items):
         return tuple(items)
     if count <= 1:
@@ -94,7 +98,7 @@ def spread(items: Sequence[int], count: int) -> tuple[int, ...]:
 def place_of(
     config: MoebiusConfig, geometry: MoeGeometry, experts: Sequence[int], on_device: Collection[int]
 ) -> str:
-    """The device, this process, or the expert servers that hold a part of any of the experts."""
+    """Returns the device, this process, or the expert servers that hold a part of any of the experts."""
     served = [expert for expert in experts if expert not in on_device]
     places = [] if len(served) == len(experts) else ["the engine's device"]
     if served:
@@ -103,7 +107,7 @@ def place_of(
 
 
 def shares_experts(config: ExpertConfig) -> bool:
-    """Whether several servers hold a part of every expert each."""
+    """Returns whether several servers hold a part of every expert each."""
     return config.expert_split == "tensor" and _count(config) > 1
 
 
@@ -137,7 +141,7 @@ def wrong_servers(
     expert: int,
     allowed: float,
 ) -> list[str] | None:
-    """In words, those whose part of the expert is off by more than `allowed`, and how far.
+    """Names the servers whose part of the expert is off by more than `allowed`, and how far.
 
     Empty: asked by gRPC each gives the right part, so that the fault lies between them and here. None: they
     cannot be asked.
@@ -165,7 +169,7 @@ def _error(
     expert: int,
     address: str,
 ) -> float:
-    """Relative error of one server's part of an expert against the checkpoint."""
+    """Returns relative error of one server's part of an expert against the checkpoint."""
     intermediate_range = _intermediate_range(address)
     probe = make_probe(layer, (expert,), geometry.hidden_size, geometry.top_k, dtype)
     arguments = (layer, probe.hidden_states, probe.topk_ids, probe.topk_weights)

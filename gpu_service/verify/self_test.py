@@ -86,12 +86,14 @@ class SelfTestReport:
 
 
 def to_name(wrong: Sequence[ExpertError]) -> list[ExpertError]:
-    """Those an error lists: a single expert says more than several together, which are wrong with it."""
+    """Returns those an error lists: a single expert says more than several together, which are
+    wrong with it.
+    """
     return ([one for one in wrong if len(one.experts) == 1] or list(wrong))[:_MAX_LISTED]
 
 
 def refusal(named: Sequence[ExpertError], count: int) -> str:
-    """Of `count` wrong answers those that `to_name` chose."""
+    """Returns the message that names, of `count` wrong answers, those that `to_name` chose."""
     listed = "; ".join(map(str, named))
     more = f"; and {count - len(named)} more" if count > len(named) else ""
     return (
@@ -158,7 +160,8 @@ def run_self_test(config: MoebiusConfig, tested: ExpertsUnderTest) -> SelfTestRe
 
 
 def check_again(tested: ExpertsUnderTest, report: SelfTestReport) -> str:
-    """What of a passed self-test is different now, in words; empty: nothing. All ranks call it at once.
+    """Returns what of a passed self-test is different now, in words; empty: nothing. All ranks call it at
+    once.
 
     Compares with what was wanted then, not with the files, which may have changed since. One step, so that it
     ends within the deadline of an answer for each layer. Raises ExpertUnavailable when a server is lost.
@@ -214,7 +217,7 @@ def _step(probes: Sequence[Probe], tested: ExpertsUnderTest) -> list[torch.Tenso
 
 
 def _with_server(config: MoebiusConfig, tested: ExpertsUnderTest, wrong: ExpertError) -> ExpertError:
-    """The same, naming those of several servers whose part of the expert is wrong."""
+    """Returns the same, naming those of several servers whose part of the expert is wrong."""
     expert = wrong.experts[0]
     on_device = () if tested.resident is None else tested.resident.experts(wrong.layer)
     if len(wrong.experts) > 1 or expert in on_device or not shares_experts(config.experts):

@@ -23,12 +23,12 @@ class ImageEncoder:
         self.num_encoded = 0
 
     def features_of(self, plan: ImagePlan) -> ImageFeatures:
-        """The features of a step's image tokens."""
+        """Returns the features of a step's image tokens."""
         parts = [self._encoded(item.image)[:, item.begin : item.end] for item in plan.slices]
         return ImageFeatures(plan.rows, torch.cat(parts, dim=1))
 
     def _encoded(self, image: PreparedImage) -> torch.Tensor:
-        """`[1 + D, n, H]` of the whole image."""
+        """Returns `[1 + D, n, H]` of the whole image."""
         found = self._kept.get(image.key)
         if found is None:
             self.num_encoded += 1
@@ -39,7 +39,7 @@ class ImageEncoder:
         return found
 
     def encode(self, image: PreparedImage) -> torch.Tensor:
-        """`[1 + D, n, H]` of the whole image; nothing is kept."""
+        """Returns `[1 + D, n, H]` of the whole image; nothing is kept."""
         dtype = next(self._tower.parameters()).dtype
         pixels = torch.from_numpy(image.pixels).to(self._device, dtype)
         grid = torch.tensor([image.grid], device=self._device)

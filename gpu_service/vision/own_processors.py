@@ -27,19 +27,19 @@ Tensor = torch.Tensor
 
 
 def _bytes_of(image: Image.Image) -> Tensor:
-    """uint8 `[1, 3, height, width]`."""
+    """Returns uint8 `[1, 3, height, width]`."""
     return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)[None].contiguous()
 
 
 def _resized(pixels: Tensor, height: int, width: int, mode: str) -> Tensor:
-    """uint8 `[1, 3, height, width]` of uint8 `[1, 3, H, W]`."""
+    """Returns uint8 `[1, 3, height, width]` of uint8 `[1, 3, H, W]`."""
     if pixels.shape[-2:] == (height, width):
         return pixels
     return interpolate(pixels, (height, width), mode=mode, align_corners=False, antialias=True)
 
 
 def numbers(values: Sequence[float] | None) -> tuple[float, ...] | None:
-    """A list of config files as floats; None stays None."""
+    """Returns a list of config files as floats; None stays None."""
     return None if values is None else tuple(float(value) for value in values)
 
 
@@ -90,11 +90,13 @@ class TileImageProcessor:
 
     @property
     def max_patches(self) -> int:
-        """Of one image, with all of its tiles."""
+        """The most patches of one image, with all of its tiles."""
         return (self.max_tiles + 1) * (self.tile_size // self.patch_size) ** 2
 
     def tiles(self, height: int, width: int) -> tuple[int, int]:
-        """Rows and columns of the canvas: the one that grows least, else the one that shrinks least."""
+        """Returns rows and columns of the canvas: the one that grows least, else the one that
+        shrinks least.
+        """
         canvases = [
             (rows, columns)
             for rows in range(1, self.max_tiles + 1)
@@ -112,7 +114,7 @@ class TileImageProcessor:
         return min(fitting, key=lambda canvas: canvas[0] * canvas[1])
 
     def content_size(self, height: int, width: int) -> tuple[int, int]:
-        """Height and width of the image on its canvas, whose rest is black."""
+        """Returns height and width of the image on its canvas, whose rest is black."""
         rows, columns = self.tiles(height, width)
         limits = [rows * self.tile_size, columns * self.tile_size]
         if not self.resize_to_max_canvas:
@@ -150,7 +152,7 @@ class TileImageProcessor:
         }
 
     def _normal(self, tiles: Tensor) -> Tensor:
-        """In bfloat16, as the model was trained."""
+        """Normalises in bfloat16, as the model was trained."""
         scaled = tiles.to(torch.bfloat16) * self.rescale_factor
         mean, std = (
             torch.tensor(values, dtype=scaled.dtype).view(3, 1, 1)
@@ -194,7 +196,7 @@ class FrameImageProcessor:
 
     @property
     def max_patches(self) -> int:
-        """Of one image."""
+        """The most patches of one image."""
         return self.max_pixels // self.patch_size**2
 
     def preprocess(self, images: Sequence[Image.Image], return_tensors: str) -> dict[str, Any]:
@@ -220,7 +222,7 @@ class FrameImageProcessor:
         }
 
     def _normal(self, pixels: Tensor) -> Tensor:
-        """float32; scale and mean are joined as the reference does it."""
+        """Returns float32; scale and mean are joined as the reference does it."""
         mean, std = (
             (torch.tensor(values) * (1.0 / self.rescale_factor)).view(3, 1, 1)
             for values in (self.image_mean, self.image_std)
@@ -235,7 +237,7 @@ class FrameImageProcessor:
         return np.ascontiguousarray(frames.reshape(rows * columns, -1))
 
 
-# Elongated images whose shorter side is less than this are squared; others may have so many crops.
+# Elongated images whose shorter side is less than this are squared; others may have this many crops.
 _STEP_THIN, _STEP_CROPS = 32, 100
 
 
@@ -292,14 +294,15 @@ class StepImageProcessor:
         return max(crops, (self.tile_size // self.patch_size) ** 2)
 
     def _window(self, height: int, width: int) -> int:
-        """Pixels along each side of a crop before it is resized; 0: there are none."""
+        """Returns pixels along each side of a crop before it is resized; 0: there are none."""
         short, long = sorted((height, width))
         if long <= self.tile_size:
             return short if long > 1.5 * short else 0
         return min(short, self.crop_size) if long > 4 * short else self.crop_size
 
     def plan(self, height: int, width: int) -> tuple[tuple[int, int], int, tuple[int, int]]:
-        """Height and width of what is cut, and of a crop, and how many rows and columns there are of them.
+        """Returns height and width of what is cut, and of a crop, and how many rows and columns there are of
+        them.
 
         Raises ValueError for an image that is too thin.
         """
@@ -352,7 +355,7 @@ class StepImageProcessor:
         }
 
     def _patches(self, square: Tensor) -> Tensor:
-        """float32 `[P, 3, patch, patch]` of uint8 `[1, 3, side, side]`, row by row."""
+        """Returns float32 `[P, 3, patch, patch]` of uint8 `[1, 3, side, side]`, row by row."""
         mean, std = (
             (torch.tensor(values) * (1.0 / self.rescale_factor)).view(3, 1, 1)
             for values in (self.image_mean, self.image_std)
@@ -389,11 +392,11 @@ class PooledImageProcessor:
 
     @property
     def max_patches(self) -> int:
-        """Of one image."""
+        """The most patches of one image."""
         return self.max_tokens * self.merge_size**2
 
     def tokens(self, height: int, width: int) -> tuple[int, int]:
-        """Rows and columns of tokens. Raises ValueError for an image that is too thin."""
+        """Returns rows and columns of tokens. Raises ValueError for an image that is too thin."""
         side = self.merge_size * self.patch_size
         scale = math.sqrt(self.max_patches * self.patch_size**2 / (height * width))
         rows, columns = math.floor(scale * height / side), math.floor(scale * width / side)

@@ -50,7 +50,9 @@ class KimiImageProcessor:
 
     @staticmethod
     def from_settings(settings: Mapping[str, Any]) -> KimiImageProcessor:
-        """From transformers' keys, or those of the published checkpoint (`media_proc_cfg`)."""
+        """Makes the processor from transformers' keys, or those of the published checkpoint
+        (`media_proc_cfg`).
+        """
         keys = dict(settings.get("media_proc_cfg") or settings)
         side = (keys.get("size") or {}).get("max_height")
         found: dict[str, Any] = {
@@ -64,7 +66,7 @@ class KimiImageProcessor:
         return KimiImageProcessor(**{name: value for name, value in found.items() if value is not None})
 
     def sizes(self, height: int, width: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Height and width after resizing, and after padding."""
+        """Returns height and width after resizing, and after padding."""
         patches = max(1, height // self.patch_size) * max(1, width // self.patch_size)
         longest = self.max_side_patches * self.patch_size
         scale = min(1.0, math.sqrt(self.max_patches / patches), longest / height, longest / width)
@@ -124,12 +126,12 @@ class PixtralImageProcessor:
 
     @property
     def max_patches(self) -> int:
-        """Of one image."""
+        """The most patches of one image."""
         side = self.patch_size * self.merge_size
         return int(math.ceil(self.longest / side) * self.merge_size) ** 2
 
     def _limit(self, height: int, width: int, max_pixels: int) -> int:
-        """The most that its longer side may be, so that it has no more pixels than that."""
+        """Returns the most that its longer side may be, so that it has no more pixels than that."""
         side, scale = self.patch_size * self.merge_size, math.sqrt(max_pixels / (height * width))
         longest = min(self.longest, max(side, int(max(height, width) * scale)))
         while longest > side:
@@ -214,13 +216,13 @@ def _step(settings: Mapping[str, Any], vision: VisionConfig) -> Any:
     return StepImageProcessor.from_settings(settings, vision.patch_size, vision.merge_size, vision.tile_size)
 
 
-# Images of little detail have at most so many pixels, an area of 512 x 512.
+# Images of little detail have at most this many pixels, an area of 512 x 512.
 LOW_DETAIL_PIXELS = 512 * 512
 Preprocess = Callable[..., Any]
 
 
 def _limited(processor: Any, most: int) -> Preprocess:
-    """With `most` as the limit on what the processor counts, where its own is not less."""
+    """Returns the processor with `most` as the limit on what it counts, where its own is not less."""
     most = min(processor.size["longest_edge"], most)
     least = min(processor.size["shortest_edge"], most)
     return partial(processor.preprocess, size={"shortest_edge": least, "longest_edge": most})
@@ -316,7 +318,7 @@ PROCESSORS: Mapping[str, FamilyProcessor] = {
 
 
 def load_settings(directory: str | Path) -> dict[str, Any]:
-    """The image processor's keys. Raises UserError when the checkpoint has no file with them."""
+    """Returns the image processor's keys. Raises UserError when the checkpoint has no file with them."""
     for name in _FILES:
         path = Path(directory) / name
         if path.is_file():
@@ -329,7 +331,7 @@ def load_settings(directory: str | Path) -> dict[str, Any]:
 
 
 def read_layout(config: ModelConfig, directory: str | Path) -> ImageLayout:
-    """The tokens of an image in a prompt, by the names that the checkpoint's tokenizer gives them.
+    """Returns the tokens of an image in a prompt, by the names that the checkpoint's tokenizer gives them.
 
     Raises UserError naming the token that it lacks.
     """
@@ -382,7 +384,7 @@ class ImagePreparer:
             )
 
     def prepare(self, data: bytes, *, low_detail: bool = False) -> PreparedImage:
-        """An image file, resized, normalised and cut into patches. Raises ImageError.
+        """Returns an image file, resized, normalised and cut into patches. Raises ImageError.
 
         `low_detail`: of at most `LOW_DETAIL_PIXELS`, unless the checkpoint's limit is lower anyway.
         """
@@ -406,7 +408,9 @@ class ImagePreparer:
 
 
 def content_key(data: bytes, *, low_detail: bool = False) -> int:
-    """A negative number of 63 bits: equal files of equal detail have equal keys; no token id is negative."""
+    """Returns a negative number of 63 bits: equal files of equal detail have equal keys; no token id is
+    negative.
+    """
     digest = hashlib.sha256(data).digest()
     if low_detail:
         # Of the digest rather than of the file with something appended, which could be another file.

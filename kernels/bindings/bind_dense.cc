@@ -10,6 +10,7 @@
 #include "kernels/bindings/released_gil.h"
 #include "kernels/bindings/source_arrays.h"
 #include "kernels/dense/dense_matrix.h"
+#include "kernels/dense/prompt_attention.h"
 #include "kernels/dense/row_ops.h"
 
 namespace py = pybind11;
@@ -83,12 +84,13 @@ void rotate_and_append(DenseThreads& threads, bool is_bfloat16, uintptr_t heads,
 void attend(DenseThreads& threads, bool is_bfloat16, uintptr_t query, size_t query_stride, uintptr_t pages,
             uint32_t page_size, uintptr_t block_table, size_t table_stride, uintptr_t requests, uintptr_t begins,
             uintptr_t ends, uintptr_t sinks, uintptr_t output, float scale, uint32_t num_rows, uint32_t num_heads,
-            uint32_t num_kv_heads, uint32_t head_dim) {
+            uint32_t num_kv_heads, uint32_t head_dim, bool is_prompt) {
   const ReleasedGil release;
-  dense::attend(threads, {is_bfloat16, pointer<void>(query), query_stride, pointer<void>(pages),
-                          pointer<int32_t>(block_table), table_stride, pointer<int32_t>(requests),
-                          pointer<int32_t>(begins), pointer<int32_t>(ends), pointer<float>(sinks),
-                          pointer<void>(output), scale, num_rows, num_heads, num_kv_heads, head_dim, page_size});
+  const auto run = is_prompt ? &dense::attend_prompt : &dense::attend;
+  run(threads, {is_bfloat16, pointer<void>(query), query_stride, pointer<void>(pages),
+                pointer<int32_t>(block_table), table_stride, pointer<int32_t>(requests),
+                pointer<int32_t>(begins), pointer<int32_t>(ends), pointer<float>(sinks),
+                pointer<void>(output), scale, num_rows, num_heads, num_kv_heads, head_dim, page_size});
 }
 
 void route(DenseThreads& threads, uintptr_t logits, uintptr_t correction, uintptr_t valid, uintptr_t weights,
@@ -123,7 +125,8 @@ void bind_dense(py::module_& m) {
       .def("attend", &attend, py::arg("is_bfloat16"), py::arg("query"), py::arg("query_stride"), py::arg("pages"),
            py::arg("page_size"), py::arg("block_table"), py::arg("table_stride"), py::arg("requests"),
            py::arg("begins"), py::arg("ends"), py::arg("sinks"), py::arg("output"), py::arg("scale"),
-           py::arg("num_rows"), py::arg("num_heads"), py::arg("num_kv_heads"), py::arg("head_dim"))
+           py::arg("num_rows"), py::arg("num_heads"), py::arg("num_kv_heads"), py::arg("head_dim"),
+           py::arg("is_prompt") = false)
       .def("route", &route, py::arg("logits"), py::arg("correction"), py::arg("valid"), py::arg("weights"),
            py::arg("ids"), py::arg("num_rows"), py::arg("num_experts"), py::arg("top_k"), py::arg("num_groups"),
            py::arg("top_groups"), py::arg("group_by_maximum"), py::arg("score"), py::arg("post"), py::arg("softcap"),

@@ -74,6 +74,35 @@ struct AttendWork {
   float* sums;                // [group], of exp(score - maximum)
 };
 
+// Queries of one key head, the lanes of a tile, over what they see of one request's positions. Softmax without its
+// division, in the order of positions: the bits of a lane do not depend on the others.
+struct AttendTileWork {
+  bool is_bfloat16;           // pages
+  const float* query;         // [head_dim][lanes], multiplied by the softmax's scale
+  const std::byte* keys;      // as in AttendWork
+  const std::byte* values;
+  size_t slot_bytes;
+  const int32_t* pages;
+  uint32_t page_size;
+  const float* begins;        // [lanes], first position that a lane sees
+  const float* ends;          // [lanes], the position after the last one; lanes that see nothing: 0
+  uint32_t begin;             // least of begins
+  uint32_t end;               // largest of ends
+  uint32_t all_begin;         // what all lanes see; nothing where all_end is not above it
+  uint32_t all_end;
+  uint32_t lanes;             // a multiple of kAttendLanes
+  uint32_t head_dim;          // a multiple of 16
+  float* block;               // scratch: [kAttendBlock][head_dim]
+  float* scores;              // scratch: [kAttendBlock][lanes]
+  float* kept;                // scratch: [lanes]
+  float* output;              // [head_dim][lanes], sum of exp(score - maximum) * value
+  float* maxima;              // [lanes]
+  float* sums;                // [lanes], of exp(score - maximum)
+};
+
+// Lanes of a tile are a multiple of this, two vectors of the widest.
+constexpr uint32_t kAttendLanes = 32;
+
 // Positions whose scores are computed together: their keys and values stay in the first-level cache.
 constexpr uint32_t kAttendBlock = 64;
 
@@ -82,6 +111,7 @@ struct RowKernels {
   void (*rotate)(const RotateWork& work);
   void (*gate)(const GateWork& work);
   void (*attend)(const AttendWork& work);
+  void (*attend_tile)(const AttendTileWork& work);
   // sum of a[i] * b[i], b float32.
   float (*dot)(const void* a, bool is_bfloat16, const float* b, uint32_t size);
 };

@@ -337,4 +337,6 @@ void attend(const AttendWork& work) {
   attend_typed<Float32>(work);
 }
 
-constexpr RowKernels kKernels{add_norm, rotate, gate, attend, dot};
+#include "kernels/dense/attention_tiles.inc.h"
+
+constexpr RowKernels kKernels{add_norm, rotate, gate, attend, attend_tile, dot};

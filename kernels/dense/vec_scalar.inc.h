@@ -21,6 +21,7 @@ struct Vec {
   // b where either is NaN.
   static Vec min(Vec a, Vec b) { return {a.v < b.v ? a.v : b.v}; }
   static Vec max(Vec a, Vec b) { return {a.v > b.v ? a.v : b.v}; }
+  static Vec where_less(Vec a, Vec b, Vec yes, Vec no) { return a.v < b.v ? yes : no; }
   static Vec round(Vec a) { return {std::nearbyint(a.v)}; }
   static Vec scale_by_power(Vec y, Vec n) { return {std::ldexp(y.v, static_cast<int>(n.v))}; }
   void store(float* at) const { *at = v; }

@@ -138,7 +138,7 @@ HEADER = (
 def compare(
     options: argparse.Namespace, shape: ExpertShape, name: str, module: Path, setting: EngineSetting
 ) -> list[ComparisonRow]:
-    """All rows of one (shape, format): the baseline with each number of threads, then ours."""
+    """Returns all rows of one (shape, format): the baseline with each number of threads, then ours."""
     form, cpus = FORMATS[name], setting.cpus
     expert_bytes = setting.build(shape, form.ours, 1, 1).packed_expert(0, 0).nbytes
     memory = int(options.memory * 2**30) or available_memory() // 4
@@ -177,7 +177,10 @@ def baseline_threads(text: str, cpus: int) -> list[int]:
 
 
 def run_baseline(job: Job) -> Result:
-    """Times from a process of its own. Raises UserError when it fails, or computes something else."""
+    """Returns the times from a process of its own.
+
+    Raises UserError when it fails, or computes something else.
+    """
     with tempfile.TemporaryDirectory() as directory:
         question, answer = Path(directory) / "job.json", Path(directory) / "times.json"
         question.write_text(json.dumps(asdict(job)))
@@ -203,7 +206,7 @@ def comparison(
     shape: ExpertShape, name: str, module: Path, held: WorkingSet, rows: int,
     baseline: dict[int, list[float]], error: float, ours: Times, threads: int, kernel: str,
 ) -> ComparisonRow:  # fmt: skip
-    """The arithmetic of a row: the baseline's best number of threads, by median, against ours."""
+    """Returns the arithmetic of a row: the baseline's best number of threads, by median, against ours."""
     medians = {count: statistics.median(times) for count, times in baseline.items()}
     best = min(medians, key=medians.__getitem__)
     baseline_min = min(min(times) for times in baseline.values())
@@ -233,7 +236,7 @@ def comparison(
 
 
 def line(row: ComparisonRow) -> str:
-    """The row under `HEADER`."""
+    """Returns the row under `HEADER`."""
     by_threads = ", ".join(f"{threads}: {ms:.2f}" for threads, ms in row.baseline_median_ms.items())
     formats = f"{row.baseline_format} / {row.our_format}"
     return (

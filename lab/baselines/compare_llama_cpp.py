@@ -69,7 +69,7 @@ class Options:
         return self.decode_prompt + self.decode_tokens + 8
 
     def keys(self, *phases: str) -> list[Key]:
-        """The cells of these phases."""
+        """Returns the cells of these phases."""
         prefill = [Key("prefill", length) for length in self.prefill]
         decode = [Key("decode", streams) for streams in self.streams]
         return [key for key in prefill + decode if key.phase in phases]
@@ -112,7 +112,7 @@ def loads_of(options: Options) -> list[Load]:
 
 @contextlib.contextmanager
 def moebius_server(options: Options, timeout_s: float) -> Iterator[tuple[RunningServer, str]]:
-    """A running `moebius serve`, and the engine's address."""
+    """Yields a running `moebius serve`, and the engine's address."""
     with tempfile.TemporaryDirectory(prefix="mb") as state:
         port = free_port()
         command = [
@@ -215,7 +215,7 @@ class Comparison:
 def _distinct_of_decode(
     server: RunningServer, engine: str, options: Options, prompts: Prompts, streams: int
 ) -> float:
-    """Counted while all streams decode, so that no chunk of a prompt is in it."""
+    """Returns counted while all streams decode, so that no chunk of a prompt is in it."""
     tokens = options.decode_tokens
     asked = [prompts.draw(8 + one, options.decode_prompt, tokens) for one in range(streams)]
     with ThreadPoolExecutor(streams) as pool:
@@ -245,7 +245,10 @@ def _count_some(pieces: Any, tokens: int) -> None:
 
 
 def check_model(model: Path) -> Prompts:
-    """Prompts for it. Raises UserError unless `moebius models random --head chain` wrote it as GGUF."""
+    """Returns the prompts for it.
+
+    Raises UserError unless `moebius models random --head chain` wrote it as GGUF.
+    """
     marker = model.parent / MARKER
     written = json.loads(marker.read_text()) if marker.is_file() else {}
     if model.suffix != ".gguf" or written.get("head") != "chain":
@@ -293,7 +296,7 @@ def compare(options: Options, results: Results, prompts: Prompts) -> list[str]:
 
 
 def parse() -> tuple[Options, Path | None]:
-    """From the command line."""
+    """Returns the options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("--model", type=Path, required=True, help="GGUF file of `moebius models random --head chain`")

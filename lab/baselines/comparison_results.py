@@ -92,7 +92,7 @@ class Results:
         self.write()
 
     def row(self, key: Key) -> Row | None:
-        """None until both servers have the cell."""
+        """Returns the row; None until both servers have the cell."""
         ours, theirs = (self.cells.get((system, key)) for system in ("moebius", "llama-server"))
         if ours is None or theirs is None:
             return None
@@ -113,7 +113,7 @@ class Results:
         )
 
     def rows(self) -> list[Row]:
-        """Of all cells that both have."""
+        """Returns the rows of all cells that both have."""
         keys = sorted({key for _, key in self.cells}, key=lambda key: (key.phase != "prefill", key.size))
         return [row for row in map(self.row, keys) if row is not None]
 

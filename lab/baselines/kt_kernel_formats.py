@@ -62,7 +62,7 @@ class Source:
 def random_source(
     form: PeerFormat, experts: int, rows: int, columns: int, random: np.random.Generator
 ) -> Source:
-    """Random weights of `experts` matrices [rows, columns]; finite, of moderate size."""
+    """Returns random weights of `experts` matrices [rows, columns]; finite, of moderate size."""
     nbytes = experts * rows * columns * form.source_bits // 8
     raw = np.frombuffer(random.bytes(nbytes), dtype=np.uint8)
     if form.source_bits == 16:
@@ -87,7 +87,7 @@ def _scales(form: PeerFormat, experts: int, rows: int, columns: int) -> NDArray[
 
 
 def find_module(directory: Path, isas: Sequence[str], tag: str) -> Path:
-    """The best build below `directory` for levels `isas` and interpreter `tag`, e.g. "cpython-311".
+    """Returns the best build below `directory` for levels `isas` and interpreter `tag`, e.g. "cpython-311".
 
     Raises:
         FileNotFoundError: none, naming what was looked for.

@@ -18,7 +18,7 @@ def from_bfloat16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
 
 
 def float8_values() -> NDArray[np.float32]:
-    """[256] values of e4m3fn; NaN where it has none."""
+    """Returns [256] values of e4m3fn; NaN where it has none."""
     codes = np.arange(256)
     exponent, mantissa = codes >> 3 & 15, codes & 7
     size = np.where(
@@ -29,7 +29,7 @@ def float8_values() -> NDArray[np.float32]:
 
 
 def dequantise(form: PeerFormat, source: Source, expert: int, rows: int, columns: int) -> NDArray[np.float32]:
-    """[rows, columns] of one expert."""
+    """Returns [rows, columns] of one expert."""
     count = rows * columns
     if form.source_bits == 16:
         return from_bfloat16(source.weights[expert * count : (expert + 1) * count]).reshape(rows, columns)
@@ -61,7 +61,7 @@ def _scale_of_each(
 def layer_row(
     form: PeerFormat, sources: list[Source], hidden_states: NDArray[np.uint16], call: Routing, inner: int
 ) -> NDArray[np.float32]:
-    """[hidden_size] float32: row 0 of a call, by the definition of the layer."""
+    """Returns [hidden_size] float32: row 0 of a call, by the definition of the layer."""
     row = from_bfloat16(hidden_states[0])
     hidden = len(row)
     output = np.zeros(hidden, dtype=np.float32)

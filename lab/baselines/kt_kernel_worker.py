@@ -130,7 +130,7 @@ class Baseline:
         return layer_object
 
     def forward(self, layer: int, hidden_states: NDArray[np.uint16], call: Call) -> NDArray[np.uint16]:
-        """[rows, hidden_size] bfloat16 bits."""
+        """Returns [rows, hidden_size] bfloat16 bits."""
         self._infer.submit(
             self._layers[layer].forward_task(
                 call.rows.ctypes.data,
@@ -146,7 +146,7 @@ class Baseline:
         return call.output
 
     def relative_error(self, routing: Routing) -> float:
-        """Of one row, on the first layer."""
+        """Returns the relative error of one row, on the first layer."""
         form, hidden_size = FORMATS[self._job.format], self._shape.hidden_size
         hidden_states = random_hidden_states(1, hidden_size)
         given = from_bfloat16(self.forward(0, hidden_states, Call.of(routing, hidden_size))[0])
@@ -155,7 +155,7 @@ class Baseline:
         return float(np.linalg.norm(given - expected) / np.linalg.norm(expected))
 
     def time(self, routings: list[Routing], seconds: float) -> list[float]:
-        """Seconds of each call on changing layers, after a warm-up; the same loop as ours."""
+        """Returns the seconds of each call on changing layers, after a warm-up; the same loop as ours."""
         hidden_states = random_hidden_states(routings[0].rows, self._shape.hidden_size)
         calls = [Call.of(routing, self._shape.hidden_size) for routing in routings]
 
@@ -174,7 +174,7 @@ class Baseline:
 
 
 def load_module(path: Path) -> ModuleType:
-    """The extension alone, without the package around it, which needs torch."""
+    """Returns the extension alone, without the package around it, which needs torch."""
     spec = importlib.util.spec_from_file_location("kt_kernel_ext", path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is no extension module")

@@ -79,7 +79,7 @@ class LlamaSettings:
         return [*gpu, "-lm", "none", "-t", str(self.threads)]
 
     def server(self, port: int, slots: int, context: int) -> list[str]:
-        """The command of a server of `slots` requests at once, each of `context` tokens at most."""
+        """Returns the command of a server of `slots` requests at once, each of `context` tokens at most."""
         ubatch = self.ubatch[0]
         return [
             str(self.directory / "llama-server"),
@@ -91,7 +91,7 @@ class LlamaSettings:
         ]
 
     def bench(self, prefill: Sequence[int], decode_tokens: int, repeats: int) -> list[str]:
-        """The command that prints a line of JSON for each prompt length, and one for decoding."""
+        """Returns the command that prints a line of JSON for each prompt length, and one for decoding."""
         return [
             str(self.directory / "llama-bench"),
             *("-m", str(self.model), "-r", str(repeats), "-o", "jsonl", "-ncmoe", "999"),
@@ -112,7 +112,7 @@ class BenchFigures:
 
 
 def parse_bench(output: str) -> BenchFigures:
-    """From the lines that llama-bench printed, all of them or the first."""
+    """Returns the figures in the lines that llama-bench printed, all of them or the first."""
     prefill: dict[int, float] = {}
     decode = 0.0
     for line in output.splitlines():
@@ -131,7 +131,7 @@ def parse_bench(output: str) -> BenchFigures:
 def run_bench(
     settings: LlamaSettings, prefill: Sequence[int], tokens: int, repeats: int, limit_s: float
 ) -> BenchFigures:
-    """What it measured within the limit. Raises UserError with its last words when it fails."""
+    """Returns what it measured within the limit. Raises UserError with its last words when it fails."""
     command = settings.bench(prefill, tokens, repeats)
     try:
         done = subprocess.run(command, capture_output=True, timeout=limit_s, check=False)

@@ -26,7 +26,7 @@ _STOP_S = 60.0
 
 
 def free_port() -> int:
-    """A TCP port of the loopback address that is not listened on."""
+    """Returns a TCP port of the loopback address that is not listened on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -119,7 +119,7 @@ class Prompts:
     seed: int = 0
 
     def draw(self, number: int, length: int, following: int) -> tuple[list[int], list[int]]:
-        """Prompt `number`, and the `following` tokens that a chained model answers."""
+        """Returns prompt `number`, and the `following` tokens that a chained model answers."""
         rng = np.random.default_rng([self.seed, number, length])
         tokens = rng.integers(FIRST_WORD, self.vocab_size, length)
         prompt = tokens.tolist()
@@ -140,12 +140,12 @@ class Stream:
     asked: int
 
     def tokens_until(self, moment: float) -> int:
-        """How many had arrived."""
+        """Returns how many had arrived."""
         return max((tokens for at, tokens in self.arrivals if at <= moment), default=0)
 
 
 def ask(server: RunningServer, model: str, prompt: list[int], answer: list[int]) -> Stream:
-    """Greedy completion of as many tokens as `answer` has."""
+    """Returns greedy completion of as many tokens as `answer` has."""
     body = {
         "model": model,
         "prompt": prompt,
@@ -181,7 +181,7 @@ class Measured:
 def measure_prefill(
     server: RunningServer, model: str, prompts: Prompts, length: int, repeats: int
 ) -> Measured:
-    """Prompt tokens over the time to the first token, one request at a time."""
+    """Returns prompt tokens over the time to the first token, one request at a time."""
     streams = [ask(server, model, *prompts.draw(1000 * (1 + number), length, 1)) for number in range(repeats)]
     return _measured([length / (one.arrivals[0][0] - one.begin) for one in streams], streams)
 

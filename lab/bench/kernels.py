@@ -161,7 +161,9 @@ def measure_format(
 def private_twin(
     engine: ExpertEngine, setting: EngineSetting, shape: ExpertShape, weight_format: str, held: WorkingSet
 ) -> ExpertEngine | None:
-    """The same experts in private memory, computed by the same kernels; None: `engine`'s are private."""
+    """Returns the same experts in private memory, computed by the same kernels; None: `engine`'s
+    are private.
+    """
     if not setting.shared:
         return None
     twin = replace(setting, shared=False).build(shape, weight_format, held.num_experts, held.num_layers)
@@ -178,7 +180,7 @@ def print_table(rows: Sequence[KernelsRow]) -> None:
 
 
 def plan_line(row: PlanRow) -> str:
-    """Which kernel, for which rows of an expert, and what was measured."""
+    """Returns which kernel, for which rows of an expert, and what was measured."""
     rows = f"{row.rows_from} rows up" if row.rows_to is None else f"{row.rows_from} to {row.rows_to} rows"
     return (
         f"  {row.matrix} {row.format}, {row.row_type} request, {rows}: {row.kernel}"

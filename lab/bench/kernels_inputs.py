@@ -25,7 +25,9 @@ class ExpertShape:
     top_k: int
 
     def operations(self, pairs: int) -> int:
-        """Multiplications and additions when `pairs` (row, expert) pairs are computed: gate, up and down."""
+        """Returns multiplications and additions when `pairs` (row, expert) pairs are computed: gate, up and
+        down.
+        """
         return 2 * 3 * self.hidden_size * self.intermediate_size * pairs
 
 
@@ -42,7 +44,7 @@ SHAPES = {
 
 
 def parse_shape(text: str) -> ExpertShape:
-    """A shape by its name, or HxIxExK: hidden size, intermediate size, experts, experts per row.
+    """Returns a shape by its name, or HxIxExK: hidden size, intermediate size, experts, experts per row.
 
     Raises:
         UserError: neither of the two, or more experts per row than there are.
@@ -63,7 +65,7 @@ def parse_shape(text: str) -> ExpertShape:
 
 
 def parse_shapes(text: str) -> list[ExpertShape]:
-    """Comma-separated shapes, or "all" for every named one. Raises UserError."""
+    """Returns comma-separated shapes, or "all" for every named one. Raises UserError."""
     return list(SHAPES.values()) if text == "all" else [parse_shape(part) for part in text.split(",")]
 
 
@@ -102,7 +104,7 @@ class WorkingSet:
 
     @property
     def note(self) -> str:
-        """What a reader of the figures has to know; empty when nothing."""
+        """Returns what a reader of the figures has to know; empty when nothing."""
         notes = []
         if self.num_experts != self.model_experts:
             notes.append(f"{self.num_experts} of {self.model_experts} experts")
@@ -178,7 +180,8 @@ def uniform(rows: int, num_experts: int, top_k: int, random: np.random.Generator
 
 
 def exact(rows_per_expert: int, num_experts: int, top_k: int, random: np.random.Generator) -> Routing:
-    """As many rows as give each expert exactly `rows_per_expert` of them, `top_k` distinct experts a row.
+    """Returns as many rows as give each expert exactly `rows_per_expert` of them, `top_k` distinct experts a
+    row.
 
     Experts are dealt out in turn, so two of one row never meet; where the last row would have too many, it
     chooses fewer.

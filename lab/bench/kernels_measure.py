@@ -37,7 +37,7 @@ class EngineSetting:
     shared: bool = False  # Weights in memory that others can map, as an expert server has it; else private.
 
     def build(self, shape: ExpertShape, weight_format: str, experts: int, layers: int) -> ExpertEngine:
-        """An engine with random packed weights in every layer. Raises UserError."""
+        """Returns an engine with random packed weights in every layer. Raises UserError."""
         if not self.shared:
             return self._build(shape, weight_format, experts, layers, None)
         with anonymous_segment(experts, layers) as segment:
@@ -73,7 +73,9 @@ class EngineSetting:
 
 @contextmanager
 def anonymous_segment(experts: int, layers: int) -> Iterator[SegmentSettings]:
-    """Memory for every expert as `moebius serve` makes it; goes with the engine that was built meanwhile."""
+    """Yields memory for every expert as `moebius serve` makes it; goes with the engine that was built
+    meanwhile.
+    """
     descriptor = os.memfd_create("moebius-bench", os.MFD_CLOEXEC)
     try:
         held = dict.fromkeys(range(layers), range(experts))
@@ -106,7 +108,7 @@ def check_formats(formats: Sequence[str]) -> None:
 
 
 def choose_cpus(threads: int) -> list[int]:
-    """Allowed cpus, one of each core first. Raises UserError when there are fewer than `threads`."""
+    """Returns allowed cpus, one of each core first. Raises UserError when there are fewer than `threads`."""
     kernel = _kernels.Topology.detect("/sys", "/proc", "/sys/fs/cgroup")
     leaders = list(kernel.core_leaders)
     cpus = leaders + [cpu for cpu in kernel.allowed_cpus if cpu not in set(leaders)]
@@ -127,7 +129,7 @@ def on_cpu(cpu: int) -> Iterator[None]:
 
 
 def calls_of(rows: int, shape: ExpertShape, held: WorkingSet, exact_rows_per_expert: bool) -> list[Routing]:
-    """Different choices of experts, the same in every run; `rows` is per call, or per expert."""
+    """Returns different choices of experts, the same in every run; `rows` is per call, or per expert."""
     random = np.random.default_rng(SEED)
     deal = exact if exact_rows_per_expert else uniform
     # Large calls touch every expert anyway.
@@ -136,13 +138,13 @@ def calls_of(rows: int, shape: ExpertShape, held: WorkingSet, exact_rows_per_exp
 
 
 def random_hidden_states(rows: int, hidden_size: int) -> NDArray[np.uint16]:
-    """[rows, hidden_size] normally distributed bfloat16 values, as bits."""
+    """Returns [rows, hidden_size] normally distributed bfloat16 values, as bits."""
     values = np.random.default_rng(SEED).standard_normal((rows, hidden_size), dtype=np.float32)
     return (values.view(np.uint32) >> 16).astype(np.uint16)
 
 
 def timed_calls(engine: ExpertEngine, layers: int, calls: Sequence[Routing]) -> Callable[[int], float]:
-    """A function that makes the call of a number, on changing layers, and returns its seconds."""
+    """Returns a function that makes the call of a number, on changing layers, and returns its seconds."""
     rows, hidden_size = calls[0].rows, engine.backend.hidden_size
     hidden_states = random_hidden_states(rows, hidden_size)
     output = np.empty((rows, hidden_size), dtype=np.float32)
@@ -192,7 +194,7 @@ def measure(
 def measure_pairs(
     engines: tuple[ExpertEngine, ExpertEngine], layers: int, calls: Sequence[Routing], seconds: float
 ) -> float:
-    """The second engine's time for a call over the first's: the median of pairs, for about `seconds`.
+    """Returns the second engine's time for a call over the first's: the median of pairs, for about `seconds`.
 
     Both do the same call one right after the other, and take turns to be first: what a machine gives to its
     other tenants meets both alike.
@@ -210,7 +212,9 @@ def measure_pairs(
 
 
 def kernel_names(engine: ExpertEngine, rows_per_expert: float) -> str:
-    """Kernels of gate and up / of down at that many rows of a bfloat16 request; one name when they agree."""
+    """Returns the kernels of gate and up / of down at that many rows of a bfloat16 request; one name when
+    they agree.
+    """
     wanted = max(1, round(rows_per_expert))
     names = {
         row.matrix: row.kernel

@@ -175,7 +175,7 @@ def _read(directory: Path, threads: int, kind: str) -> float:
 
 
 def _run_worker(*arguments: str) -> str:
-    """The last line that a process of its own prints."""
+    """Returns the last line that a process of its own prints."""
     command = [sys.executable, "-P", "-c", WORKER, *arguments]
     process = subprocess.run(command, capture_output=True, text=True, check=False)
     if process.returncode != 0:
@@ -215,7 +215,7 @@ def worker(arguments: list[str]) -> None:
 
 
 def peak_resident_bytes() -> int:
-    """The largest resident memory of this process, since it began."""
+    """Returns the largest resident memory of this process, since it began."""
     found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     if found is None:
         raise RuntimeError("/proc/self/status has no VmHWM")
@@ -223,7 +223,7 @@ def peak_resident_bytes() -> int:
 
 
 def parse_shape(text: str, layers: int) -> RandomShape:
-    """ "HxIxE". Raises UserError."""
+    """Returns "HxIxE". Raises UserError."""
     try:
         hidden, intermediate, experts = (int(part) for part in text.split("x"))
     except ValueError:
@@ -246,7 +246,7 @@ CHUNK_BYTES = 1 << 20
 
 
 def read_speed(files: list[Path], threads: int, *, keep: bool) -> float:
-    """Bytes per second of one pass over all files with `threads` threads."""
+    """Returns the bytes per second of one pass over all files with `threads` threads."""
     descriptors = [os.open(file, os.O_RDONLY) for file in files]
     sizes = [os.fstat(descriptor).st_size for descriptor in descriptors]
     memory = [_fresh(size) if keep else None for size in sizes]
@@ -272,7 +272,7 @@ def read_speed(files: list[Path], threads: int, *, keep: bool) -> float:
 
 
 def _fresh(size: int) -> mmap.mmap:
-    """Untouched memory, in huge pages where allowed, as packed weights have."""
+    """Returns untouched memory, in huge pages where allowed, as packed weights have."""
     area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     area.madvise(mmap.MADV_HUGEPAGE)
     return area

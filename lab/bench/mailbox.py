@@ -104,7 +104,7 @@ def run(json_file: Path | None = None, rounds: int = 2000) -> list[MailboxRow]:
 
 
 def measure(box: Mailbox, rows: int, rounds: int, cores: int, wait: Wait, limit_us: float) -> MailboxRow:
-    """One row of the table."""
+    """Returns one row of the table."""
     times = sorted(
         _kernels_testing.mailbox_round_trips(
             box.kernel, rows=rows, rounds=rounds, warmup=WARMUP, deadline_ms=DEADLINE_MS
@@ -126,7 +126,9 @@ def measure(box: Mailbox, rows: int, rounds: int, cores: int, wait: Wait, limit_
 
 @contextmanager
 def echo_mailbox(servers: int, rows: Sequence[int] = ROWS) -> Iterator[Mailbox]:
-    """A mailbox with that many echo processes, for these row counts; removed, with them, at the end."""
+    """Yields a mailbox with that many echo processes, for these row counts; removed, with them, at
+    the end.
+    """
     geometry = MailboxGeometry(
         num_layers=1,
         hidden_size=HIDDEN_SIZE,
@@ -152,7 +154,7 @@ def echo_mailbox(servers: int, rows: Sequence[int] = ROWS) -> Iterator[Mailbox]:
 
 
 def ping_pong(rounds: int, spin_ns: int) -> list[float]:
-    """Microseconds of each round trip of one cache line between this process and another."""
+    """Returns the microseconds of each round trip of one cache line between this process and another."""
     with tempfile.NamedTemporaryFile(dir="/dev/shm", prefix=f"moebius-bench-{os.getpid()}-") as line:
         line.write(bytes(mmap.PAGESIZE))
         line.flush()
@@ -165,7 +167,7 @@ def ping_pong(rounds: int, spin_ns: int) -> list[float]:
 
 
 def one_side(path: str, asks: bool, rounds: int, spin_ns: int) -> list[float]:
-    """One process's part of the ping-pong; empty for the side that answers."""
+    """Returns one process's part of the ping-pong; empty for the side that answers."""
     with open(path, "r+b") as file, mmap.mmap(file.fileno(), mmap.PAGESIZE) as page:
         word = c_char.from_buffer(page)
         try:

@@ -148,7 +148,7 @@ class DoorbellLayers:
         self._inputs: Inputs | None = None
 
     def make(self, rows: int) -> Callable[[], None]:
-        """The launches of one layer."""
+        """Returns the launches of one layer."""
         self._inputs = inputs = Inputs(rows, DEVICE)
 
         def layer() -> None:
@@ -158,7 +158,7 @@ class DoorbellLayers:
         return layer
 
     def begin(self) -> None:
-        """Before each replay, as the engine does."""
+        """Begins the step before each replay, as the engine does."""
         self.client.begin_step()
 
     def check(self, rows: int) -> None:
@@ -183,7 +183,7 @@ class HostLayers:
         self._kept: list[tuple[Inputs, Inputs, _kernels_testing.MailboxHostCall]] = []
 
     def make(self, rows: int) -> Callable[[], None]:
-        """The launches of one layer."""
+        """Returns the launches of one layer."""
         from gpu_service.experts.doorbell import driver
 
         there, here = Inputs(rows, DEVICE), Inputs(rows, "cpu", pinned=True)
@@ -336,7 +336,7 @@ def measure(box: Mailbox, signal: str, options: DeviceOptions, limit_us: float) 
 
 
 def replay_times(layer: Callable[[], None], begin: Callable[[], None], options: DeviceOptions) -> list[float]:
-    """Microseconds per layer of each replay of a graph of layers, after some unmeasured ones."""
+    """Returns the microseconds per layer of each replay of a graph of layers, after some unmeasured ones."""
     import torch
 
     # torch leaves these untyped.

@@ -77,12 +77,12 @@ class MaskResult:
 
     @property
     def added(self) -> float:
-        """What constraints add to a step, as a share of it."""
+        """Returns what constraints add to a step, as a share of it."""
         return self.step_seconds / self.unconstrained_step_seconds - 1
 
     @property
     def added_cpu_seconds(self) -> float:
-        """What constraints add to a step in processor time."""
+        """Returns what constraints add to a step in processor time."""
         return self.cpu_step_seconds - self.unconstrained_cpu_step_seconds
 
     @property
@@ -122,7 +122,7 @@ def run(config: MoebiusConfig, options: MaskOptions, json_file: Path | None = No
 def measure(
     engine: EngineUnderTest, compiler: ConstraintCompiler, streams: int, options: MaskOptions
 ) -> list[MaskResult]:
-    """Without constraints, with half of the streams constrained, and with all: in turns."""
+    """Measures without constraints, with half of the streams constrained, and with all, in turns."""
     kinds = sorted({0, streams // 2, streams})
     steps: dict[int, list[float]] = {kind: [] for kind in kinds}
     speeds: dict[int, list[float]] = {kind: [] for kind in kinds}
@@ -169,7 +169,9 @@ def _endless_records() -> Constraint:
 
 
 def random_vocabulary(vocab_size: int) -> ConstraintCompiler:
-    """For a checkpoint without a tokenizer: all bytes, and made-up words up to the vocabulary's size."""
+    """Returns a compiler for a checkpoint without a tokenizer: all bytes, and made-up words up to the
+    vocabulary's size.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     from gpu_service.core.constraint import ConstraintCompiler

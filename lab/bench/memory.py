@@ -118,12 +118,12 @@ def run(config: MoebiusConfig, options: MemoryOptions, json_file: Path | None = 
 
 
 def _kept(results: Sequence[MemoryResult]) -> float | None:
-    """Of the streams' rate with the prompt, elastic over fixed; None: fixed was not measured yet."""
+    """Returns the streams' rate with the prompt, elastic over fixed; None: fixed was not measured yet."""
     return results[0].decode_during / results[1].decode_during if len(results) > 1 else None
 
 
 def _page_bytes(engine: EngineUnderTest) -> int:
-    """Of a page over all layers. Raises UserError where memory is not shared."""
+    """Returns the bytes of a page over all layers. Raises UserError where memory is not shared."""
     if engine.built.elastic is None:
         raise UserError(
             "memory is not shared here: it needs experts on the GPU that follow traffic "
@@ -148,7 +148,7 @@ def _fixed(engine: EngineUnderTest, servers: ExpertServers, pages: int) -> Exper
 
 
 def stream_tokens(engine: EngineUnderTest) -> int:
-    """Tokens that a stream is allowed to make."""
+    """Returns the number of tokens that a stream is allowed to make."""
     return min(engine.built.context_limit - _STREAM_PROMPT - 1, _MOST_TOKENS)
 
 

@@ -87,7 +87,7 @@ def check(options: PlacementOptions) -> None:
 
 
 def parse_ratios(text: str) -> tuple[int, ...]:
-    """Percentages up to 100, comma separated. Raises UserError."""
+    """Returns the percentages up to 100, comma separated. Raises UserError."""
     parts = text.split(",")
     if not all(part.isdecimal() and int(part) <= 100 for part in parts):
         raise UserError(f"--ratios: {text!r} is not allowed; allowed: percentages 0 to 100, comma separated")
@@ -95,7 +95,7 @@ def parse_ratios(text: str) -> tuple[int, ...]:
 
 
 def placed(config: MoebiusConfig, strategy: str, ratio: int, statistics: Path) -> MoebiusConfig:
-    """The configuration with that share of experts on the GPU."""
+    """Returns the configuration with that share of experts on the GPU."""
     update: Mapping[str, object] = {
         "gpu_layers": "",
         "gpu_experts": None,
@@ -144,7 +144,10 @@ def record(servers: ExpertServers, options: PlacementOptions, path: Path) -> Non
 def statistics_of(
     before: Sequence[ServerCounters], after: Sequence[ServerCounters], geometry: MoeGeometry, whole: bool
 ) -> bytes:
-    """A statistics file from the servers' counters. `whole`: servers hold whole experts, so rows add up."""
+    """Returns a statistics file from the servers' counters.
+
+    `whole`: servers hold whole experts, so rows add up.
+    """
     from moebius.placement import ExpertStatistics
 
     layers, zeros = geometry.moe_layers, (0,) * geometry.num_experts
@@ -180,7 +183,7 @@ def _line(points: Sequence[CurvePoint], ratio: int, options: PlacementOptions) -
 
 
 def _speeds(points: Sequence[CurvePoint], strategy: str, ratio: int, options: PlacementOptions) -> str:
-    """Tokens per second of every number of streams."""
+    """Returns the tokens per second of every number of streams."""
     return " / ".join(
         f"{point.decode.tokens_per_second:.1f}"
         for streams in options.engine.streams
@@ -190,7 +193,7 @@ def _speeds(points: Sequence[CurvePoint], strategy: str, ratio: int, options: Pl
 
 
 def table(points: Sequence[CurvePoint], options: PlacementOptions) -> str:
-    """Markdown: a row per ratio, a column per strategy, tokens per second."""
+    """Returns Markdown: a row per ratio, a column per strategy, tokens per second."""
     lines = [
         f"| experts on the GPU | {' | '.join(options.strategies)} |",
         f"|---|{'---|' * len(options.strategies)}",

@@ -174,7 +174,7 @@ def _measure(
 
 
 def _print_costs(streamer: ExpertStreamer, when: str) -> None:
-    """What the split of a layer is chosen by."""
+    """Prints what the split of a layer is chosen by."""
     from gpu_service.experts.streaming.share import ShareChooser, describe
 
     chooser = streamer.chooser
@@ -202,12 +202,12 @@ def _during_decode(
 
 
 def _streamed(streamer: ExpertStreamer | None) -> tuple[float, float]:
-    """Steps and bytes so far."""
+    """Returns steps and bytes so far."""
     return (0.0, 0.0) if streamer is None else (streamer.streamed_steps, streamer.streamed_bytes)
 
 
 def link_rate(device: torch.device) -> float:
-    """Bytes per second of copies from page-locked memory to the device; best of some."""
+    """Returns the bytes per second of copies from page-locked memory to the device; best of some."""
     import torch
 
     is_cuda = device.type == "cuda"

@@ -157,7 +157,7 @@ def cpu_quota_group(cpus: float, root: Path = CGROUP_ROOT) -> Iterator[Path]:
 
 
 def own_group() -> str:
-    """This process's version 2 group relative to the mount; empty for the root."""
+    """Returns this process's version 2 group relative to the mount; empty for the root."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         if line.startswith("0::") and "/.." not in line:
             return line[3:].strip("/")
@@ -165,7 +165,10 @@ def own_group() -> str:
 
 
 def make_group(parent: Path, settings: dict[str, str]) -> Path:
-    """A child of `parent` with these files written. Raises OSError when the system refuses any of it."""
+    """Returns a child of `parent` with these files written.
+
+    Raises OSError when the system refuses any of it.
+    """
     group = parent / f"moebius-quota-{os.getpid()}"
     group.mkdir()
     try:

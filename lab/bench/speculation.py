@@ -98,7 +98,7 @@ _TABLE = BenchTable[SpeculationResult](
 
 
 def parse_percents(text: str, option: str) -> list[int]:
-    """Percentages below 100, comma separated. Raises UserError naming `option`."""
+    """Returns percentages below 100, comma separated. Raises UserError naming `option`."""
     parts = text.split(",")
     if not all(part.isdecimal() and int(part) < 100 for part in parts):
         raise UserError(f"{option}: {text!r} is not allowed; allowed: percentages 0 to 99, comma separated")
@@ -152,7 +152,8 @@ def _measure(
     texts: _Texts,
     others: Sequence[_Measured],
 ) -> list[_Measured]:
-    """Every row of one engine, next to those of an engine without speculation, `others`; fills `texts`.
+    """Returns every row of one engine, next to those of an engine without speculation, `others`; fills
+    `texts`.
 
     Its servers are its own: those of an engine with MTP hold the layers for it, too.
     """
@@ -184,7 +185,7 @@ def _measure(
 
 
 def repeated(text: Sequence[int], changed: int, kept: int, vocab_size: int) -> list[int]:
-    """A prompt whose output is likely the text from its token `kept` on.
+    """Returns a prompt whose output is likely the text from its token `kept` on.
 
     It holds the text, in which `changed` percent of the tokens are others, and then the text's beginning.
     """

@@ -58,7 +58,7 @@ class GraphRun:
 
 
 def load_trace(path: Path) -> list[Span]:
-    """The events of a trace file. Raises UserError when it is none."""
+    """Returns the events of a trace file. Raises UserError when it is none."""
     try:
         document = json.loads(path.read_bytes())
         return read_events(document["traceEvents"])
@@ -84,7 +84,7 @@ def read_events(events: Iterable[Mapping[str, Any]]) -> list[Span]:
 
 
 def graph_runs(spans: Sequence[Span]) -> list[GraphRun]:
-    """All graph launches that caused GPU work, in order."""
+    """Returns all graph launches that caused GPU work, in order."""
     launches = {
         span.correlation: span
         for span in spans
@@ -107,7 +107,7 @@ def graph_runs(spans: Sequence[Span]) -> list[GraphRun]:
 
 
 def busy_intervals(spans: Iterable[Span]) -> list[tuple[float, float]]:
-    """Times in which at least one stream of the GPU works, joined where they touch or overlap."""
+    """Returns the times in which at least one stream of the GPU works, joined where they touch or overlap."""
     joined: list[tuple[float, float]] = []
     work = [span for span in spans if span.category in GPU_CATEGORIES]
     for span in sorted(work, key=lambda span: span.begin):
@@ -156,12 +156,12 @@ class StepsReport:
 
     @property
     def passed(self) -> bool:
-        """Whether the CPU was no part of any step."""
+        """Returns whether the CPU was no part of any step."""
         return not self.gaps_over_limit and not self.host_functions
 
 
 def summarise(spans: Sequence[Span], steps: int) -> StepsReport:
-    """Of the last `steps` whole steps, each from its graph's first work to the next one's.
+    """Summarises the last `steps` whole steps, each from its graph's first work to the next one's.
 
     Raises UserError when the trace has too few graph launches.
     """
@@ -197,7 +197,7 @@ def summarise(spans: Sequence[Span], steps: int) -> StepsReport:
 
 
 def _gaps(runs: Sequence[GraphRun], busy: Sequence[tuple[float, float]]) -> list[Gap]:
-    """The longest idle interval between each two graphs."""
+    """Returns the longest idle interval between each two graphs."""
     found = []
     for number, (early, late) in enumerate(itertools.pairwise(runs)):
         longest, at = 0.0, early.end
@@ -228,7 +228,7 @@ def _longest(kernels: Sequence[Span], steps: int, count: int = 8) -> dict[str, f
 
 
 def table(report: StepsReport) -> str:
-    """The profile as a table for people."""
+    """Returns the profile as a table for people."""
     rows = [
         ("steps", f"{report.steps}"),
         ("microseconds per step", f"{report.step_microseconds:.1f}"),

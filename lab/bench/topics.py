@@ -105,7 +105,7 @@ def decode_for(engine: EngineUnderTest, options: TopicsOptions, topic: int) -> l
 
 
 def result_of(topic: int, events: Sequence[TokenEvent]) -> TopicResult:
-    """Rates of whole windows from the first token on. Raises UserError for fewer than three."""
+    """Returns the rates of whole windows from the first token on. Raises UserError for fewer than three."""
     begin = events[0].at
     counts = [0] * int((events[-1].at - begin) / _WINDOW_S)
     if len(counts) < 3:

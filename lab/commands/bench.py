@@ -27,6 +27,7 @@ def register(group: typer.Typer) -> None:
         placement,
         topics,
         memory,
+        tiers,
         speculation,
         steps,
         gateway,
@@ -300,6 +301,23 @@ def memory(
 
     log_warnings_only("bench")
     run(with_checkpoint(config), MemoryOptions(prompt_len, streams, before, after), json_file)
+
+
+@with_settings("model", "gpu", "experts", "parallel", "placement", needs_device=True)
+def tiers(
+    config: MoebiusConfig,
+    lengths: Annotated[str, typer.Option(help="Tokens of prompts, comma separated")] = "1024,4096",
+    repeats: Annotated[int, typer.Option(min=1, help="Prompts of each length")] = 3,
+    tier_gib: Annotated[float, typer.Option(min=0.001, help="Size of each tier")] = 4.0,
+    directory: Annotated[Path, typer.Option(help="Where the disk tier's files are made for now")] = Path(),
+    json_file: JsonFile = None,
+) -> None:
+    """Prompts that come back from RAM and disk. Next to computing them, and to what their bytes take."""
+    from lab.bench.tiers import TiersOptions, run
+
+    log_warnings_only("bench")
+    options = TiersOptions(parse_counts(lengths, "--lengths"), repeats, tier_gib, directory)
+    run(with_checkpoint(config), options, json_file)
 
 
 @with_settings("model", "gpu", "experts", "parallel", "placement", needs_device=True)

@@ -51,7 +51,10 @@ CHAT_TEMPLATE = (
 
 
 def vocabulary_tokens(vocab_size: int) -> list[str]:
-    """Special tokens, bytes, made-up words. Raises UserError for a vocabulary without room for bytes."""
+    """Returns special tokens, bytes, made-up words.
+
+    Raises UserError for a vocabulary without room for bytes.
+    """
     from tokenizers import pre_tokenizers
 
     tokens = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
@@ -168,7 +171,7 @@ def write_random_model(
 
 
 def _replay(shape: RandomShape, options: RandomModelOptions) -> Replay | None:
-    """None without a trace. Raises UserError for one that does not fit the shape."""
+    """Returns the replay; None without a trace. Raises UserError for one that does not fit the shape."""
     if not options.routing_from:
         return None
     words = shape.vocab_size - FIRST_WORD
@@ -177,7 +180,9 @@ def _replay(shape: RandomShape, options: RandomModelOptions) -> Replay | None:
 
 
 def shards(draw: ModelDraw) -> list[list[TensorGroup]]:
-    """One shard per layer, and one for embedding, final norm, head and layers of multi-token prediction."""
+    """Returns one shard per layer, and one for embedding, final norm, head and layers of multi-token
+    prediction.
+    """
     layer, decoders = _layer_of(draw), draw.shape.num_layers
     layers = [list(layer(number)) for number in range(decoders)]
     outside = list(outside_layers(draw))
@@ -196,7 +201,7 @@ def _layer_of(draw: ModelDraw) -> Callable[[int], Iterator[TensorGroup]]:
 
 
 def _fitting(shape: RandomShape, options: RandomModelOptions) -> RandomShape:
-    """As many layers of the shape as `max_gb` allows. Raises UserError when those are too few."""
+    """Returns as many layers of the shape as `max_gb` allows. Raises UserError when those are too few."""
     if options.max_gb <= 0:
         return shape
     outside, layers = _layer_bytes(shape, options.weight_format)
@@ -209,7 +214,7 @@ def _fitting(shape: RandomShape, options: RandomModelOptions) -> RandomShape:
 
 
 def _layer_bytes(shape: RandomShape, name: str) -> tuple[int, list[int]]:
-    """Bytes outside of layers and in each, which are not drawn for that.
+    """Returns bytes outside of layers and in each, which are not drawn for that.
 
     Raises UserError for a format that there is not.
     """
@@ -228,7 +233,7 @@ def _layer_bytes(shape: RandomShape, name: str) -> tuple[int, list[int]]:
 
 
 def _parse_head(name: str) -> bool:
-    """Whether it is chained. Raises UserError."""
+    """Returns whether it is chained. Raises UserError."""
     if name not in ("random", "chain"):
         raise UserError(f"--head: {name!r} is not allowed; allowed: random, chain")
     return name == "chain"
@@ -253,7 +258,7 @@ def _write_safetensors(
 def _write_gguf(
     directory: Path, draw: ModelDraw, options: RandomModelOptions, on_progress: Callable[[int, int], None]
 ) -> tuple[Path, int]:
-    """One file, under its name once it is complete."""
+    """Returns one file, under its name once it is complete."""
     name = options.weight_format
     total = sum(tensor.nbytes for tensor in gguf_tensors(draw, name))
     tokens = vocabulary_tokens(draw.shape.vocab_size)

@@ -108,12 +108,12 @@ def _q4_k(rng: np.random.Generator, rows: int, cols: int, std: float, zero_rows:
 
 
 def _halves(values: NDArray[np.float64]) -> NDArray[np.uint8]:
-    """Bytes of float16, `[count, 2]`."""
+    """Returns the bytes of float16, `[count, 2]`."""
     return values.astype(np.float16).view(np.uint8).reshape(-1, 2)
 
 
 def quantise_q8_0(bits: NDArray[np.uint16]) -> NDArray[np.uint8]:
-    """bfloat16 bits `[rows, cols]` to blocks, uint8 `[rows, bytes]`."""
+    """Maps bfloat16 bits `[rows, cols]` to blocks, uint8 `[rows, bytes]`."""
     rows = bits.shape[0]
     stored = np.empty((rows, bits.shape[1] // Q8_0.weights * Q8_0.nbytes), np.uint8)
     for begin in range(0, rows, _ROWS_AT_ONCE):
@@ -214,7 +214,10 @@ def lay_out_gguf(
 
 
 def gguf_tensors(draw: ModelDraw, name: str) -> list[_Tensor]:
-    """All tensors in a format of `GGUF_FORMATS`. Raises UserError naming rows that no blocks divide."""
+    """Returns all tensors in a format of `GGUF_FORMATS`.
+
+    Raises UserError naming rows that no blocks divide.
+    """
     chosen = GGUF_FORMATS[name]
     tensors = list(_tensors(draw, chosen))
     for tensor in tensors:
@@ -297,7 +300,7 @@ def _number(key: str, value: float) -> tuple[str, int, bytes]:
 
 
 def _merges(tokens: Sequence[str]) -> list[str]:
-    """As many as a published vocabulary has, so that the file takes as long to read.
+    """Returns as many merges as a published vocabulary has, so that the file takes as long to read.
 
     They join made-up words to longer ones. No text is cut otherwise by them: none gives the shortest words.
     """

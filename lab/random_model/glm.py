@@ -28,7 +28,7 @@ _MLP, VECTORS = 4, 5
 
 
 def glm_mlp(draw: ModelDraw, shape: GlmShape, layer: int, stem: str) -> Iterator[TensorGroup]:
-    """A dense layer's, or a router with its experts and the one of all tokens."""
+    """Yields a dense layer's, or a router with its experts and the one of all tokens."""
     if layer < shape.dense_layers:
         yield from _mlp(draw, shape, layer, stem, shape.dense_size)
         return
@@ -45,7 +45,7 @@ def glm_mlp(draw: ModelDraw, shape: GlmShape, layer: int, stem: str) -> Iterator
 
 
 def _mlp(draw: ModelDraw, shape: GlmShape, layer: int, stem: str, inner: int) -> Iterator[TensorGroup]:
-    """A dense layer's, or that of all tokens."""
+    """Yields a dense layer's, or that of all tokens."""
     # As routed experts, of which the mean of several is taken.
     for matrix in mlp_matrices(shape.hidden_size, inner, added_std(shape) / 0.6, (_MLP, layer)):
         size = (matrix.rows, matrix.cols)
@@ -53,22 +53,22 @@ def _mlp(draw: ModelDraw, shape: GlmShape, layer: int, stem: str, inner: int) ->
 
 
 def bfloat16(name: str, size: tuple[int, ...], values: Callable[[tuple[int, ...]], Array]) -> TensorGroup:
-    """A tensor of its own, of the float32 values of that size."""
+    """Returns a tensor of its own, of the float32 values of that size."""
     return TensorGroup((TensorSpec(name, "BF16", size),), lambda: [bfloat16_bits(values(size))])
 
 
 def float32(name: str, size: tuple[int, ...], values: Callable[[tuple[int, ...]], Array]) -> TensorGroup:
-    """The same as it is."""
+    """Returns the same as it is."""
     return TensorGroup((TensorSpec(name, "F32", size),), lambda: [values(size)])
 
 
 def zeros(size: tuple[int, ...]) -> Array:
-    """float32."""
+    """Returns float32."""
     return np.zeros(size, np.float32)
 
 
 def normal(draw: ModelDraw, key: tuple[int, ...], std: float, size: tuple[int, ...]) -> Array:
-    """float32 of that deviation, from the stream of random numbers of that key."""
+    """Returns float32 of that deviation, from the stream of random numbers of that key."""
     values = generator(draw.seed, *key).standard_normal(size, np.float32)
     values *= np.float32(std)
     return values

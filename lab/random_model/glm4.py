@@ -31,7 +31,7 @@ _HIDING = 30.0
 
 
 def glm4_layer(draw: ModelDraw, shape: Glm4Shape, layer: int) -> Iterator[TensorGroup]:
-    """All tensors of a layer; from `num_layers` on those of multi-token prediction."""
+    """Yields all tensors of a layer; from `num_layers` on those of multi-token prediction."""
     stem = f"{shape.prefix}layers.{layer}."
     norms = ["input_layernorm", "post_attention_layernorm"]
     if layer >= shape.num_layers:
@@ -50,7 +50,7 @@ def glm4_layer(draw: ModelDraw, shape: Glm4Shape, layer: int) -> Iterator[Tensor
 
 
 def _projection(draw: ModelDraw, layer: int, size: tuple[int, ...]) -> Array:
-    """What the layer of prediction makes of the next token's embedding and of a hidden state.
+    """Returns what the layer of prediction makes of the next token's embedding and of a hidden state.
 
     With a chained head the embedding stays as it is, so that the draft token is the token's successor. Where
     its element `FLAG` is set, something is added that no token's embedding looks like, and it is rejected.

@@ -31,7 +31,7 @@ _TIME_STEPS = (1e-3, 1e-1)
 
 
 def glm5_layer(draw: ModelDraw, shape: Glm5Shape, layer: int) -> Iterator[TensorGroup]:
-    """All tensors of a layer."""
+    """Yields all tensors of a layer."""
     stem = f"{shape.prefix}layers.{layer}."
     for norm in ("input_layernorm", "post_attention_layernorm"):
         yield ones(f"{stem}{norm}.weight", shape.hidden_size)
@@ -104,7 +104,7 @@ def _latent_attention(draw: ModelDraw, shape: Glm5Shape, layer: int, stem: str) 
 def _matrices(
     draw: ModelDraw, shape: Glm5Shape, layer: int, stem: str, sizes: dict[str, tuple[int, int]]
 ) -> Iterator[TensorGroup]:
-    """Of an attention; what ends in o_proj is added to the residual streams."""
+    """Yields the matrices of an attention; what ends in o_proj is added to the residual streams."""
     for number, (name, (rows, cols)) in enumerate(sizes.items()):
         is_added = name == "o_proj"
         std = (added_std(shape) if is_added else 1.0) / math.sqrt(cols)
@@ -117,7 +117,7 @@ def _unit(size: tuple[int, ...]) -> Array:
 
 
 def _time_steps(draw: ModelDraw, key: tuple[int, ...], size: tuple[int, ...]) -> Array:
-    """What softplus turns into time steps, which are even on a logarithmic scale."""
+    """Returns what softplus turns into time steps, which are even on a logarithmic scale."""
     low, high = (math.log(step) for step in _TIME_STEPS)
     steps = np.exp(generator(draw.seed, *key).uniform(low, high, size))
     values: Array = (steps + np.log(-np.expm1(-steps))).astype(np.float32)

@@ -69,7 +69,8 @@ class Replay:
         return int(self.codes.shape[2])
 
     def begin(self, layer: int) -> int:
-        """First element of a layer's code. The last layer's comes first: those before it may not write there.
+        """Returns first element of a layer's code. The last layer's comes first: those before it may not
+        write there.
 
         `begin(layer - 1)` is the first element behind it.
         """
@@ -81,13 +82,16 @@ class Replay:
         return self.begin(-1)
 
     def elements(self) -> NDArray[np.float32]:
-        """float32 `[N, layers * D]`: the codes as they lie in embeddings from `FIRST_CODE` on, variance 1."""
+        """Returns float32 `[N, layers * D]`: the codes as they lie in embeddings from `FIRST_CODE` on,
+        variance 1.
+        """
         ordered = self.codes[:, ::-1].reshape(self.num_rows, -1)
         return ordered * np.float32(self.code_elements**0.5)
 
 
 def read_trace(path: Path, shape: RandomShape, most_rows: int) -> NDArray[np.int16]:
-    """The first `most_rows` rows of what `experts record --mode per_token` wrote: int16 `[N, layers, top_k]`.
+    """Returns the first `most_rows` rows of what `experts record --mode per_token` wrote: int16 `[N, layers,
+    top_k]`.
 
     Raises UserError naming what is no such trace, or what differs from the shape.
     """
@@ -123,7 +127,10 @@ def read_trace(path: Path, shape: RandomShape, most_rows: int) -> NDArray[np.int
 
 
 def fit_replay(trace: NDArray[np.int16], shape: RandomShape, seed: int, threads: int = 0) -> Replay:
-    """Codes and routers for int16 `[N, layers, top_k]`. Raises UserError where too few can be expressed."""
+    """Returns codes and routers for int16 `[N, layers, top_k]`.
+
+    Raises UserError where too few can be expressed.
+    """
     room = shape.hidden_size - FIRST_CODE - max(_LEAST_FREE, shape.hidden_size // _FREE)
     size = min(MAX_CODE_ELEMENTS, room // shape.num_layers)
     if size < shape.top_k:
@@ -144,7 +151,9 @@ def fit_replay(trace: NDArray[np.int16], shape: RandomShape, seed: int, threads:
 
 
 def _router(num_experts: int, size: int, layer: int, seed: int) -> Floats:
-    """float32 `[experts, D]`, rows of length 1 that point in directions as different as can be had."""
+    """Returns float32 `[experts, D]`, rows of length 1 that point in directions as different as can
+    be had.
+    """
     rows = generator(seed, _VECTORS, layer).standard_normal((num_experts, size), np.float32)
     for _ in range(30 if num_experts > size else 0):
         rows = np.linalg.qr(rows)[0]
@@ -154,7 +163,7 @@ def _router(num_experts: int, size: int, layer: int, seed: int) -> Floats:
 
 
 def _fit_layer(chosen: NDArray[np.int16], vectors: Floats) -> tuple[Floats, float]:
-    """Codes float32 `[N, D]` of int16 `[N, top_k]`, and the share of choices that they reproduce."""
+    """Returns codes float32 `[N, D]` of int16 `[N, top_k]`, and the share of choices that they reproduce."""
     sets, places = np.unique(np.sort(chosen, axis=1), axis=0, return_inverse=True)
     members = np.zeros((len(sets), len(vectors)), np.bool_)
     np.put_along_axis(members, sets.astype(np.int64), True, axis=1)
@@ -170,7 +179,9 @@ def _fit_layer(chosen: NDArray[np.int16], vectors: Floats) -> tuple[Floats, floa
 
 
 def _codes(members: NDArray[np.bool_], vectors: Floats) -> Floats:
-    """float32 `[M, D]`, of length 1: the code with the widest margin for each set of bool `[M, experts]`."""
+    """Returns float32 `[M, D]`, of length 1: the code with the widest margin for each set of bool `[M,
+    experts]`.
+    """
     count, (num_experts, size) = len(members), vectors.shape
     best, margins = np.zeros((count, size), np.float32), np.full(count, -np.inf, np.float32)
     planes = np.concatenate([vectors, np.full((num_experts, 1), -1.0, np.float32)], axis=1)
@@ -200,7 +211,7 @@ def _codes(members: NDArray[np.bool_], vectors: Floats) -> Floats:
 
 
 def _margins(codes: Floats, members: NDArray[np.bool_], vectors: Floats) -> Floats:
-    """float32 `[M]`: the lowest score of a member less the highest of another."""
+    """Returns float32 `[M]`: the lowest score of a member less the highest of another."""
     scores = codes @ vectors.T
     lowest = np.where(members, scores, np.float32(np.inf)).min(axis=1)
     margins: Floats = lowest - np.where(members, np.float32(-np.inf), scores).max(axis=1)

@@ -35,12 +35,14 @@ class RandomShape:
     num_mtp_layers: ClassVar[int] = 0
 
     def hf_config(self, quantization: dict[str, Any] | None) -> dict[str, Any]:
-        """config.json of the shape's family; `quantization`: of its experts, None: they have 16 bits."""
+        """Returns config.json of the shape's family; `quantization`: of its experts, None: they
+        have 16 bits.
+        """
         config = self._hf_keys()
         return config if quantization is None else config | {"quantization_config": quantization}
 
     def _hf_keys(self) -> dict[str, Any]:
-        """Of family qwen3_moe, every layer MoE, no tied embeddings."""
+        """Returns the keys of family qwen3_moe: every layer is MoE, embeddings are not tied."""
         return {
             "architectures": ["Qwen3MoeForCausalLM"],
             "model_type": "qwen3_moe",
@@ -74,7 +76,7 @@ class RandomShape:
 
 @dataclass(frozen=True)
 class GlmShape(RandomShape):
-    """Of the first layers, which have no experts, and of the others; filled by `SHAPES`."""
+    """A shape of the first layers, which have no experts, and of the others; filled by `SHAPES`."""
 
     dense_size: int = 12288
     dense_layers: int = 3
@@ -84,7 +86,7 @@ class GlmShape(RandomShape):
     has_gguf: ClassVar[bool] = False
 
     def _hf_moe(self) -> dict[str, Any]:
-        """Keys of config.json for the router and the expert of all tokens."""
+        """Returns the keys of config.json for the router and the expert of all tokens."""
         return {
             "moe_intermediate_size": self.moe_intermediate_size,
             "n_group": 1,
@@ -106,7 +108,7 @@ class Glm4Shape(GlmShape):
     num_mtp_layers: ClassVar[int] = 1
 
     def _hf_keys(self) -> dict[str, Any]:
-        """Of family glm4_moe."""
+        """Returns the keys of family glm4_moe."""
         return self._hf_moe() | {
             "architectures": ["Glm4MoeForCausalLM"],
             "model_type": "glm4_moe",
@@ -158,11 +160,11 @@ class Glm5Shape(GlmShape):
     fewest_layers: ClassVar[int] = 4
 
     def attends(self, layer: int) -> bool:
-        """Whether a layer has latent attention, not linear attention."""
+        """Returns whether a layer has latent attention, not linear attention."""
         return layer % 4 == 3
 
     def _hf_keys(self) -> dict[str, Any]:
-        """Of family glm5_next, without a tower."""
+        """Returns the keys of family glm5_next, without a tower."""
         kinds = [_INDEXED if self.attends(layer) else _LINEAR for layer in range(self.num_layers)]
         mlps = ["dense" if layer < self.dense_layers else "sparse" for layer in range(self.num_layers)]
         text = self._hf_moe() | {

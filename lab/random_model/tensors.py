@@ -216,11 +216,13 @@ class ModelDraw:
         return CONSTANT * math.sqrt(self.shape.hidden_size)
 
     def normed_constant(self, layer: int) -> float:
-        """The constant after a layer's RMSNorm: all layers together add about an embedding's energy."""
+        """Returns the constant after a layer's RMSNorm: all layers together add about an
+        embedding's energy.
+        """
         return self.constant / self.norm(layer)
 
     def normed_topic(self, layer: int) -> float:
-        """The size of a topic's elements after a layer's RMSNorm."""
+        """Returns the size of a topic's elements after a layer's RMSNorm."""
         return self.topic / self.norm(layer)
 
     def norm(self, layer: int) -> float:
@@ -232,7 +234,7 @@ class ModelDraw:
 
 
 def outside_layers(draw: ModelDraw) -> Iterator[TensorGroup]:
-    """Embedding, final norm and head."""
+    """Returns embedding, final norm and head."""
     shape = draw.shape
     size = (shape.vocab_size, shape.hidden_size)
     yield one(f"{shape.prefix}embed_tokens.weight", size, partial(embedding, draw))
@@ -241,7 +243,7 @@ def outside_layers(draw: ModelDraw) -> Iterator[TensorGroup]:
 
 
 def embedding(draw: ModelDraw) -> list[Array]:
-    """bfloat16 bits `[vocab, hidden]`."""
+    """Returns bfloat16 bits `[vocab, hidden]`."""
     return [_embedding_rows(draw, 1.0)]
 
 
@@ -268,13 +270,15 @@ def _embedding_rows(draw: ModelDraw, std: float) -> NDArray[np.uint16]:
 
 
 def replayed_rows(shape: RandomShape, replay: Replay) -> NDArray[np.int64]:
-    """int64 `[vocab_size]`: the trace's row that each token stands for; words in the order of the chain."""
+    """Returns int64 `[vocab_size]`: the trace's row that each token stands for; words in the order of the
+    chain.
+    """
     places = chain_places(shape.vocab_size)
     return np.where(places < FIRST_WORD, places, places - FIRST_WORD) % replay.num_rows
 
 
 def successor(tokens: NDArray[np.int64], vocab_size: int) -> NDArray[np.int64]:
-    """The token that a chained head prefers after each.
+    """Returns the token that a chained head prefers after each.
 
     Words follow words, bytes follow bytes, and all of them before one comes again; special tokens neither
     follow nor are followed.
@@ -290,7 +294,9 @@ def successor(tokens: NDArray[np.int64], vocab_size: int) -> NDArray[np.int64]:
 
 @functools.cache  # embedding and head ask for it both
 def chain_places(vocab_size: int) -> NDArray[np.int64]:
-    """int64 `[vocab_size]`: the place of each token in the chain of `successor`; bytes come before words."""
+    """Returns int64 `[vocab_size]`: the place of each token in the chain of `successor`; bytes come before
+    words.
+    """
     following = successor(np.arange(vocab_size), vocab_size)
     places = np.arange(vocab_size)
     for begin, end in ((NUM_SPECIAL, FIRST_WORD), (FIRST_WORD, vocab_size)):
@@ -302,7 +308,7 @@ def chain_places(vocab_size: int) -> NDArray[np.int64]:
 
 
 def head(draw: ModelDraw) -> list[Array]:
-    """bfloat16 bits `[vocab, hidden]`.
+    """Returns bfloat16 bits `[vocab, hidden]`.
 
     A chained head's row of a token is the embedding of the token before it, which is half of the stream's
     energy: that token wins by many deviations, whatever other systems round differently.
@@ -337,7 +343,7 @@ class MatrixDraw:
 
 
 def attention_matrices(shape: RandomShape, layer: int) -> list[MatrixDraw]:
-    """Projections of a layer's attention."""
+    """Returns the projections of a layer's attention."""
     hidden, query = shape.hidden_size, shape.num_heads * shape.head_dim
     key = shape.num_kv_heads * shape.head_dim
     sizes = (("q", query, hidden), ("k", key, hidden), ("v", key, hidden), ("o", hidden, query))
@@ -355,7 +361,7 @@ def attention_matrices(shape: RandomShape, layer: int) -> list[MatrixDraw]:
 
 
 def expert_matrices(shape: RandomShape, layer: int, expert: int) -> list[MatrixDraw]:
-    """Gate, up and down of one expert."""
+    """Returns gate, up and down of one expert."""
     hidden, inner = shape.hidden_size, shape.moe_intermediate_size
     # silu(gate) * up of unit variances has a root mean square of 0.6; top_k results are averaged.
     down = added_std(shape) * math.sqrt(shape.top_k) / 0.6
@@ -363,7 +369,7 @@ def expert_matrices(shape: RandomShape, layer: int, expert: int) -> list[MatrixD
 
 
 def mlp_matrices(hidden: int, inner: int, down: float, key: tuple[int, ...]) -> list[MatrixDraw]:
-    """Gate, up and down; `down`: the deviation of what the last one gives for intermediates of 1."""
+    """Returns gate, up and down; `down`: the deviation of what the last one gives for intermediates of 1."""
     sizes = (
         ("gate_proj", inner, hidden, 1.0),
         ("up_proj", inner, hidden, 1.0),
@@ -381,7 +387,7 @@ def added_std(shape: RandomShape) -> float:
 
 
 def qwen3_layer(draw: ModelDraw, layer: int) -> Iterator[TensorGroup]:
-    """All tensors of a layer of the family qwen3_moe."""
+    """Yields all tensors of a layer of the family qwen3_moe."""
     shape, stem = draw.shape, f"model.layers.{layer}."
     hidden = shape.hidden_size
     for norm, size in (
@@ -401,7 +407,7 @@ def qwen3_layer(draw: ModelDraw, layer: int) -> Iterator[TensorGroup]:
 
 
 def expert_groups(draw: ModelDraw, stem: str, matrices: Iterable[MatrixDraw]) -> Iterator[TensorGroup]:
-    """The tensors of one expert, in the format of all."""
+    """Yields the tensors of one expert, in the format of all."""
     for matrix in matrices:
         parts = draw.experts.parts(matrix.rows, matrix.cols)
         specs = tuple(
@@ -416,7 +422,7 @@ def _expert_matrix(draw: ModelDraw, matrix: MatrixDraw) -> list[Array]:
 
 
 def router(draw: ModelDraw, layer: int) -> list[Array]:
-    """bfloat16 bits `[num_experts, hidden]` of a layer's router."""
+    """Returns bfloat16 bits `[num_experts, hidden]` of a layer's router."""
     shape = draw.shape
     rows = generator(draw.seed, 3, layer).standard_normal((shape.num_experts, shape.hidden_size), np.float32)
     if draw.replay is not None:
@@ -437,19 +443,19 @@ def router(draw: ModelDraw, layer: int) -> list[Array]:
 
 
 def draw_dense(draw: ModelDraw, matrix: MatrixDraw) -> list[Array]:
-    """bfloat16 bits `[rows, cols]`."""
+    """Returns bfloat16 bits `[rows, cols]`."""
     values = bfloat16_normal(generator(draw.seed, *matrix.key), (matrix.rows, matrix.cols), matrix.std)
     values[: draw.zero_rows(matrix)] = 0
     return [values]
 
 
 def one(name: str, size: tuple[int, ...], filler: Callable[[], list[Array]]) -> TensorGroup:
-    """A bfloat16 tensor by itself."""
+    """Returns a bfloat16 tensor by itself."""
     return TensorGroup((TensorSpec(name, "BF16", size),), filler)
 
 
 def ones(name: str, size: int) -> TensorGroup:
-    """A bfloat16 vector of ones, as norms begin."""
+    """Returns a bfloat16 vector of ones, as norms begin."""
     return one(name, (size,), partial(_ones_values, size))
 
 

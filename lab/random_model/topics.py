@@ -43,7 +43,7 @@ class Topics:
 
     @property
     def is_on(self) -> bool:
-        """Whether there is any."""
+        """Returns whether there is any."""
         return self.overlap > 0
 
 
@@ -52,7 +52,7 @@ NO_TOPICS = Topics()
 
 @functools.cache  # embedding and head have it both
 def trajectory(length: int, topics: Topics, seed: int) -> NDArray[np.float32]:
-    """float32 `[length, NUM_ELEMENTS]`: the topic of each place of the chain, of unit variance."""
+    """Returns float32 `[length, NUM_ELEMENTS]`: the topic of each place of the chain, of unit variance."""
     rng, kept = generator(seed, _TRAJECTORY), topics.correlation
     steps = rng.standard_normal((length, NUM_ELEMENTS)) * math.sqrt(1.0 - kept**2)
     steps[0] /= math.sqrt(1.0 - kept**2)
@@ -65,14 +65,17 @@ def trajectory(length: int, topics: Topics, seed: int) -> NDArray[np.float32]:
 
 
 def router_columns(num_experts: int, layer: int, seed: int) -> NDArray[np.float32]:
-    """float32 `[num_experts, NUM_ELEMENTS]`: what a router makes of a topic, scores of unit variance."""
+    """Returns float32 `[num_experts, NUM_ELEMENTS]`: what a router makes of a topic, scores of unit
+    variance.
+    """
     columns = generator(seed, _ROUTERS, layer).standard_normal((num_experts, NUM_ELEMENTS), np.float32)
     return columns / np.float32(math.sqrt(NUM_ELEMENTS))
 
 
 @functools.cache
 def fitted_share(topics: Topics, num_experts: int, top_k: int, exponent: float) -> float:
-    """Share of the topic in the variance of scores, 0 to 1, with which neighbours share `topics.overlap`.
+    """Returns the share of the topic in the variance of scores, 0 to 1, with which neighbours share
+    `topics.overlap`.
 
     Raises UserError naming what can be had when the overlap is out of reach.
     """

@@ -87,17 +87,17 @@ def _indices(rng: np.random.Generator, count: int) -> NDArray[np.uint16]:
 
 
 def bfloat16_normal(rng: np.random.Generator, shape: tuple[int, ...], std: float) -> NDArray[np.uint16]:
-    """Bits of normal values of standard deviation `std`, `shape`."""
+    """Returns the bits of normal values of standard deviation `std`, `shape`."""
     return _bfloat16_table(std)[_indices(rng, int(np.prod(shape)))].reshape(shape)
 
 
 def float8_normal(rng: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.uint8]:
-    """e4m3 codes of normal values of standard deviation FLOAT8_STD, `shape`."""
+    """Returns e4m3 codes of normal values of standard deviation FLOAT8_STD, `shape`."""
     return _float8_table()[_indices(rng, int(np.prod(shape)))].reshape(shape)
 
 
 def int4_words(rng: np.random.Generator, rows: int, cols: int) -> NDArray[np.int32]:
-    """Eight codes 1..15 a word, symmetric about 8 and denser there, `[rows, ceil(cols / 8)]`."""
+    """Returns eight codes 1..15 a word, symmetric about 8 and denser there, `[rows, ceil(cols / 8)]`."""
     count = rows * -(-cols // 8)
     words = rng.integers(0, 2**64, (2, -(-count // 2)), np.uint64)
     # Sums of 0..7 and 0..7 and 1 stay within their four bits.
@@ -215,7 +215,7 @@ FORMATS: Mapping[str, ExpertFormat] = {
 
 
 def expert_format(name: str, others: Sequence[str] = ()) -> ExpertFormat:
-    """A format by name. Raises UserError, which names `others` as allowed, too."""
+    """Returns a format by name. Raises UserError, which names `others` as allowed, too."""
     if name not in FORMATS:
         allowed = ", ".join((*FORMATS, *others))
         raise UserError(f"--format: {name!r} is not allowed; allowed: {allowed}")
@@ -240,7 +240,9 @@ def parse_skew(text: str) -> float:
 
 
 def wanted_shares(num_experts: int, top_k: int, exponent: float) -> NDArray[np.float64]:
-    """Share of tokens that choose the expert of each rank, `[num_experts]`, summing to `top_k`, at most 1."""
+    """Returns the share of tokens that choose the expert of each rank, `[num_experts]`, summing to `top_k`,
+    at most 1.
+    """
     law = np.arange(1, num_experts + 1, dtype=np.float64) ** -exponent
     shares = np.zeros(num_experts)
     full = 0
@@ -272,6 +274,6 @@ def fitted_biases(num_experts: int, top_k: int, exponent: float) -> NDArray[np.f
 
 
 def layer_biases(num_experts: int, top_k: int, exponent: float, layer: int, seed: int) -> NDArray[np.float64]:
-    """Biases by expert of one layer, `[num_experts]`: the fitted ones in an order of its own."""
+    """Returns the biases by expert of one layer, `[num_experts]`: the fitted ones in an order of its own."""
     ranks = generator(seed, 1, layer).permutation(num_experts)
     return fitted_biases(num_experts, top_k, exponent)[ranks]

@@ -23,7 +23,7 @@ from gpu_service.experts.client import (
     ExpertComputeFailed,
     Ticket,
     add_to,
-    make_ticket,
+    checked_inputs,
 )
 from gpu_service.experts.local_client import LocalExpertClient
 from gpu_service.experts.resident.experts import ResidentExperts, Share
@@ -73,11 +73,11 @@ class PackedExperts(ExpertClient):
         self.weight_errors: dict[int, float] = {}
 
     def formats(self, layer: int) -> tuple[str, str]:
-        """Packed formats of gate and up, and of down."""
+        """Returns packed formats of gate and up, and of down."""
         return self._plan.gate_up_formats[layer], self._plan.down_formats[layer]
 
     def rounded_to(self, layer: int) -> ExpertDtype:
-        """What the layer's weights are rounded to."""
+        """Returns what the layer's weights are rounded to."""
         stored = (self._plan.experts[layer, expert] for expert in range(self.geometry.num_experts))
         return rounded_to(self._config.expert_dtype, stored)
 
@@ -87,10 +87,11 @@ class PackedExperts(ExpertClient):
         """Keeps the routed rows; the work is done by `collect`."""
         if layer not in self._layers:
             return self._others.submit(layer, hidden_states, topk_ids, topk_weights)
-        return make_ticket(self.geometry, layer, hidden_states, topk_ids, topk_weights, self._dtype)
+        parts = checked_inputs(self.geometry, layer, hidden_states, topk_ids, topk_weights, self._dtype)
+        return Ticket(layer, *parts)
 
     def collect(self, ticket: Ticket, partial: torch.Tensor | None = None) -> torch.Tensor:
-        """float32 `[T, H]`: the partial sums of all servers, added in their order."""
+        """Returns float32 `[T, H]`: the partial sums of all servers, added in their order."""
         if ticket.layer not in self._layers:
             return self._others.collect(ticket, partial)
         self._hold(ticket.layer)
@@ -127,7 +128,7 @@ class PackedExperts(ExpertClient):
         """Nothing can be lost."""
 
     def stats(self) -> ExpertClientStats:
-        """Layers computed here."""
+        """Returns layers computed here."""
         return ExpertClientStats(calls=self._calls)
 
     def close(self) -> None:
@@ -137,7 +138,7 @@ class PackedExperts(ExpertClient):
 
 
 def _array(rows: torch.Tensor) -> FloatArray:
-    """As kernels take rows: bfloat16 as its bits."""
+    """Returns rows as kernels take them: bfloat16 as its bits."""
     if rows.dtype == torch.bfloat16:
         return rows.view(torch.uint16).numpy()
     array: FloatArray = rows.numpy()
@@ -172,7 +173,7 @@ class ReferenceExperts(LocalExpertClient):
         return add_to(partial, answer)
 
     def take(self, layer: int) -> torch.Tensor:
-        """The sum float32 `[T, H]` of the last `collect`, which is dropped here."""
+        """Returns the sum float32 `[T, H]` of the last `collect`, which is dropped here."""
         return self._answers.pop(layer)
 
 
@@ -203,11 +204,11 @@ class LayerExperts:
 
     @property
     def share(self) -> Share:
-        """What of the layer is on the GPU."""
+        """Returns what of the layer is on the GPU."""
         return Share.NONE if self.resident is None else self.resident.share(self.layer)
 
     def cpu_ids(self, ids: torch.Tensor) -> torch.Tensor:
-        """int32 `[T, K]`, -1 where an expert on the GPU was chosen."""
+        """Returns int32 `[T, K]`, -1 where an expert on the GPU was chosen."""
         if self.share is Share.ALL:
             return torch.full_like(ids, -1)
         return (
@@ -217,17 +218,17 @@ class LayerExperts:
         )
 
     def wanted(self, rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """The reference's answer, float32 `[T, H]` on the CPU."""
+        """Returns the reference's answer, float32 `[T, H]` on the CPU."""
         return _answer(self.reference, self.layer, rows, ids, weights)
 
     def on_servers(self, rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Of our servers' experts among those chosen; as `wanted`."""
+        """Returns the sum of our servers' experts among those chosen; as `wanted`."""
         if self.share is Share.ALL:
             return torch.zeros(rows.shape, dtype=torch.float32)
         return _answer(self.ours, self.layer, rows, self.cpu_ids(ids), weights)
 
     def on_device(self, rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Of our experts on the GPU among those chosen; as `wanted`."""
+        """Returns the sum of our experts on the GPU among those chosen; as `wanted`."""
         if self.resident is None or self.share is Share.NONE:
             return torch.zeros(rows.shape, dtype=torch.float32)
         return self.resident.forward(self.layer, rows, ids, weights).cpu()
@@ -249,7 +250,7 @@ def compare_experts(experts: LayerExperts, routed: Routed, wanted: torch.Tensor)
 
 
 def _each_alone(experts: LayerExperts, routed: Routed) -> Iterator[ExpertError]:
-    """Every expert of the layer, ascending."""
+    """Yields every expert of the layer, ascending."""
     ids = routed.topk_ids.cpu()
     at_once = max(1, _ROWS_AT_ONCE // ROWS_EACH)
     for begin in range(0, experts.num_experts, at_once):
@@ -267,7 +268,9 @@ def _each_alone(experts: LayerExperts, routed: Routed) -> Iterator[ExpertError]:
 
 
 def _tokens_of(ids: torch.Tensor, expert: int) -> torch.Tensor:
-    """Rows of tokens that chose the expert, spread over the text; of any tokens where none did."""
+    """Returns the rows of tokens that chose the expert, spread over the text; of any tokens where
+    none did.
+    """
     own = (ids == expert).any(1).nonzero().flatten().tolist() or range(ids.shape[0])
     return torch.tensor(spread(own, ROWS_EACH))
 
@@ -306,5 +309,5 @@ def _answer(
 
 
 def routing_agreement(ours: torch.Tensor, reference: torch.Tensor) -> float:
-    """Share of the reference's choices int32 `[T, K]` that ours made, too, in whatever order."""
+    """Returns the share of the reference's choices int32 `[T, K]` that ours made, too, in whatever order."""
     return float((reference.unsqueeze(2) == ours.unsqueeze(1)).any(2).double().mean())

@@ -70,7 +70,7 @@ class LayerResult:
         return None if self.allowed_error is None else self.allowed_error / GAIN_SHARE
 
     def expert_checks(self) -> list[Check]:
-        """Of each expert that is beyond a threshold, the one that it exceeds most."""
+        """Returns, of each expert that is beyond a threshold, the one that it exceeds most."""
         allowed, allowed_gain = self.allowed_error, self.allowed_gain
         if allowed is None or allowed_gain is None:
             return []
@@ -147,7 +147,7 @@ class VerifyResult:
     deferral: DeferralResult | None = None
 
     def checks(self) -> list[Check]:
-        """Every threshold that applies, the worst layer for all."""
+        """Returns every threshold that applies, the worst layer for all."""
         found: list[Check] = []
         for layer in self.layers:
             for where, error in (("servers", layer.cpu_error), ("GPU", layer.gpu_error)):
@@ -172,11 +172,11 @@ class VerifyResult:
 
     @property
     def passed(self) -> bool:
-        """Whether every check passed."""
+        """Returns whether every check passed."""
         return all(check.passed for check in self.checks())
 
     def document(self) -> dict[str, Any]:
-        """The result as the JSON file has it."""
+        """Returns the result as the JSON file has it."""
         found = asdict(self)
         for layer, written in zip(self.layers, found["layers"], strict=True):
             worst = layer.worst_expert

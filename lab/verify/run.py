@@ -88,7 +88,9 @@ def read_tokens(model: Path, text_file: Path | None, limit: int, vocab_size: int
 
 
 def _tokenizer(model: Path) -> Tokenizer | None:
-    """As the gateway looks for it: next to the weights, else in a GGUF file; None: there is none."""
+    """Returns the tokenizer that the gateway would use: next to the weights, else in a GGUF file; None: there
+    is none.
+    """
     path = companion_directory(model) / "tokenizer.json"
     if path.is_file():
         try:
@@ -156,7 +158,7 @@ class Comparison:
     def run(
         self, token_ids: torch.Tensor, last_layer: int, on_stage: Callable[[int], None]
     ) -> TokenScores | None:
-        """All layers up to `last_layer`; token ids int64 `[T]`. None: the model has more layers.
+        """Runs all layers up to `last_layer`; token ids int64 `[T]`. None: the model has more layers.
 
         `on_stage` is called with the number of layers done.
         """
@@ -248,7 +250,7 @@ class Comparison:
 
 
 def _head(stage: LoadedStage, hidden_states: torch.Tensor) -> torch.Tensor | None:
-    """float32 `[T, V]` on the CPU after the last stage, else None."""
+    """Returns float32 `[T, V]` on the CPU after the last stage, else None."""
     if not stage.model.parallel.is_last_stage:
         return None
     parts = torch.split(hidden_states, _LOGITS_ROWS)

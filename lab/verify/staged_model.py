@@ -69,7 +69,7 @@ class StagedModel:
         return StagedModel(directory, model, config.gpu, device, _most_stages(model))
 
     def layers(self, stage: int) -> range:
-        """Decoder layers of a stage, by their index in the checkpoint."""
+        """Returns decoder layers of a stage, by their index in the checkpoint."""
         return stage_layers(self.config, self._parallel(stage, _HandOver()))
 
     def load(self, stage: int) -> LoadedStage:
@@ -101,7 +101,7 @@ class LoadedStage:
         resident: ResidentExperts | None = None,
         deferral: Deferral | None = None,
     ) -> torch.Tensor:
-        """From the hidden states `[T, H]` of the stage before (None: the first) to those after this one.
+        """Computes this stage from the hidden states `[T, H]` of the one before (None: the first).
 
         `token_ids` int64 `[T]` are one request's. `deferral` is the same for all stages; None: no expert is
         late. After the last stage: after the final norm.

@@ -17,7 +17,7 @@ _BYTE_TO_CHARACTER = {byte: character for character, byte in CHARACTER_TO_BYTE.i
 
 
 def bytes_to_piece(token: bytes) -> str:
-    """How such a vocabulary spells a token."""
+    """Returns how such a vocabulary spells a token."""
     return "".join(_BYTE_TO_CHARACTER[byte] for byte in token)
 
 

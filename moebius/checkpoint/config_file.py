@@ -22,7 +22,8 @@ _NULL_COUNTS = ("linear_lower_bound",)
 
 
 def flat_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """`config` with the keys of `text_config` in its top level; unchanged where there is no such object.
+    """Returns `config` with the keys of `text_config` in its top level; unchanged where there is no such
+    object.
 
     An inner key counts before an outer one of the same name, unless it is null or one of `_OUTER`.
     """
@@ -38,7 +39,10 @@ def flat_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object that a JSON file holds. Raises CheckpointError naming the file and what is wrong with it."""
+    """Returns the object that a JSON file holds.
+
+    Raises CheckpointError naming the file and what is wrong with it.
+    """
     refuse_pointer(path)
     try:
         content = json.loads(path.read_bytes())

@@ -61,7 +61,7 @@ class ExpertTensorLayout:
     example: str  # A tensor name as published checkpoints have it.
 
     def template(self, matrix: str) -> MatrixTemplate:
-        """The template of "gate", "up" or "down"."""
+        """Returns the template of "gate", "up" or "down"."""
         templates = {"gate": self.gate, "up": self.up, "down": self.down}
         return templates[matrix]
 
@@ -213,7 +213,9 @@ _ROUTED_EXPERT = re.compile(
 
 
 def is_routed_expert(name: str) -> bool:
-    """Whether a checkpoint name belongs to a routed expert (weights or their scales), in any layout."""
+    """Returns whether a checkpoint name belongs to a routed expert (weights or their scales), in
+    any layout.
+    """
     return _ROUTED_EXPERT.match(name) is not None
 
 
@@ -234,7 +236,7 @@ class MatrixSource:
         return len(self.out), stored[0] if self.transposed else stored[1]
 
     def read(self, reader: SliceReader, rows: slice | None = None, cols: slice | None = None) -> Array:
-        """Logical `[rows, cols]` as a new contiguous array; bfloat16 as uint16."""
+        """Returns logical `[rows, cols]` as a new contiguous array; bfloat16 as uint16."""
         picked = self.out[rows] if rows is not None else self.out
         out = slice(picked.start, min(picked.stop, self.out.stop), picked.step)
         if not self.transposed:
@@ -262,7 +264,7 @@ class LocatedLayout:
     first_mtp_layer: int | None = None
 
     def name(self, layer: int, expert: int, matrix: str) -> str:
-        """The tensor that holds "gate", "up" or "down"."""
+        """Returns the tensor that holds "gate", "up" or "down"."""
         prefix, number = self.prefix, layer
         if self.first_mtp_layer is not None and layer >= self.first_mtp_layer:
             prefix, number = MTP_PREFIX, layer - self.first_mtp_layer
@@ -290,5 +292,8 @@ class LocatedLayout:
         return MatrixSource(info, expert if template.stacked else None, out, template.transposed)
 
     def tensors(self, layer: int, expert: int) -> ExpertSources:
-        """The three matrices of one expert. Raises CheckpointError naming a missing or impossible tensor."""
+        """Returns the three matrices of one expert.
+
+        Raises CheckpointError naming a missing or impossible tensor.
+        """
         return ExpertSources(*(self.source(layer, expert, matrix) for matrix in MATRICES))

@@ -49,7 +49,7 @@ MAX_HEADER_BYTES = 100_000_000
 
 
 def has_weights(directory: str | Path) -> bool:
-    """Whether any file of weights is there, or only the configuration."""
+    """Returns whether any file of weights is there, or only the configuration."""
     path = Path(directory)
     return path.is_file() or any(next(path.glob(pattern), None) is not None for pattern in WEIGHT_FILES)
 
@@ -89,7 +89,7 @@ class CheckpointIndex:
     layouts: tuple[str, ...] = ()
 
     def __getitem__(self, name: str) -> TensorInfo:
-        """The tensor's place; raises CheckpointError naming it when the checkpoint lacks it."""
+        """Returns the tensor's place; raises CheckpointError naming it when the checkpoint lacks it."""
         info = self.tensors.get(name)
         if info is None:
             raise CheckpointError(f"tensor {name!r} is missing from {self.directory}")
@@ -120,7 +120,9 @@ def open_safetensors(directory: str | Path) -> CheckpointIndex:
 
 
 def _shard_files(directory: Path, weight_map: Mapping[str, str]) -> list[Path]:
-    """The files that make up the checkpoint, ascending by name; the index file wins over a single one."""
+    """Returns the files that make up the checkpoint, ascending by name; the index file wins over a single
+    one.
+    """
     files = [directory / name for name in sorted(set(weight_map.values()))] or [directory / SINGLE_FILE]
     for file in files:
         if not file.is_file():
@@ -132,7 +134,7 @@ def _shard_files(directory: Path, weight_map: Mapping[str, str]) -> list[Path]:
 
 
 def _weight_map(directory: Path) -> dict[str, str]:
-    """Tensor name to shard file name, from the index file; empty when there is none."""
+    """Returns tensor name to shard file name, from the index file; empty when there is none."""
     path = directory / INDEX_FILE
     if not path.exists():
         return {}
@@ -166,7 +168,10 @@ def _check_weight_map(
 
 
 def read_header(file: Path) -> list[TensorInfo]:
-    """Every tensor of one safetensors file. Raises CheckpointError naming the file, and the tensor if one."""
+    """Returns every tensor of one safetensors file.
+
+    Raises CheckpointError naming the file, and the tensor if one.
+    """
     refuse_pointer(file)
     try:
         size = file.stat().st_size
@@ -227,7 +232,7 @@ def _check_covered(file: Path, tensors: list[TensorInfo], start: int, size: int)
 
 
 def _tensor_info(file: Path, name: str, entry: object, start: int, size: int) -> TensorInfo:
-    """One header entry, checked against the file's size and its own shape."""
+    """Returns one header entry, checked against the file's size and its own shape."""
     try:
         if not isinstance(entry, dict):
             raise TypeError("not an object")
@@ -252,7 +257,7 @@ def _tensor_info(file: Path, name: str, entry: object, start: int, size: int) ->
 
 
 def open_for_reading(file: Path) -> int:
-    """A read-only descriptor; the caller closes it. Raises CheckpointError naming the file."""
+    """Returns a read-only descriptor; the caller closes it. Raises CheckpointError naming the file."""
     try:
         return os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:

@@ -24,7 +24,9 @@ class KeptMatrix:
     row_order: NDArray[np.intp] | None = None
 
     def read(self, reader: SliceReader, rows: slice, cols: slice) -> SourceMatrix:
-        """Rows and columns of the matrix; bounds as in `StoredMatrix.read`, which says what it raises."""
+        """Returns rows and columns of the matrix; bounds as in `StoredMatrix.read`, which says what it
+        raises.
+        """
         if self.row_order is None:
             return self.matrix.read(reader, rows, cols)
         wanted = self.row_order[rows]
@@ -42,7 +44,7 @@ class KeptMatrix:
 
 
 def kept_matrix(matrix: StoredMatrix) -> KeptMatrix | None:
-    """The matrix as a packed format keeps it.
+    """Returns the matrix as a packed format keeps it.
 
     None where it is stored in floats, where none holds it exactly for rows of any type, or where its columns
     are not in order.

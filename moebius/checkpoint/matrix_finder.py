@@ -73,7 +73,7 @@ class MatrixFinder:
         return locate_array(info, stored, template, expert, shape, scheme)
 
     def _scheme(self, name: str, template: MatrixTemplate) -> WeightScheme:
-        """What the tensors next to one another tell; the first scheme whose codes and scale fit."""
+        """Returns what the tensors next to one another tell; the first scheme whose codes and scale fit."""
         plain = self.tensors.get(name)
         if plain is not None and plain.dtype in FLOATS:
             return PLAIN
@@ -102,7 +102,7 @@ class MatrixFinder:
         return fitting[0] if fitting else PLAIN
 
     def declared(self, name: str) -> WeightScheme:
-        """What the configuration alone says of a matrix, whatever tensors there are."""
+        """Returns what the configuration alone says of a matrix, whatever tensors there are."""
         return next(iter(self._applying(name)), PLAIN)
 
     @cached_property
@@ -110,11 +110,11 @@ class MatrixFinder:
         return SchemeTargets.of(self.schemes)
 
     def _applying(self, name: str) -> list[WeightScheme]:
-        """Schemes whose targets have the module, most specific first."""
+        """Returns schemes whose targets have the module, most specific first."""
         return self._targets.applying(self._module(name))
 
     def _module(self, name: str) -> str:
-        """As the checkpoint spells it, which is what targets are matched with."""
+        """Returns the name as the checkpoint spells it, which is what targets are matched with."""
         for suffix in dict.fromkeys(scheme.codes.suffix for scheme in self.schemes):
             codes = self.tensors.get(side_name(name, suffix))
             if codes is not None:
@@ -122,15 +122,18 @@ class MatrixFinder:
         return name.removesuffix(".weight")
 
     def _side(self, name: str, suffix: str) -> TensorInfo | None:
-        """What lies next to `name`; next to experts in one tensor ModelOpt writes a suffix whole."""
+        """Returns what lies next to `name`; next to experts in one tensor ModelOpt writes a suffix whole."""
         whole = None if name.endswith(".weight") else self.tensors.get(f"{name}_{suffix}")
         return whole or self.tensors.get(side_name(name, suffix))
 
     def _lies_transposed(
         self, scheme: WeightScheme, name: str, template: MatrixTemplate, shape: tuple[int, int]
     ) -> bool:
-        """Plain ones as the layout says. NVFP4 by its shape: ModelOpt writes a Llama 4's experts
-        `[E, in / 2, out]`, and what takes them apart `[out, in / 2]`. Packed words keep their own way."""
+        """Returns plain ones as the layout says.
+
+        NVFP4 by its shape: ModelOpt writes a Llama 4's experts `[E, in / 2, out]`, and what takes them apart
+        `[out, in / 2]`. Packed words keep their own way.
+        """
         if not template.transposed or scheme.layout != "nvfp4":
             return template.transposed and scheme.layout == "plain"
         codes = self.tensors.get(side_name(name, scheme.codes.suffix))
@@ -150,14 +153,14 @@ class MatrixFinder:
 
 
 def side_name(name: str, suffix: str) -> str:
-    """The tensor next to `name` of that suffix: `x.weight` has `x.scales`, `x` has `x_scales`."""
+    """Returns the tensor next to `name` of that suffix: `x.weight` has `x.scales`, `x` has `x_scales`."""
     if name.endswith(".weight"):
         return f"{name.removesuffix('.weight')}.{suffix}"
     return name if suffix == "weight" else f"{name}_{suffix.removeprefix('weight_')}"
 
 
 def is_ignored(name: str) -> bool:
-    """A side tensor that does not change what the weights are."""
+    """Returns a side tensor that does not change what the weights are."""
     return any(name.endswith((f".{suffix}", f"_{suffix}")) for suffix in IGNORED_SUFFIXES)
 
 
@@ -173,7 +176,7 @@ def _roles(scheme: WeightScheme, transposed: bool) -> tuple[StoredRole, ...]:
 def _scalar(
     info: TensorInfo, stored: StoredRole, template: MatrixTemplate, expert: int, scheme: str
 ) -> StoredArray:
-    """One value for the whole matrix; stacked experts have one each."""
+    """Returns one value for the whole matrix; stacked experts have one each."""
     count = math.prod(info.shape)
     if info.dtype not in stored.dtypes or (count != 1 and not (template.stacked and expert < count)):
         raise CheckpointError(
@@ -214,7 +217,7 @@ class SchemeTargets:
         return SchemeTargets(names, tuple(patterns), (*of_class, *of_all))
 
     def applying(self, module: str) -> list[WeightScheme]:
-        """The schemes that apply to a module, most specific first."""
+        """Returns the schemes that apply to a module, most specific first."""
         # By identity: hashing a scheme costs more than all else here.
         return list({id(scheme): scheme for scheme in self._applying(module)}.values())
 

@@ -33,12 +33,12 @@ _EXPERT_METHODS = ("routed_experts_quant_method", "store_dtype")
 
 
 def unsupported(key: str, value: object, allowed: str) -> CheckpointError:
-    """The error for a value that is not known."""
+    """Returns the error for a value that is not known."""
     return CheckpointError(f"config.json: quantization_config: {key} is {value!r}; allowed: {allowed}")
 
 
 def require(config: Config, key: str, allowed: tuple[object, ...], default: object = None) -> Any:
-    """The value of a key. Raises CheckpointError naming key, value and what is allowed."""
+    """Returns the value of a key. Raises CheckpointError naming key, value and what is allowed."""
     value = config.get(key, default)
     if value not in allowed:
         raise unsupported(key, value, ", ".join(map(str, allowed)))
@@ -46,7 +46,7 @@ def require(config: Config, key: str, allowed: tuple[object, ...], default: obje
 
 
 def require_object(config: Config, key: str, default: Config | None = None) -> Config:
-    """The value of a key that is an object. Raises CheckpointError naming key and value."""
+    """Returns the value of a key that is an object. Raises CheckpointError naming key and value."""
     value = config.get(key)
     value = default if value is None else value
     if not isinstance(value, dict):
@@ -59,7 +59,7 @@ _KEYS = ("quantization_config", "compression_config")
 
 
 def read_schemes(directory: str | Path) -> tuple[WeightScheme, ...]:
-    """The schemes of a checkpoint's quantised matrices; empty when nothing is quantised.
+    """Returns the schemes of a checkpoint's quantised matrices; empty when nothing is quantised.
 
     Raises CheckpointError naming the scheme, or the key and its value, that is not supported.
     """
@@ -108,7 +108,7 @@ _OWN_FILES: Mapping[str, Callable[[Config], Config]] = {
 
 
 def _block(config: Config, key: str) -> tuple[int, int]:
-    """Rows and columns that share a scale of fp8. Raises CheckpointError naming key and value."""
+    """Returns rows and columns that share a scale of fp8. Raises CheckpointError naming key and value."""
     value = config.get(key)
     if isinstance(value, list) and len(value) == 2 and all(type(size) is int and size > 0 for size in value):
         rows, columns = value
@@ -118,7 +118,7 @@ def _block(config: Config, key: str) -> tuple[int, int]:
 
 
 def _fp8(config: Config) -> tuple[WeightScheme, ...]:
-    """Blocks as DeepSeek-V3 has them, or one scale per row or tensor: the scale's shape tells."""
+    """Returns blocks as DeepSeek-V3 has them, or one scale per row or tensor: the scale's shape tells."""
     require(config, "fmt", ("e4m3", "float8_e4m3fn", None))
     if config.get("weight_block_size") is not None:
         block = _block(config, "weight_block_size")
@@ -191,7 +191,7 @@ _MODELOPT: Mapping[str, Callable[[], WeightScheme]] = {
 
 
 def _quark(config: Config) -> tuple[WeightScheme, ...]:
-    """AMD Quark: one scheme for all modules, and others for those of a pattern or a class."""
+    """Returns AMD Quark: one scheme for all modules, and others for those of a pattern or a class."""
     layers = require_object(config, "layer_quant_config", {}).items()
     single = [
         schemes.for_targets(_quark_scheme(layer), (f"re:{fnmatch.translate(pattern)}",))
@@ -378,7 +378,7 @@ def auto_round(config: Config) -> tuple[WeightScheme, ...]:
 
 
 def _auto_round_rules(config: Config, gptq_like: bool) -> Iterator[WeightScheme]:
-    """Modules that differ first: those of equal settings share a scheme."""
+    """Yields the modules that differ first: those of equal settings share a scheme."""
     alike: dict[tuple[tuple[str, Any], ...], list[str]] = {}
     for module, changes in require_object(config, "extra_config", {}).items():
         if not isinstance(changes, dict):
@@ -400,7 +400,7 @@ def _auto_round_scheme(config: Config, gptq_like: bool) -> WeightScheme:
 
 
 def _as_target(module: str) -> str:
-    """AutoRound searches patterns anywhere in a name; plain names are whole ones."""
+    """Returns AutoRound searches patterns anywhere in a name; plain names are whole ones."""
     return f"re:.*(?:{module})" if re.search(r"[*+?^$()\[\]{}|\\]", module) else module
 
 

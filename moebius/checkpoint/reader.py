@@ -42,7 +42,7 @@ class SliceReader:
         self._descriptors.clear()
 
     def read(self, info: TensorInfo) -> Array:
-        """The whole tensor, in its own shape; bfloat16 as uint16."""
+        """Returns the whole tensor, in its own shape; bfloat16 as uint16."""
         if info.derived is not None:
             return read_whole(info.derived, self, info.shape)
         output = np.empty(info.shape, info.numpy_dtype)
@@ -75,7 +75,9 @@ class SliceReader:
         return picked if cols is not None else picked.reshape(len(row_range), *shape[1:])
 
     def _read_rows(self, info: TensorInfo, base: int, rows: range, width: int, cols: range) -> Array:
-        """`[len(rows), len(cols)]` of a row-major matrix that starts `base` elements into the tensor."""
+        """Returns `[len(rows), len(cols)]` of a row-major matrix that starts `base` elements into
+        the tensor.
+        """
         output = np.empty((len(rows), len(cols)), info.numpy_dtype)
         if not output.size:
             return output
@@ -91,7 +93,7 @@ class SliceReader:
         return output
 
     def _descriptor(self, file: Path) -> int:
-        """The open file."""
+        """Returns the open file."""
         descriptor = self._descriptors.get(file)
         if descriptor is None:
             descriptor = self._descriptors[file] = open_for_reading(file)
@@ -131,7 +133,7 @@ def read_slice(
 
 
 def _select_matrix(info: TensorInfo, stack_index: int | None) -> tuple[int, tuple[int, ...]]:
-    """First element and shape of the wanted matrix."""
+    """Returns first element and shape of the wanted matrix."""
     if stack_index is None:
         if not info.shape:
             raise CheckpointError(f"tensor {info.name!r} is a scalar: nothing to slice")

@@ -11,7 +11,7 @@ BLOCK = 256
 
 
 def split_bounds(size: int, shares: Sequence[int], multiple: int = 1) -> list[tuple[int, int]]:
-    """Consecutive `[begin, end)` that cover `[0, size)`, their lengths proportional to `shares`.
+    """Returns consecutive `[begin, end)` that cover `[0, size)`, their lengths proportional to `shares`.
 
     Every bound is a multiple of `multiple` (the kernels' panel height), save the last end. Shares that
     round to nothing are errors: a server without weights would be a waste that goes unnoticed. Where
@@ -36,7 +36,8 @@ def split_bounds(size: int, shares: Sequence[int], multiple: int = 1) -> list[tu
 
 
 def block_bounds(size: int, shares: Sequence[int], multiple: int) -> list[tuple[int, int]]:
-    """As `split_bounds`, for weights in blocks of 256 that share a number, as GGUF's types have them.
+    """Returns bounds as `split_bounds`, for weights in blocks of 256 that share a number, as GGUF's types
+    have them.
 
     Of whole blocks every part begins at a multiple of the largest divisor of 256 that its length has: packed
     formats have one number for that many weights (kernels/format/panel_layout.h). For that, longer parts come

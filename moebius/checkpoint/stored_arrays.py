@@ -25,7 +25,9 @@ class StoredArray:
     skipped: int = 0
 
     def read(self, reader: SliceReader, rows: range, cols: range) -> Array:
-        """What covers the logical `[rows, cols]`, in stored orientation; they begin at whole elements."""
+        """Returns what covers the logical `[rows, cols]`, in stored orientation; they begin at whole
+        elements.
+        """
         stored_rows = range(rows.start + self.skipped, rows.stop + self.skipped)
         first, last = _elements(stored_rows, self.role.out_step, len(self.out))
         picked = self.out[first:last]
@@ -39,19 +41,19 @@ class StoredArray:
 
 
 def as_slice(picked: range) -> slice:
-    """The same positions; a range of step 2 may end beyond its last one."""
+    """Returns the same positions; a range of step 2 may end beyond its last one."""
     return slice(picked.start, picked[-1] + 1 if picked else picked.start, picked.step)
 
 
 def _elements(wanted: range, step: int, count: int) -> tuple[int, int]:
-    """Elements of `step` weights (0: one for all) that hold the wanted weights."""
+    """Returns the elements of `step` weights (0: one for all) that hold the wanted weights."""
     if step == 0:
         return 0, count
     return wanted.start // step, min(-(-wanted.stop // step), count)
 
 
 def count_elements(size: int, step: int) -> int:
-    """Elements of `step` weights (0: one for all) in `size` weights."""
+    """Returns the number of elements of `step` weights (0: one for all) in `size` weights."""
     return -(-size // step) if step else 1
 
 
@@ -63,7 +65,7 @@ def locate_array(
     shape: tuple[int, int],
     scheme: str,
 ) -> StoredArray:
-    """The part of `tensor` that belongs to a matrix of the logical `shape`.
+    """Returns the part of `tensor` that belongs to a matrix of the logical `shape`.
 
     Raises CheckpointError naming tensor, scheme, the shape found and the one expected.
     """
@@ -105,7 +107,7 @@ def _select_expert(
 
 
 def _as_columns(tensor: TensorInfo, stacked: bool) -> TensorInfo:
-    """One value per row, written with or without a last axis of 1."""
+    """Returns one value per row, written with or without a last axis of 1."""
     axes = 2 if stacked else 1
     return replace(tensor, shape=(*tensor.shape, 1)) if len(tensor.shape) == axes else tensor
 
@@ -113,7 +115,9 @@ def _as_columns(tensor: TensorInfo, stacked: bool) -> TensorInfo:
 def _part(
     tensor: TensorInfo, template: MatrixTemplate, role: StoredRole, rows: int, scheme: str
 ) -> tuple[range, int]:
-    """The elements that cover a matrix of `rows` rows, and how far into the first of them it begins."""
+    """Returns the elements that cover a matrix of `rows` rows, and how far into the first of them
+    it begins.
+    """
     step, first, last = role.out_step, template.part * rows, (template.part + 1) * rows
     # Blocks may be cut (kernels receive how far into one a matrix begins), words may not.
     if (template.interleaved and step != 1) or (first % step and role.role != "scales"):

@@ -58,7 +58,7 @@ class StoredMatrix:
             yield self.bias.tensor.name
 
     def channels(self, wanted: range, are_columns: bool) -> StoredMatrix:
-        """Some of an expert's channels: rows of gate and up, columns of down. Bounds as in `read`.
+        """Returns some of an expert's channels: rows of gate and up, columns of down. Bounds as in `read`.
 
         Raises CheckpointError where they would divide what has one scale.
         """
@@ -104,12 +104,12 @@ class StoredMatrix:
 
     @property
     def is_rounded(self) -> bool:
-        """Whether its packed format only comes near what is stored."""
+        """Returns whether its packed format only comes near what is stored."""
         return self.scheme is PLAIN and bool(self.arrays[0].tensor.packed_as)
 
     @property
     def rounding(self) -> str:
-        """What its packed format changes, for people; empty where it holds what is stored."""
+        """Returns what its packed format changes, for people; empty where it holds what is stored."""
         if not self.is_rounded:
             return ""
         return f"quantised values to {self.packed_format} (weights by about 0.17 %)"
@@ -129,7 +129,7 @@ class StoredMatrix:
         return math.lcm(*steps, self.scheme.groups_together * (self.scheme.group_size or 1))
 
     def read(self, reader: SliceReader, rows: slice | None = None, cols: slice | None = None) -> SourceMatrix:
-        """Logical `[rows, cols]`; bounds must be multiples of `row_multiple` and `col_multiple`.
+        """Returns logical `[rows, cols]`; bounds must be multiples of `row_multiple` and `col_multiple`.
 
         Raises CheckpointError naming a tensor that cannot be read, or that holds NaN or infinity.
         """
@@ -158,7 +158,7 @@ class StoredMatrix:
         )
 
     def _read_reordered(self, reader: SliceReader, rows: range, cols: range) -> SourceMatrix:
-        """In floats: a group's columns are anywhere, which no layout of kernels has."""
+        """Returns the part in floats: a group's columns are anywhere, which no layout of kernels has."""
         group = self._groups_of_columns(reader)[cols.start : cols.stop]
         scales = self._array("scales")
         assert scales is not None
@@ -177,7 +177,7 @@ class StoredMatrix:
         return is_known and self.scheme.group_size > 0 and self.whole is None
 
     def column_order(self, reader: SliceReader) -> NDArray[np.uint32]:
-        """The stored columns in the order of their groups, uint32 `[columns]`.
+        """Returns the stored columns in the order of their groups, uint32 `[columns]`.
 
         Raises CheckpointError naming the tensor where groups have not the size that the scheme says.
         """
@@ -197,7 +197,7 @@ class StoredMatrix:
     def read_sorted(
         self, reader: SliceReader, rows: NDArray[np.uint32], order: NDArray[np.uint32], cols: range
     ) -> SourceMatrix:
-        """Some rows, in that order, and columns `cols` of those in the order of `column_order`.
+        """Reads some rows, in that order, and columns `cols` of those in the order of `column_order`.
 
         Where `holds_integers`; columns begin and end at whole groups. Raises CheckpointError as `read`.
         """
@@ -233,11 +233,11 @@ class StoredMatrix:
 
     @property
     def _stored_columns(self) -> int:
-        """Of the stored matrix, of which this may be a part."""
+        """The columns of the stored matrix, of which this may be a part."""
         return (self.whole or self.shape)[1]
 
     def _integers(self, codes: Array, rows: int, cols: int) -> NDArray[np.float32]:
-        """`[rows, cols]`, 0 to 15 or -128 to 127."""
+        """Returns `[rows, cols]`, 0 to 15 or -128 to 127."""
         if self.scheme.bytes_in_words:
             return codes[:rows, :cols].astype(np.float32)
         axis = 0 if self.arrays[0].role.transposed else 1
@@ -245,14 +245,14 @@ class StoredMatrix:
         return (unpacked if axis else unpacked.T)[:rows, :cols].astype(np.float32)
 
     def _middles(self, reader: SliceReader, rows: range) -> NDArray[np.float32]:
-        """What code means 0, `[rows, groups]`, or one value for all groups."""
+        """Returns what code means 0, `[rows, groups]`, or one value for all groups."""
         groups = count_elements(self._stored_columns, self.scheme.group_size)
         middle = 0 if self.scheme.bytes_in_words else 8
         zeros = self._zero_points(reader, rows)
         return np.full((1, groups), middle, np.float32) if zeros is None else zeros.astype(np.float32)
 
     def _zero_points(self, reader: SliceReader, rows: range) -> NDArray[np.uint8] | None:
-        """uint8 `[rows, groups]`, 0 to 15; None: the middle."""
+        """Returns uint8 `[rows, groups]`, 0 to 15; None: the middle."""
         zeros, array = self._zeros(reader, rows, range(self._stored_columns)), self._array("zeros")
         if zeros is None or array is None:
             return None
@@ -264,7 +264,7 @@ class StoredMatrix:
         return points
 
     def _groups_of_columns(self, reader: SliceReader) -> NDArray[np.int64]:
-        """`[cols]`. Raises CheckpointError naming the tensor where one is no group."""
+        """Returns `[cols]`. Raises CheckpointError naming the tensor where one is no group."""
         array = self._array("group_index")
         assert array is not None
         size = self.scheme.group_size
@@ -287,7 +287,9 @@ class StoredMatrix:
         return None
 
     def _codes(self, reader: SliceReader, rows: range, cols: range) -> Array:
-        """As their layout has them: `[out, in]` for plain ones, whatever way they are stored."""
+        """Returns the codes as their layout has them: `[out, in]` for plain ones, whatever way they are
+        stored.
+        """
         array = self.arrays[0]
         stored, transposed = array.read(reader, rows, cols), array.role.transposed
         check_values(stored, array.tensor.dtype, array.tensor.name)
@@ -343,7 +345,7 @@ class StoredMatrix:
         return self._checked(mins, reader, rows, cols)
 
     def _checked(self, array: StoredArray, reader: SliceReader, rows: range, cols: range) -> Array:
-        """Scales or mins, finite ones."""
+        """Returns scales or mins, finite ones."""
         found = array.read(reader, rows, cols)
         if SCALE_TYPES[array.tensor.dtype] == "products":
             check_finite(product_factors(found), "F16", array.tensor.name)
@@ -367,7 +369,7 @@ class StoredMatrix:
         return None
 
     def _per_group(self, found: Array, array: StoredArray, cols: int) -> Array:
-        """A value for the whole row or a wider group, repeated for groups that kernels know."""
+        """Returns a value for the whole row or a wider group, repeated for groups that kernels know."""
         size, step = self.scheme.group_size, array.role.in_step
         axis = 0 if array.role.transposed else 1
         if not size:

@@ -15,7 +15,7 @@ _BYTES_PER_WORD = 4
 
 
 def as_float32(array: Array, dtype: str) -> NDArray[np.float32]:
-    """Stored floats, exactly. bfloat16 is float32's upper half, e8m0 its exponent."""
+    """Returns stored floats, exactly. bfloat16 is float32's upper half, e8m0 its exponent."""
     if dtype == "BF16":
         return (array.astype(np.uint32) << 16).view(np.float32)
     if dtype in ("F8_E8M0", "U8"):
@@ -24,7 +24,7 @@ def as_float32(array: Array, dtype: str) -> NDArray[np.float32]:
 
 
 def to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """The bits of the nearest bfloat16, to even between two; of finite values only."""
+    """Returns the bits of the nearest bfloat16, to even between two; of finite values only."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     rounded: NDArray[np.uint16] = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
     return rounded
@@ -98,7 +98,8 @@ def product_factors(words: Array) -> NDArray[np.float16]:
 
 
 def unpack_nibbles(words: Array, axis: int) -> NDArray[np.uint8]:
-    """uint8 0 to 15, contiguous, from int32 words `[m, n]` of eight along `axis`, the first in the low bits.
+    """Returns uint8 0 to 15, contiguous, from int32 words `[m, n]` of eight along `axis`, the first in the
+    low bits.
 
     At about the speed of memory: whole matrices of experts go through here.
     """
@@ -117,7 +118,7 @@ def unpack_nibbles(words: Array, axis: int) -> NDArray[np.uint8]:
 
 
 def unpack_bytes(words: Array, transposed: bool) -> NDArray[np.int8]:
-    """int8 `[out, in]` from int32 words of four values + 128 along in, the first in the lowest bits.
+    """Returns int8 `[out, in]` from int32 words of four values + 128 along in, the first in the lowest bits.
 
     words: `[out, in / 4]`, or `[in / 4, out]` when transposed.
     """

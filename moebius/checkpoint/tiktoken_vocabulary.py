@@ -31,12 +31,12 @@ _NUM_SPECIAL = 258
 
 
 def has_vocabulary(directory: Path) -> bool:
-    """Whether the checkpoint has such a file."""
+    """Returns whether the checkpoint has such a file."""
     return (directory / FILE).is_file()
 
 
 def read_vocabulary(directory: Path) -> Tokenizer:
-    """The tokenizer of a checkpoint that has one.
+    """Returns the tokenizer of a checkpoint that has one.
 
     Raises CheckpointError naming the file and what is wrong with it, or the family if its way of cutting text
     is not known.
@@ -64,7 +64,7 @@ def read_vocabulary(directory: Path) -> Tokenizer:
 
 
 def _read_ranks(path: Path) -> dict[bytes, int]:
-    """Ids by token. Raises CheckpointError for a line that is none, or ids with a gap."""
+    """Returns the ids by token. Raises CheckpointError for a line that is none, or ids with a gap."""
     refuse_pointer(path)
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(path.read_bytes().splitlines()):
@@ -81,7 +81,7 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
 
 
 def _merges(ranks: Mapping[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
-    """All pairs of tokens that make a token, those of the lowest rank first."""
+    """Yields all pairs of tokens that make a token, those of the lowest rank first."""
     for token in sorted(ranks, key=ranks.__getitem__):
         cuts = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
         pairs = [(left, right) for left, right in cuts if left in ranks and right in ranks]
@@ -89,7 +89,7 @@ def _merges(ranks: Mapping[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _special_tokens(path: Path, numbers: range) -> dict[int, AddedToken]:
-    """By id, ascending, for each of `numbers`. Raises CheckpointError naming the file."""
+    """Returns the tokens by id, ascending, for each of `numbers`. Raises CheckpointError naming the file."""
     try:
         content: Any = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         named = {int(number): token for number, token in content.get("added_tokens_decoder", {}).items()}

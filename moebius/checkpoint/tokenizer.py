@@ -13,7 +13,8 @@ from moebius.checkpoint.tiktoken_vocabulary import has_vocabulary, read_vocabula
 
 
 def read_backend(model: Path) -> Tokenizer:
-    """The tokenizer of a checkpoint: `tokenizer.json`, or Kimi's `tiktoken.model`, or a GGUF model's own.
+    """Returns the tokenizer of a checkpoint: `tokenizer.json`, or Kimi's `tiktoken.model`, or a GGUF model's
+    own.
 
     Raises CheckpointError naming what is missing or malformed.
     """
@@ -24,7 +25,7 @@ def read_backend(model: Path) -> Tokenizer:
 
 
 def read_tokenizer_file(path: Path) -> Tokenizer:
-    """The tokenizer in `path`; without such a file, the one that a vocabulary next to it describes.
+    """Returns the tokenizer in `path`; without such a file, the one that a vocabulary next to it describes.
 
     Raises CheckpointError.
     """

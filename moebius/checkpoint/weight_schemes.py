@@ -113,14 +113,14 @@ def fp8(name: str, strategy: str, scale_suffix: str, block: tuple[int, int] = (1
 
 
 def mxfp8(name: str, scale_suffix: str) -> WeightScheme:
-    """OCP MXFP8: e4m3, an e8m0 scale per 32 of a row."""
+    """Describes OCP MXFP8: e4m3, an e8m0 scale per 32 of a row."""
     scales = StoredRole("scales", scale_suffix, E8M0, 1, 32)
     codes = StoredRole("codes", "weight", ("F8_E4M3",))
     return WeightScheme(name, (codes, scales), code="float8", group_size=32, packed_format="mxfp8")
 
 
 def int8(name: str, strategy: str, quantised_rows: bool, group_size: int = 0) -> WeightScheme:
-    """Symmetric int8 with a scale per row, one for all, or one per group of a row."""
+    """Returns symmetric int8 with a scale per row, one for all, or one per group of a row."""
     codes = StoredRole("codes", "weight", ("I8",))
     packed = "int8_w8a8" if quantised_rows else "int8"
     return _int8_scheme(name, codes, strategy, group_size, packed)
@@ -165,7 +165,7 @@ def compressed_int4(name: str, group_size: int, symmetric: bool) -> WeightScheme
 
 
 def awq(group_size: int, zeros: bool) -> WeightScheme:
-    """AutoAWQ "gemm": words of eight along out, everything transposed."""
+    """Describes AutoAWQ "gemm": words of eight along out, everything transposed."""
     roles = [
         StoredRole("codes", "qweight", ("I32",), 8, 1, True),
         StoredRole("scales", "scales", FLOATS, 1, group_size, True),
@@ -182,7 +182,9 @@ def awq(group_size: int, zeros: bool) -> WeightScheme:
 
 
 def gptq(group_size: int, symmetric: bool, zeros_offset: int) -> WeightScheme:
-    """AutoGPTQ: words of eight along in, everything transposed; zeros are stored even when symmetric."""
+    """Describes AutoGPTQ: words of eight along in, everything transposed; zeros are stored even when
+    symmetric.
+    """
     return WeightScheme(
         "gptq",
         _gptq_roles(group_size, per_word=8),
@@ -195,7 +197,7 @@ def gptq(group_size: int, symmetric: bool, zeros_offset: int) -> WeightScheme:
 
 
 def gptq_int8(group_size: int, zeros_offset: int) -> WeightScheme:
-    """AutoGPTQ of 8 bits, symmetric: words of four."""
+    """Describes AutoGPTQ of 8 bits, symmetric: words of four."""
     return WeightScheme(
         "gptq of 8 bits",
         _gptq_roles(group_size, per_word=4),
@@ -216,7 +218,7 @@ def _gptq_roles(group_size: int, per_word: int) -> tuple[StoredRole, ...]:
 
 
 def mxfp4(name: str, codes: str, scales: str) -> WeightScheme:
-    """OCP MXFP4: two e2m1 a byte, an e8m0 scale per 32."""
+    """Describes OCP MXFP4: two e2m1 a byte, an e8m0 scale per 32."""
     roles = (
         # DeepSeek-V4 calls its pairs signed.
         StoredRole("codes", codes, ("U8", "I8"), 1, 2),
@@ -226,7 +228,7 @@ def mxfp4(name: str, codes: str, scales: str) -> WeightScheme:
 
 
 def nvfp4(name: str, codes: str, global_scale: StoredRole) -> WeightScheme:
-    """NVFP4: two e2m1 a byte, an e4m3 scale per 16, a global one."""
+    """Describes NVFP4: two e2m1 a byte, an e4m3 scale per 16, a global one."""
     roles = (
         StoredRole("codes", codes, ("U8",), 1, 2),
         StoredRole("scales", "weight_scale", ("F8_E4M3",), 1, 16),
@@ -236,12 +238,14 @@ def nvfp4(name: str, codes: str, global_scale: StoredRole) -> WeightScheme:
 
 
 def reordered(scheme: WeightScheme, suffix: str = "g_idx") -> WeightScheme:
-    """The scheme with columns quantised in the order of activations; packed ones are sorted by group."""
+    """Returns the scheme with columns quantised in the order of activations; packed ones are sorted
+    by group.
+    """
     others = tuple(role for role in scheme.roles if role.role != "group_index")
     index = StoredRole("group_index", suffix, ("I32",))
     return replace(scheme, roles=(*others, index), reorders=True)
 
 
 def for_targets(scheme: WeightScheme, targets: tuple[str, ...]) -> WeightScheme:
-    """The scheme, limited to modules."""
+    """Returns the scheme, limited to modules."""
     return replace(scheme, targets=targets)

@@ -138,7 +138,7 @@ def compiled(constraint: Constraint) -> str:
 
 @cache
 def _bytes() -> LLTokenizer:
-    """A vocabulary of one token per byte, for grammars that ask for no token by its id."""
+    """Returns a vocabulary of one token per byte, for grammars that ask for no token by its id."""
     return LLTokenizer("byte")
 
 
@@ -178,7 +178,7 @@ class GrammarCheck:
 
 
 def reason(message: str) -> str:
-    """What llguidance says, in one line."""
+    """Returns what llguidance says, in one line."""
     found = _UNIMPLEMENTED.search(message)
     if found is not None:
         return f"{_NO_KEYWORD} {', '.join(json.loads(found.group(1)))}"
@@ -190,7 +190,9 @@ def reason(message: str) -> str:
 
 
 def unsupported_keywords(error: GrammarError) -> frozenset[str]:
-    """Keywords of a schema that an error of `check` is about; empty: it is about something else."""
+    """Returns the keywords of a schema that an error of `check` is about; empty: it is about
+    something else.
+    """
     message = str(error)
     if not message.startswith(_NO_KEYWORD):
         return frozenset()

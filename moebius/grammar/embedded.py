@@ -20,7 +20,7 @@ from moebius.grammar.regex import ANYTHING, atoms, escaped, in_json, literal
 def text_grammar(
     syntax: str, definition: str, end: str | None = None, not_in_text: Sequence[str] = ()
 ) -> str:
-    """The body of a rule for the texts of a user's grammar.
+    """Returns the body of a rule for the texts of a user's grammar.
 
     Args:
         syntax: lark or regex.
@@ -69,7 +69,7 @@ class _Writer:
         self._names |= {name: f"r{number}" for number, name in enumerate(self._rules)}
 
     def text(self) -> str:
-        """All rules, the first of which is `start`."""
+        """Returns all rules, the first of which is `start`."""
         for name, alternatives in self._terminals.items():
             self._added[self._names[name]] = self._written(alternatives, self._in_terminal)
         for name, alternatives in self._rules.items():
@@ -83,7 +83,9 @@ class _Writer:
         return "\n".join([f"start: {start}", *lines, *ignored]) + "\n"
 
     def _ignored(self, alternatives: Alternatives) -> str:
-        """What is ignored, as one terminal; of a run of white space one character, as JSON spells it."""
+        """Returns what is ignored, as one terminal; of a run of white space one character, as JSON
+        spells it.
+        """
         for sequence in alternatives:
             atom = sequence[0].atom if len(sequence) == 1 else None
             if atom is not None and atom.kind == "name" and atom.text in self._terminals:
@@ -114,7 +116,7 @@ class _Writer:
         return any(self._is_open(inner) for inner in self._inside(item.atom))
 
     def _has_escapes(self, atom: Atom) -> bool:
-        """Whether JSON spells any of its characters otherwise."""
+        """Returns whether JSON spells any of its characters otherwise."""
         if atom.kind == "name" and atom.text in self._spells_escapes:
             return self._spells_escapes[atom.text]
         if atom.kind in ("group", "name"):
@@ -137,7 +139,7 @@ class _Writer:
         return text + _repeat(item.least, item.most)
 
     def _in_terminal(self, atom: Atom) -> str:
-        """An atom of a terminal's definition."""
+        """Returns an atom of a terminal's definition."""
         if atom.kind == "name":
             if atom.text not in self._terminals:
                 raise GrammarError(f"the grammar has no {atom.text!r:.100} that could stand here")
@@ -161,7 +163,7 @@ class _Writer:
         return expression if self._raw is not None else in_json(expression)
 
     def _in_rule(self, atom: Atom) -> str:
-        """An atom of a rule's definition."""
+        """Returns an atom of a rule's definition."""
         if atom.kind == "name" and atom.text in self._rules:
             return self._names[atom.text]
         if self._raw is None:
@@ -171,7 +173,7 @@ class _Writer:
         return self._in_terminal(atom) if atom.kind == "string" else self._named(self._within(atom), "WITHIN")
 
     def _within(self, atom: Atom) -> str:
-        """A terminal's texts without what ends the whole text, or the call."""
+        """Returns a terminal's texts without what ends the whole text, or the call."""
         assert self._raw is not None
         found = "|".join(map(escaped, self._raw[1]))
         return f"({self._in_terminal(atom)}) & ~{literal(f'{ANYTHING}(?:{found}){ANYTHING}')}"
@@ -206,7 +208,7 @@ class _Writer:
         return " | ".join(made)
 
     def _ended(self, item: Item) -> str:
-        """The last one of an item that is repeated, after those before it."""
+        """Returns the last one of an item that is repeated, after those before it."""
         assert self._raw is not None
         if item.most == 0:
             return quoted(self._raw[0])
@@ -225,7 +227,7 @@ class _Writer:
 
 
 def _recursive(rules: Mapping[str, Alternatives]) -> set[str]:
-    """Rules that need themselves, and rules that need those."""
+    """Returns the rules that need themselves, and rules that need those."""
     needs = {name: set(_names_in(alternatives)) & rules.keys() for name, alternatives in rules.items()}
     users: dict[str, list[str]] = {name: [] for name in rules}
     for name, needed in needs.items():
@@ -251,7 +253,7 @@ def _names_in(alternatives: Alternatives) -> Iterator[str]:
 
 
 def _one_character(item: Item) -> Item:
-    """Of a repeated class of characters one, which may be repeated by itself."""
+    """Returns one of a repeated class of characters, which may be repeated by itself."""
     if item.atom.kind != "regex":
         return item
     expression, _ = _expression(item.atom)
@@ -262,7 +264,10 @@ def _one_character(item: Item) -> Item:
 
 
 def _expression(atom: Atom) -> tuple[str, str]:
-    """The expression and the flags of a regular expression's text. Raises GrammarError for other flags."""
+    """Returns the expression and the flags of a regular expression's text.
+
+    Raises GrammarError for other flags.
+    """
     body, _, flags = atom.text[1:].rpartition("/")
     if set(flags) - set("imsu"):
         raise GrammarError(f"the flags {flags!r} of {atom.text:.100} are not supported")

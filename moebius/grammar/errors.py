@@ -14,5 +14,5 @@ class Unsatisfiable(GrammarError):
 
 
 def quoted(text: str) -> str:
-    """A literal in llguidance's dialect of Lark, which is JSON's."""
+    """Returns a literal in llguidance's dialect of Lark, which is JSON's."""
     return json.dumps(text, ensure_ascii=False)

@@ -43,14 +43,14 @@ class WholeSchema(Exception):
 
 
 def keywords_of(schema: Mapping[str, Any]) -> frozenset[str]:
-    """Its keywords that say what a value is; a bound that is null is none."""
+    """Returns its keywords that say what a value is; a bound that is null is none."""
     return frozenset(
         key for key in schema if key in _KEYWORDS and not (key in _BOUNDS and schema[key] is None)
     )
 
 
 def subschemas(schema: Any) -> Iterator[Any]:
-    """A schema, and all those in it."""
+    """Yields a schema, and all those in it."""
     waiting = [schema]
     while waiting:
         part = waiting.pop()
@@ -75,7 +75,7 @@ class Reader:
         self._root = root
 
     def target(self, reference: Any) -> Any:
-        """What a reference into the same document names. Raises WholeSchema for others."""
+        """Returns what a reference into the same document names. Raises WholeSchema for others."""
         text = str(reference)
         is_plain = text == "#" or text.startswith(("#/$defs/", "#/definitions/"))
         if not is_plain or "%" in text or (isinstance(self._root, Mapping) and _has_names(self._root)):
@@ -89,7 +89,10 @@ class Reader:
         return value
 
     def standing_alone(self, schema: Any) -> Any:
-        """The same with the definitions that it refers to. Raises WholeSchema where there is more to it."""
+        """Returns the same with the definitions that it refers to.
+
+        Raises WholeSchema where there is more to it.
+        """
         if not isinstance(schema, Mapping):
             return schema
         needed: dict[tuple[str, str], Any] = {}
@@ -121,7 +124,9 @@ class Reader:
         return alone
 
     def values(self, schema: Any, depth: int = _DEPTH) -> list[Any] | None:
-        """All values that satisfy a schema, without repetitions; None: perhaps many, or no scalars."""
+        """Returns all values that satisfy a schema, without repetitions; None: perhaps many, or no
+        scalars.
+        """
         if not isinstance(schema, Mapping) or depth == 0:
             return [] if schema is False else None
         keywords = keywords_of(schema)
@@ -147,7 +152,7 @@ class Reader:
         return None
 
     def types(self, schema: Any, depth: int = _DEPTH) -> frozenset[str]:
-        """The JSON types that a schema allows at most; integers are numbers."""
+        """Returns the JSON types that a schema allows at most; integers are numbers."""
         if not isinstance(schema, Mapping) or depth == 0:
             return frozenset() if schema is False else frozenset(ALL_TYPES)
         kinds = frozenset(ALL_TYPES)
@@ -164,7 +169,7 @@ class Reader:
         return kinds
 
     def resolved(self, schema: Any) -> Any:
-        """A schema, or what it refers to if it does nothing else."""
+        """Returns a schema, or what it refers to if it does nothing else."""
         for _ in range(_DEPTH):
             if not isinstance(schema, Mapping) or keywords_of(schema) != {"$ref"}:
                 break
@@ -173,7 +178,9 @@ class Reader:
 
 
 def are_disjoint(options: Sequence[Any], reader: Reader) -> bool:
-    """Whether no value satisfies two of the schemas: their types differ, or a property that all need."""
+    """Returns whether no value satisfies two of the schemas: their types differ, or a property that
+    all need.
+    """
     kinds = [reader.types(option) for option in options]
     if all(not (one & other) for one, other in combinations(kinds, 2)):
         return True
@@ -190,7 +197,7 @@ def are_disjoint(options: Sequence[Any], reader: Reader) -> bool:
 
 
 def finite_values(schema: Mapping[str, Any]) -> list[Any]:
-    """The values of `enum` or `const` that `type` allows, without repetitions."""
+    """Returns the values of `enum` or `const` that `type` allows, without repetitions."""
     values: list[Any] = [schema.get("const")]
     if isinstance(schema.get("enum"), list):
         values = list(schema["enum"])

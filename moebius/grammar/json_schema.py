@@ -38,7 +38,7 @@ _MOST_PARTS = 400
 
 
 def json_grammar(schema: Any, options: Mapping[str, Any]) -> str:
-    """The text of a grammar for JSON that satisfies a schema.
+    """Returns the text of a grammar for JSON that satisfies a schema.
 
     Args:
         schema: any; its own `x-guidance` goes before `options`.
@@ -81,7 +81,7 @@ class _Writer:
         }
 
     def text(self, schema: Any, whole: bool = False) -> str:
-        """All rules, the first of which is `start`; `whole`: nothing is written here."""
+        """Returns all rules, the first of which is `start`; `whole`: nothing is written here."""
         if whole or not self._options.keys() <= _READ_OPTIONS:
             start = self._left(schema, "", whole=True)
         else:
@@ -94,7 +94,7 @@ class _Writer:
         return "\n".join(lines) + "\n"
 
     def _rule(self, schema: Any, place: str) -> str:
-        """The name of the rule for a value of the schema. Raises Unsatisfiable, GrammarError."""
+        """Returns the name of the rule for a value of the schema. Raises Unsatisfiable, GrammarError."""
         return self._joined(self._parts(schema, place))
 
     def _joined(self, parts: tuple[list[str], list[str]]) -> str:
@@ -117,7 +117,7 @@ class _Writer:
         return name
 
     def _parts(self, schema: Any, place: str) -> tuple[list[str], list[str]]:
-        """Bodies of terminals, and names of rules: a value is one of them."""
+        """Returns the bodies of terminals, and names of rules: a value is one of them."""
         if schema is False:
             raise Unsatisfiable(f"false at {place or 'the top'}")
         if schema is True:
@@ -167,7 +167,7 @@ class _Writer:
     def _first_or_all(
         made: Sequence[Callable[[], tuple[list[str], list[str]]]],
     ) -> tuple[list[str], list[str]]:
-        """All that can be satisfied; Unsatisfiable where none can."""
+        """Returns all that can be satisfied; Unsatisfiable where none can."""
         terminals: list[str] = []
         rules: list[str] = []
         problem: Unsatisfiable | None = None
@@ -199,7 +199,7 @@ class _Writer:
         return name
 
     def _left(self, schema: Any, place: str, whole: bool = False) -> str:
-        """What llguidance makes of a part."""
+        """Returns what llguidance makes of a part."""
         described = schema if whole else self._reader.standing_alone(schema)
         check_exact(described, place)
         if isinstance(described, Mapping):
@@ -227,7 +227,7 @@ class _Writer:
         return [], [self._left({"type": "string", **kept}, place)]
 
     def _any(self) -> str:
-        """Any value."""
+        """Returns any value."""
         if not self._any_name:
             self._any_name = "any"
             number = number_terminal(read_bounds({}))
@@ -262,7 +262,7 @@ class _Writer:
         return [], [self._named(f'"{{" {body} "}}"', "r")]
 
     def _other_member(self, taken: Sequence[str], schema: Any, place: str) -> str:
-        """A member that is not listed; empty: there are none."""
+        """Returns a member that is not listed; empty: there are none."""
         try:
             value = self._rule(schema, f"{place}.additionalProperties")
         except Unsatisfiable:
@@ -320,7 +320,9 @@ class _Writer:
         return [], [self._named(f'"[" {_items(rules, rest, least, most)} "]"', "r")]
 
     def _unique(self, schema: Mapping[str, Any], least: int, most: int | None, place: str) -> str:
-        """Items of a few values, none of them twice: which there were are the bits of a rule's parameter."""
+        """Returns the items of a few values, none of them twice: which there were are the bits of a rule's
+        parameter.
+        """
         values = None if schema.get("prefixItems") else self._reader.values(schema.get("items", True))
         if values is None or len(values) > _MOST_UNIQUE:
             raise GrammarError(
@@ -349,7 +351,7 @@ _READ_OPTIONS = {"whitespace_pattern", "whitespace_flexible", "lenient", "coerce
 
 
 def _items(first: Sequence[str], rest: str, least: int, most: int | None) -> str:
-    """The inside of an array."""
+    """Returns the inside of an array."""
     if not first:
         if not rest or most == 0:
             return ""

@@ -22,7 +22,7 @@ ANY_TEXT = r"/(.|\n)*/"
 
 
 def json_options(no_whitespace: bool) -> dict[str, Any]:
-    """How llguidance writes JSON, as its `JsonCompileOptions`."""
+    """Returns how llguidance writes JSON, as its `JsonCompileOptions`."""
     return {"whitespace_flexible": False} if no_whitespace else {"whitespace_pattern": _WHITESPACE}
 
 
@@ -43,7 +43,7 @@ class LarkGrammar:
         return name
 
     def literal(self, text: str) -> str:
-        """Exactly this text; empty for none."""
+        """Returns exactly this text; empty for none."""
         pieces = [text] if self._split is None else self._split.split(text)
         return " ".join(
             f"<[{self._added[piece]}]>" if piece in self._added else quoted(piece)
@@ -52,11 +52,11 @@ class LarkGrammar:
         )
 
     def added_pieces(self, text: str) -> list[str]:
-        """The added tokens in it."""
+        """Returns the added tokens in it."""
         return [piece for piece in (self._split.split(text) if self._split else ()) if piece in self._added]
 
     def split_at(self, text: str, special_ids: frozenset[int]) -> tuple[str, str]:
-        """What comes before the first token that no text spells, and the text from that token on."""
+        """Returns what comes before the first token that no text spells, and the text from that token on."""
         place = 0
         for piece in self._split.split(text) if self._split else ():
             if self._added.get(piece) in special_ids:
@@ -65,7 +65,8 @@ class LarkGrammar:
         return text, ""
 
     def first_piece(self, text: str, special_ids: frozenset[int] = frozenset()) -> str:
-        """The added token that `text` begins with; without one, what comes before the first, or all of it.
+        """Returns the added token that `text` begins with; without one, what comes before the first, or all
+        of it.
 
         What comes before the first token that no text spells goes with that token.
         """
@@ -81,17 +82,20 @@ class LarkGrammar:
         return name
 
     def json(self, schema: Any, *, no_whitespace: bool = False) -> str:
-        """A rule for a JSON value that satisfies a schema. Raises GrammarError: it cannot be enforced."""
+        """Returns a rule for a JSON value that satisfies a schema.
+
+        Raises GrammarError: it cannot be enforced.
+        """
         return self.rule(f"%lark {{\n{json_grammar(schema, json_options(no_whitespace))}}}")
 
     def until(self, end: str) -> str:
-        """A rule for any text up to the first occurrence of `end`, which is part of it."""
+        """Returns a rule for any text up to the first occurrence of `end`, which is part of it."""
         return self.rule(f"{ANY_TEXT} {quoted(end)}", "[lazy]")
 
     def any_of(self, bodies: Sequence[str]) -> str:
-        """A rule for one of them."""
+        """Returns a rule for one of them."""
         return self.rule(" | ".join(body or quoted("") for body in bodies))
 
     def render(self, start: str) -> str:
-        """The whole grammar; `start` is the body of its first rule."""
+        """Returns the whole grammar; `start` is the body of its first rule."""
         return "\n".join(["%llguidance {}", f"start: {start or quoted('')}", *self._rules]) + "\n"

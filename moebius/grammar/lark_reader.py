@@ -237,7 +237,7 @@ def _is_terminal(name: str) -> bool:
 
 
 def decoded(text: str) -> str:
-    """The text of a string in quotes. Raises GrammarError."""
+    """Returns the text of a string in quotes. Raises GrammarError."""
     try:
         return str(ast.literal_eval(text.removesuffix("i")))
     except (ValueError, SyntaxError) as error:

@@ -33,7 +33,7 @@ class Bounds:
     below: bool = False  # `most` is excluded
 
     def integers(self) -> tuple[int | None, int | None]:
-        """The least and the greatest integer. Raises Unsatisfiable where there is none."""
+        """Returns the least and the greatest integer. Raises Unsatisfiable where there is none."""
         least = most = None
         if self.least is not None:
             least = int(self.least.to_integral_value(ROUND_CEILING))
@@ -59,7 +59,7 @@ class Bounds:
 
 
 def read_bounds(schema: Mapping[str, Any]) -> Bounds:
-    """The bounds that a schema has, in the style of any draft.
+    """Returns the bounds that a schema has, in the style of any draft.
 
     Raises:
         GrammarError: a bound is no number, or has too many digits.
@@ -81,7 +81,7 @@ def read_bounds(schema: Mapping[str, Any]) -> Bounds:
 
 
 def exact(value: Any, keyword: str) -> Decimal:
-    """The decimal that a number of a schema is. Raises GrammarError naming the keyword."""
+    """Returns the decimal that a number of a schema is. Raises GrammarError naming the keyword."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise GrammarError(f"{keyword} is {value!r:.100}; it is a number")
     if isinstance(value, int) and abs(value) >= 10**_MOST_OF_BOUND:
@@ -94,7 +94,7 @@ def exact(value: Any, keyword: str) -> Decimal:
 
 
 def integer_terminal(bounds: Bounds) -> str:
-    """The body of a terminal for the integers within bounds, each spelled in one way.
+    """Returns the body of a terminal for the integers within bounds, each spelled in one way.
 
     Raises:
         Unsatisfiable: there is none.
@@ -117,7 +117,8 @@ def integer_terminal(bounds: Bounds) -> str:
 
 
 def number_terminal(bounds: Bounds) -> str:
-    """The body of a terminal for the numbers within bounds; those with a bound are written without exponent.
+    """Returns the body of a terminal for the numbers within bounds; those with a bound are written without
+    exponent.
 
     Raises:
         Unsatisfiable: there is none.
@@ -145,7 +146,7 @@ def number_terminal(bounds: Bounds) -> str:
 
 
 def constant_terminal(value: float) -> str:
-    """The body of a terminal for one number."""
+    """Returns the body of a terminal for one number."""
     number = exact(value, "a constant")
     whole, fraction = _digits(number.copy_abs())
     return quoted(f"{'-' if number < 0 else ''}{whole}{'.' + fraction if fraction else ''}")
@@ -199,13 +200,13 @@ class _Magnitudes:
 
 
 def _digits(number: Decimal) -> tuple[str, str]:
-    """The digits before and after the point, without zeros that say nothing."""
+    """Returns the digits before and after the point, without zeros that say nothing."""
     whole, _, fraction = f"{number:f}".partition(".")
     return whole.lstrip("0") or "0", fraction.rstrip("0")
 
 
 def _whole_from(least: int, digits: int) -> str:
-    """Whole numbers from `least` >= 0 on, of at most `digits` digits."""
+    """Returns whole numbers from `least` >= 0 on, of at most `digits` digits."""
     if least == 0:
         return f"0|[1-9][0-9]{{0,{digits - 1}}}"
     text = str(least)
@@ -221,7 +222,7 @@ def _whole_from(least: int, digits: int) -> str:
 
 
 def _whole_to(most: int, zero: bool = True) -> str:
-    """Whole numbers from 0, or 1, to `most`."""
+    """Returns whole numbers from 0, or 1, to `most`."""
     text = str(most)
     found = ["0"] if zero else []
     if most == 0:

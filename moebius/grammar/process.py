@@ -103,7 +103,9 @@ class GrammarProcess:
         return self._channel
 
     def _ask(self, message: bytes, cpu_s: float) -> tuple[int, str]:
-        """The answer and its kind; ConnectionError when the process is gone, TimeoutError when it hangs."""
+        """Returns the answer and its kind; ConnectionError when the process is gone, TimeoutError when it
+        hangs.
+        """
         channel = self._start()
         if not self._is_up:
             channel.settimeout(_START_S)
@@ -130,7 +132,7 @@ class BudgetedCompiler:
         self._quick, self._patient = GrammarProcess(), GrammarProcess()
 
     def compiled(self, constraint: Constraint) -> str:
-        """As `GrammarProcess.compiled`, within `MOST_S`."""
+        """Returns what `GrammarProcess.compiled` does, within `MOST_S`."""
         try:
             return self._quick.compiled(constraint, QUICK_S)
         except OverBudget:
@@ -143,7 +145,7 @@ class BudgetedCompiler:
 
 
 def _received(channel: socket.socket, size: int) -> bytearray:
-    """Exactly `size` bytes; ConnectionError when the other side is gone."""
+    """Returns exactly `size` bytes; ConnectionError when the other side is gone."""
     data = bytearray(size)
     view = memoryview(data)
     while view:
@@ -195,7 +197,7 @@ def main() -> int:
 
 
 def _fork(channel: socket.socket) -> int:
-    """The id of a new process that compiles what comes."""
+    """Returns the id of a new process that compiles what comes."""
     process = os.fork()
     if process == 0:
         status = 1

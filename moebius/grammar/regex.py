@@ -27,7 +27,7 @@ _UNESCAPED = r'[^"\\\x00-\x1F]'
 
 
 def escaped(text: str) -> str:
-    """An expression for exactly this text."""
+    """Returns an expression for exactly this text."""
     return "".join(
         f"\\x{ord(character):02X}"
         if ord(character) < 32
@@ -39,7 +39,7 @@ def escaped(text: str) -> str:
 
 
 def literal(expression: str) -> str:
-    """An expression as a grammar of Lark has it."""
+    """Returns an expression as a grammar of Lark has it."""
     if not expression:
         return '""'
     body = re.sub(r"\\.|/|\n", lambda found: {"/": r"\/", "\n": r"\n"}.get(found[0], found[0]), expression)
@@ -74,7 +74,8 @@ def _unanchored(branch: list[tuple[Kind, str]]) -> str:
 
 
 def in_json(expression: str, dot_is_any: bool = False) -> str:
-    """An expression for what `expression` matches as a JSON string spells it, each character in one way.
+    """Returns an expression for what `expression` matches as a JSON string spells it, each character in one
+    way.
 
     `dot_is_any`: a dot matches line breaks, too. Raises GrammarError as `whole`.
     """
@@ -114,7 +115,7 @@ def _spelled_class(text: str) -> str:
 
 
 def _character(text: str) -> str:
-    """The character that an atom of that kind stands for."""
+    """Returns the character that an atom of that kind stands for."""
     if not text.startswith("\\"):
         return text
     code = _CODE.fullmatch(text[1:])
@@ -124,7 +125,7 @@ def _character(text: str) -> str:
 
 
 def atoms(expression: str) -> Iterator[tuple[Kind, str]]:
-    """Its parts in order. Raises GrammarError for what no finite automaton does."""
+    """Yields its parts in order. Raises GrammarError for what no finite automaton does."""
     place = 0
     while place < len(expression):
         kind, text = _atom(expression, place)

@@ -68,7 +68,7 @@ class _Formats:
         }
 
     def rule(self, described: Any, place: str, depth: int) -> str:
-        """The name of the format's rule. Raises StructuralTagError naming the place."""
+        """Returns the name of the format's rule. Raises StructuralTagError naming the place."""
         if depth > _MAX_DEPTH:
             raise StructuralTagError(f"{place}: nested deeper than {_MAX_DEPTH} levels")
         if not isinstance(described, dict):

@@ -64,7 +64,8 @@ def check_mtp_layers(index: CheckpointIndex, model_type: str, num_layers: int) -
 
 
 def find_layout(index: CheckpointIndex, model_type: str) -> LocatedLayout:
-    """The family's layout that the checkpoint uses. Raises CheckpointError naming what was looked for.
+    """Returns the family's layout that the checkpoint uses. Raises CheckpointError naming what was looked
+    for.
 
     Of layouts that have the same names, the one whose shapes fit; where none fits, the first.
     """
@@ -91,7 +92,7 @@ def find_layout(index: CheckpointIndex, model_type: str) -> LocatedLayout:
 def _named_layouts(
     index: CheckpointIndex, layouts: tuple[str, ...]
 ) -> Iterator[tuple[LocatedLayout, TensorInfo]]:
-    """Those of which there is an up matrix, with the tensor of one."""
+    """Yields those of which there is an up matrix, with the tensor of one."""
     for layout in (EXPERT_TENSOR_LAYOUTS[name] for name in layouts):
         below = _up_pattern(layout.up.name)
         for prefix in LAYER_PREFIXES:
@@ -102,7 +103,7 @@ def _named_layouts(
 
 
 def _is_shaped(found: LocatedLayout, up: TensorInfo) -> bool:
-    """Whether fused gate and up with down have the sizes that the layout calls for.
+    """Returns whether fused gate and up with down have the sizes that the layout calls for.
 
     Shapes of one tensor alone may fit both ways round, those of the two never do: gate and up have twice as
     many outputs as down has inputs, and as many inputs as it has outputs.
@@ -120,7 +121,7 @@ def _is_shaped(found: LocatedLayout, up: TensorInfo) -> bool:
 
 
 def _up_pattern(name: str) -> str:
-    """The tensor that holds up, or its codes where it is quantised."""
+    """Returns the tensor that holds up, or its codes where it is quantised."""
     stem = re.escape(name.removesuffix(".weight")).replace(r"\{expert\}", r"\d+")
     if name.endswith(".weight"):
         return stem + r"\.(?:weight|weight_packed|qweight|\w+_codes)"

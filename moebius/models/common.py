@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
-from moebius.models.config import RouterConfig
+from moebius.models.config import DTypeName, ModelConfig
 from moebius.models.keys import HfKeys
+from moebius.models.layers.ffn import Dense, Experts, FeedForward, MoE
+from moebius.models.layers.gqa import GQA, Window
+from moebius.models.layers.layer import Layer
+from moebius.models.layers.mixer import Mixer
+from moebius.models.layers.norms import Norm, RMSNorm
+from moebius.models.layers.residual import Residual, Sequential
+from moebius.models.layers.rope import RopeConfig
+from moebius.models.layers.router import RouterConfig
 
 # What gates the MLPs, by the name that checkpoints use; a model has one for dense layers and experts.
 _ACTIVATIONS = ("silu",)
@@ -87,21 +98,117 @@ _REFUSED = (
 )
 
 
+_SEQUENTIAL = Sequential()
 FULL, SLIDING = "full_attention", "sliding_attention"
 # Layers whose indexer chooses tokens: transformers' name, and those that publishers and its older
 # releases wrote.
 INDEXED = ("indexed_attention", "deepseek_sparse_attention", "qwen_sparse_attention")
 
 
+@dataclass(frozen=True, slots=True)
+class Common:
+    """What config.json says of most families in the same keys, and the layers that follow from it."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int  # Of dense MLPs.
+    num_layers: int  # Decoder layers.
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    eps: float
+    activation: str  # Of MLPs that are not routed experts'.
+    dtype: str
+    max_model_len: int
+    attention_bias: bool
+    tie_word_embeddings: bool
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    # Where MLPs that are not routed experts' clamp (infinite: nowhere), and their sigmoid's slope.
+    limit: float = math.inf
+    alpha: float = 1.702
+
+    @property
+    def norm(self) -> RMSNorm:
+        """The norm of layers and heads of most families."""
+        return RMSNorm(self.eps)
+
+    def gqa(self, rope: RopeConfig | None, **changes: Any) -> GQA:
+        """Attention with these heads; `changes`: fields of `GQA`."""
+        head_dim = changes.get("head_dim", self.head_dim)
+        values: dict[str, Any] = {
+            "num_heads": self.num_heads,
+            "num_kv_heads": self.num_kv_heads,
+            "head_dim": head_dim,
+            "value_dim": head_dim,
+            "scale": head_dim**-0.5,
+            "eps": self.eps,
+            "bias": self.attention_bias,
+        }
+        return GQA(rope=rope, **(values | changes))
+
+    def dense(self, intermediate_size: int | None = None) -> Dense:
+        """Returns an MLP, by default as wide as those of dense layers."""
+        size = self.intermediate_size if intermediate_size is None else intermediate_size
+        return Dense(intermediate_size=size, activation=self.activation, limit=self.limit, alpha=self.alpha)
+
+    def moe(self, router: RouterConfig, experts: Experts | int, shared: int = 0, **changes: Any) -> MoE:
+        """Routed experts (an integer: of that width), and always active ones of `shared` channels together.
+
+        `changes`: fields of `MoE`.
+        """
+        experts = Experts(experts) if isinstance(experts, int) else experts
+        active = self.dense(shared) if shared else None
+        return MoE(router=router, experts=experts, shared=active, **changes)
+
+    def ffns(
+        self, moe: FeedForward, moe_layers: Container[int], dense: Dense | None = None
+    ) -> tuple[FeedForward, ...]:
+        """Returns the feed-forward block of each layer: `moe` in `moe_layers`, else `dense`."""
+        dense = self.dense() if dense is None else dense
+        return tuple(moe if layer in moe_layers else dense for layer in range(self.num_layers))
+
+    def model(
+        self,
+        mixers: Mixer | Sequence[Mixer | None],
+        ffns: FeedForward | Sequence[FeedForward | None],
+        *,
+        norm: Norm | None = None,
+        residuals: Residual | Sequence[Residual] = _SEQUENTIAL,
+        **others: Any,
+    ) -> ModelConfig:
+        """The model of these layers: one value stands for all layers; `others`: fields of `ModelConfig`."""
+        parts = zip(
+            mixers if isinstance(mixers, Sequence) else (mixers,) * self.num_layers,
+            ffns if isinstance(ffns, Sequence) else (ffns,) * self.num_layers,
+            residuals if isinstance(residuals, Sequence) else (residuals,) * self.num_layers,
+            strict=True,
+        )
+        return ModelConfig(
+            model_type=self.model_type,
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            layers=tuple(Layer(mixer, ffn, norm or self.norm, around) for mixer, ffn, around in parts),
+            # Anything else is refused when it is known what the model is computed in.
+            dtype=cast(DTypeName, self.dtype),
+            max_model_len=self.max_model_len,
+            tie_word_embeddings=self.tie_word_embeddings,
+            eos_token_ids=self.eos_token_ids,
+            bos_token_id=self.bos_token_id,
+            **others,
+        )
+
+
 def read_common(
-    hf: HfKeys, *, dense_size: int | None = None, num_layers: int | None = None
-) -> dict[str, Any]:
-    """Fields that all families spell alike; raises on features that no family here has.
+    hf: HfKeys, *, dense_size: int | None = None, num_layers: int | None = None, tied: bool = False
+) -> Common:
+    """Reads what all families spell alike; raises ModelConfigError on features that no family here has.
 
     `dense_size`: the width of dense layers where a family says nothing of them; `num_layers`: decoder layers
-    where it has another key for them.
+    where it has another key for them; `tied`: whether the head is the embedding where the key is missing.
     """
-    hf.skip("model_type", *_HARMLESS, *_OF_GENERATE)
+    hf.skip(*_HARMLESS, *_OF_GENERATE)
     for name in _REFUSED:
         hf.refuse(name)
     heads = hf.integer("num_attention_heads")
@@ -114,23 +221,24 @@ def read_common(
         raise hf.error("hidden_act", activation, ", ".join(_ACTIVATIONS))
     dtype = hf.string("dtype", "torch_dtype", default="bfloat16")
     bos = hf.integers("bos_token_id")
-    return {
-        "vocab_size": hf.integer("vocab_size"),
-        "hidden_size": hidden_size,
-        "intermediate_size": hf.integer("intermediate_size") if dense_size is None else dense_size,
-        "num_layers": hf.integer("num_hidden_layers") if num_layers is None else num_layers,
-        "num_heads": heads,
-        "num_kv_heads": kv_heads,
-        "head_dim": hf.integer("head_dim", default=hidden_size // heads),
-        "rms_norm_eps": hf.number("rms_norm_eps"),
-        "activation": activation,
-        "dtype": dtype,
-        "max_model_len": hf.integer("max_position_embeddings"),
-        "attention_bias": hf.boolean("attention_bias", default=False),
-        "tie_word_embeddings": hf.boolean("tie_word_embeddings", default=False),
-        "eos_token_ids": hf.integers("eos_token_id"),
-        "bos_token_id": bos[0] if bos else None,
-    }
+    return Common(
+        model_type=hf.string("model_type"),
+        vocab_size=hf.integer("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=hf.integer("intermediate_size") if dense_size is None else dense_size,
+        num_layers=hf.integer("num_hidden_layers") if num_layers is None else num_layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=hf.integer("head_dim", default=hidden_size // heads),
+        eps=hf.number("rms_norm_eps"),
+        activation=activation,
+        dtype=dtype,
+        max_model_len=hf.integer("max_position_embeddings"),
+        attention_bias=hf.boolean("attention_bias", default=False),
+        tie_word_embeddings=hf.boolean("tie_word_embeddings", default=tied),
+        eos_token_ids=hf.integers("eos_token_id"),
+        bos_token_id=bos[0] if bos else None,
+    )
 
 
 def read_softmax_router(hf: HfKeys, *, renormalizes: bool = False) -> RouterConfig:
@@ -180,14 +288,14 @@ def read_sparse_layers(hf: HfKeys, num_layers: int) -> frozenset[int]:
 
 
 def after_dense(hf: HfKeys, num_layers: int, default: int | None = None) -> frozenset[int]:
-    """MoE layers where the first ones are dense; `default`: how many where the checkpoint does not say."""
+    """Returns the MoE layers after the first dense ones; `default`: how many without a key."""
     if default is not None and not hf.has("first_k_dense_replace"):
         return frozenset(range(default, num_layers))
     return frozenset(range(hf.integer("first_k_dense_replace", minimum=0), num_layers))
 
 
 def listed_or_after_dense(hf: HfKeys, num_layers: int, default: int | None = None) -> frozenset[int]:
-    """MoE layers as `mlp_layer_types` lists them; where it does not, those after the first dense ones."""
+    """Returns the MoE layers that `mlp_layer_types` lists; by default those after the first dense ones."""
     kinds = hf.strings("mlp_layer_types")
     if not kinds:
         return after_dense(hf, num_layers, default)
@@ -197,30 +305,32 @@ def listed_or_after_dense(hf: HfKeys, num_layers: int, default: int | None = Non
     return frozenset(index for index, kind in enumerate(kinds) if kind == "sparse")
 
 
-def read_one_window(hf: HfKeys, num_layers: int, *, used: bool | None = None) -> tuple[int | None, ...]:
-    """`sliding_window` as the window of every layer; empty where it is not `used`.
+def read_one_window(hf: HfKeys, *, used: bool | None = None) -> Window | None:
+    """`sliding_window` as the window of every layer; None where it is not `used`.
 
     `used` None: where there is one. Raises ModelConfigError where it is used and missing.
     """
     if used is False or (used is None and not hf.has("sliding_window")):
         hf.skip("sliding_window")
-        return ()
-    return (hf.integer("sliding_window"),) * num_layers
+        return None
+    return Window(hf.integer("sliding_window"))
 
 
 def read_from_section(
     hf: HfKeys, section: HfKeys | None, name: str, outside: str, default: int, minimum: int = 1
 ) -> int:
-    """An integer of a section that a family was published with. What it lacks, or all of it, may stand
-    `outside` by another name, where transformers writes it in any case.
+    """Reads an integer of a section that a family was published with.
+
+    What it lacks, or all of it, may stand `outside` by another name, where transformers writes it in any
+    case.
     """
     found = hf.integer(outside, default=default, minimum=minimum)
     return found if section is None else section.integer(name, default=found, minimum=minimum)
 
 
-def refuse_bias(hf: HfKeys, common: dict[str, Any]) -> None:
+def refuse_bias(hf: HfKeys, common: Common) -> None:
     """Raises where a family without biases in attention is said to have them."""
-    if common["attention_bias"]:
+    if common.attention_bias:
         raise hf.error("attention_bias", True, "false")
 
 
@@ -233,10 +343,10 @@ def refuse_step_limits(hf: HfKeys) -> None:
         raise hf.error("time_step_limit", limits, "[0.0, Infinity]")
 
 
-def read_windows(hf: HfKeys, num_layers: int) -> tuple[int | None, ...]:
+def read_windows(hf: HfKeys, num_layers: int) -> tuple[Window | None, ...]:
     """`layer_types` and `sliding_window` as the window of each layer; without a list, even layers slide.
 
-    Empty where no layer has a window. Raises ModelConfigError for a list of another length, an unknown
+    Raises ModelConfigError for a list of another length, an unknown
     type, or layers that slide without a window.
     """
     default = tuple(FULL if layer % 2 else SLIDING for layer in range(num_layers))
@@ -248,9 +358,20 @@ def read_windows(hf: HfKeys, num_layers: int) -> tuple[int | None, ...]:
         raise hf.error("layer_types", unknown[0], f"{FULL}, {SLIDING}")
     if SLIDING not in kinds:
         hf.skip("sliding_window")
-        return ()
-    window = hf.integer("sliding_window")
+        return (None,) * num_layers
+    window = Window(hf.integer("sliding_window"))
     return tuple(window if kind == SLIDING else None for kind in kinds)
+
+
+def sliding(attention: GQA, windows: Sequence[Window | None]) -> list[GQA]:
+    """Returns the attention of each layer, which differ in their windows."""
+    return [replace(attention, sight=window) for window in windows]
+
+
+def sliding_rotated(attention: GQA, windows: Sequence[Window | None], kinds: Sequence[str]) -> list[GQA]:
+    """Returns the same where layers that see the whole context are not rotated; `kinds`: `layer_types`."""
+    layers = zip(sliding(attention, windows), kinds, strict=True)
+    return [layer if kind == SLIDING else replace(layer, rope=None) for layer, kind in layers]
 
 
 def every_nth_full(num_layers: int, period: int) -> list[str]:
@@ -259,5 +380,5 @@ def every_nth_full(num_layers: int, period: int) -> list[str]:
 
 
 def read_mtp_layers(hf: HfKeys, *names: str) -> int:
-    """Layers of multi-token prediction after the last decoder layer."""
+    """Returns the number of layers of multi-token prediction after the last decoder layer."""
     return hf.integer(*(names or ("num_nextn_predict_layers", "num_mtp_layers")), default=0, minimum=0)

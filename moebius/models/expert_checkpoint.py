@@ -45,7 +45,7 @@ class ExpertMatrices:
 
     @property
     def has_bias(self) -> bool:
-        """Whether any of them has one."""
+        """Returns whether any of them has one."""
         return any(matrix.bias is not None for matrix in self.all)
 
     @property
@@ -58,12 +58,12 @@ class ExpertMatrices:
 
     @property
     def has_order(self) -> bool:
-        """Whether gate and up are packed with their columns sorted by group."""
+        """Returns whether gate and up are packed with their columns sorted by group."""
         return any(matrix.scheme.reorders for matrix in self.all[:-1])
 
     @property
     def is_rounded(self) -> bool:
-        """Whether these formats only come near what is stored, as with most types of GGUF."""
+        """Returns whether these formats only come near what is stored, as with most types of GGUF."""
         return any(matrix.is_rounded for matrix in self.all)
 
     def check_kept(self) -> None:
@@ -83,7 +83,8 @@ class ExpertMatrices:
                 )
 
     def channel_order(self, reader: SliceReader) -> NDArray[np.uint32] | None:
-        """The stored intermediate channels as they are packed, uint32 `[I]`; None: as they are stored.
+        """Returns the stored intermediate channels as they are packed, uint32 `[I]`; None: as they are
+        stored.
 
         Down's columns are sorted by group; gate and up compute its channels in that order.
         """
@@ -92,7 +93,8 @@ class ExpertMatrices:
     def read(
         self, reader: SliceReader, begin: int, end: int, keeps: bool
     ) -> tuple[SourceMatrix | None, SourceMatrix, SourceMatrix]:
-        """gate (None: there is none) and up `[I, H]`, down `[H, I]` of the channels from `begin` to `end`.
+        """Returns gate (None: there is none) and up `[I, H]`, down `[H, I]` of the channels from `begin` to
+        `end`.
 
         `keeps`: for the packed `formats`, channels by `channel_order`; else as they are stored. Down's bias
         is the first channels': the parts of several servers are added. Raises CheckpointError naming a tensor
@@ -150,7 +152,7 @@ def _first(down: SourceMatrix, begin: int) -> SourceMatrix:
 
 
 def _other_model_type(path: str, model: MoeGeometry) -> str:
-    """The `model_type` that names experts of `model` in another checkpoint than its own.
+    """Returns the `model_type` that names experts of `model` in another checkpoint than its own.
 
     Raises CheckpointError naming what experts there are of another size or kind.
     """
@@ -192,7 +194,7 @@ class ExpertCheckpoint:
         return ExpertCheckpoint(model, layout, finder)
 
     def expert(self, layer: int, expert: int) -> ExpertMatrices:
-        """All matrices. Raises CheckpointError as `matrix` does, or when gate and up differ."""
+        """Returns all matrices. Raises CheckpointError as `matrix` does, or when gate and up differ."""
         gate = self.matrix(layer, expert, "gate") if self.model.is_gated else None
         found = ExpertMatrices(gate, self.matrix(layer, expert, "up"), self.matrix(layer, expert, "down"))
         if gate is not None and gate.packed_format != found.up.packed_format:
@@ -203,7 +205,7 @@ class ExpertCheckpoint:
         return found
 
     def matrix(self, layer: int, expert: int, which: str) -> StoredMatrix:
-        """ "gate", "up" or "down".
+        """Returns the matrix "gate", "up" or "down".
 
         Raises CheckpointError naming a tensor that is missing, mis-shaped, or of a type that no scheme of the
         checkpoint allows.

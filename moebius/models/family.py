@@ -9,7 +9,6 @@ from typing import Literal
 from moebius.checkpoint.gguf.family import GgufFamily
 from moebius.models.config import ModelConfig, VisionConfig
 from moebius.models.keys import HfKeys
-from moebius.models.mtp_layers import like_last_layer
 from moebius.models.names import RenameRule, TensorNames
 
 
@@ -31,7 +30,7 @@ class VisionFamily:
     tokens: Mapping[str, str] = field(default_factory=dict)
 
     def tower_name(self, name: str) -> str | None:
-        """The name in the tower's module; None: the tensor is no part of the tower."""
+        """Returns the name in the tower's module; None: the tensor is no part of the tower."""
         for rule in self.renames:
             matches, renamed = rule.apply(name)
             if matches:
@@ -46,14 +45,13 @@ class MtpFamily:
     `ModelConfig.num_mtp_layers`, which the family reads from config.json, says how many there are.
     """
 
-    hidden_first: bool = False  # As `MtpConfig.hidden_first`.
-    # The model with a number of further decoder layers, as its layers of multi-token prediction are.
-    extend: Callable[[ModelConfig, int], ModelConfig] = like_last_layer
+    # Whether the projection reads the hidden state first; False: the embedding.
+    hidden_first: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One `model_type`. What computes it follows from the switches of the `ModelConfig` that `read` makes."""
+    """One `model_type`. What computes it follows from the layers of the `ModelConfig` that `read` makes."""
 
     model_type: str
     # Raises ModelConfigError naming key, value and what is allowed.

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from moebius.models.attention_config import ExpertKindsConfig
-
-if TYPE_CHECKING:
-    from moebius.models.config import ModelConfig
+from moebius.models.config import ModelConfig, ModelConfigError
+from moebius.models.layers.ffn import MoE
+from moebius.models.layers.router import ExpertKindsConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +43,7 @@ class MoeGeometry:
 
     @property
     def is_gated(self) -> bool:
-        """Whether experts have three matrices: gate, up and down, not only the last two."""
+        """Returns whether experts have three matrices: gate, up and down, not only the last two."""
         return self.activation != "relu2"
 
     @property
@@ -53,34 +52,41 @@ class MoeGeometry:
         return self.top_k * self.num_experts / (self.num_experts + self.num_zero_experts)
 
     def stored_place(self, expert: int) -> tuple[int, int, int]:
-        """Its number in the checkpoint, the first of its channels there, and the channels that are stored."""
+        """Returns its number in the checkpoint, its first channel there, and the channels that are stored."""
         if self.kinds is None:
             return expert, 0, self.moe_intermediate_size
         return self.kinds.stored_place(expert)
 
     def limit_of(self, layer: int) -> float:
-        """Where the experts of a decoder layer clamp."""
+        """Returns where the experts of a decoder layer clamp."""
         return self.layer_limits[layer] if self.layer_limits else self.limit
 
     @staticmethod
     def of(config: ModelConfig) -> MoeGeometry:
-        """The geometry of the whole model, not of a rank's part."""
-        moe = config.moe
+        """The geometry of the whole model, not of a rank's part.
+
+        Raises ModelConfigError for a model without experts.
+        """
+        if not config.routed:
+            raise ModelConfigError(f"{config.model_type}: no layer has experts; allowed: models with experts")
+        first = next(iter(config.routed.values()))
+        limits = {layer: ffn.experts.limit for layer, ffn in config.routed.items()}
+        differ = len(set(limits.values())) > 1
         return MoeGeometry(
             model_type=config.model_type,
-            hidden_size=moe.latent_size or config.hidden_size,
+            hidden_size=first.expert_input_size(config.hidden_size),
             num_layers=config.num_layers,
             moe_layers=config.moe_layer_ids,
-            num_experts=moe.router.num_experts,
-            top_k=moe.router.top_k,
-            moe_intermediate_size=moe.intermediate_size,
-            activation=moe.expert_activation,
+            num_experts=first.router.num_experts,
+            top_k=first.router.top_k,
+            moe_intermediate_size=first.experts.intermediate_size,
+            activation=first.experts.activation,
             dtype=config.dtype,
-            alpha=moe.expert_alpha,
-            limit=moe.expert_limit,
-            layer_limits=moe.expert_limits,
-            has_bias=moe.expert_bias,
-            kinds=moe.kinds,
-            num_zero_experts=moe.router.num_zero_experts,
+            alpha=first.experts.alpha,
+            limit=first.experts.limit,
+            layer_limits=tuple(limits.get(i, math.inf) for i in range(config.num_layers)) if differ else (),
+            has_bias=first.experts.has_bias,
+            kinds=first.kinds if isinstance(first, MoE) else None,
+            num_zero_experts=first.router.num_zero_experts,
             mtp_heads=config.num_mtp_heads,
         )

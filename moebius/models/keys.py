@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from moebius.models.config import ModelConfigError
+from moebius.models.errors import ModelConfigError
 
 _MISSING = object()
 
@@ -22,7 +22,7 @@ class HfKeys:
         self._asked: set[str] = set()
 
     def with_values(self, **values: Any) -> HfKeys:
-        """The same object with other values of some keys; what is asked of either counts for both."""
+        """Returns the same object with other values of some keys; what is asked of either counts for both."""
         changed = HfKeys(self.source, self._values | values)
         changed._asked = self._asked
         return changed
@@ -46,17 +46,17 @@ class HfKeys:
         return default
 
     def has(self, name: str) -> bool:
-        """Whether the key is there and not null; counts as asked for."""
+        """Returns whether the key is there and not null; counts as asked for."""
         self._asked.add(name)
         return self._values.get(name) is not None
 
     def is_null(self, name: str) -> bool:
-        """Whether the key is there, but null; counts as asked for."""
+        """Returns whether the key is there, but null; counts as asked for."""
         self._asked.add(name)
         return name in self._values and self._values[name] is None
 
     def value(self, name: str) -> Any:
-        """A key's value as it is; None when absent."""
+        """Returns a key's value as it is; None when absent."""
         return self._get((name,), None)
 
     def error(self, name: str, value: object, allowed: str) -> ModelConfigError:
@@ -64,35 +64,35 @@ class HfKeys:
         return ModelConfigError(f"{self.source}: {name} = {value!r} is not supported; allowed: {allowed}")
 
     def integer(self, *names: str, default: int | object = _MISSING, minimum: int = 1) -> int:
-        """An integer of at least `minimum`."""
+        """Returns an integer of at least `minimum`."""
         value = self._get(names, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise self.error(names[0], value, f"an integer >= {minimum}")
         return value
 
     def number(self, *names: str, default: float | object = _MISSING) -> float:
-        """A finite number greater than zero."""
+        """Returns a finite number greater than zero."""
         value = self._get(names, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
             raise self.error(names[0], value, "a number > 0")
         return float(value)
 
     def boolean(self, *names: str, default: bool | object = _MISSING) -> bool:
-        """true or false."""
+        """Returns True or False."""
         value = self._get(names, default)
         if not isinstance(value, bool):
             raise self.error(names[0], value, "true or false")
         return value
 
     def string(self, *names: str, default: str | object = _MISSING) -> str:
-        """A string."""
+        """Returns a string."""
         value = self._get(names, default)
         if not isinstance(value, str):
             raise self.error(names[0], value, "a string")
         return value
 
     def integers(self, *names: str) -> tuple[int, ...]:
-        """An integer or a list of integers; absent: empty."""
+        """Returns an integer or a list of integers; absent: empty."""
         value = self._get(names, [])
         items = value if isinstance(value, list) else [value]
         if not all(isinstance(item, int) and not isinstance(item, bool) for item in items):
@@ -100,7 +100,7 @@ class HfKeys:
         return tuple(items)
 
     def numbers(self, *names: str) -> tuple[float, ...]:
-        """A list of finite numbers greater than zero."""
+        """Returns a list of finite numbers greater than zero."""
         value = self._get(names, _MISSING)
         if not isinstance(value, list) or not all(
             isinstance(item, int | float) and not isinstance(item, bool) and 0 < item < float("inf")
@@ -110,14 +110,14 @@ class HfKeys:
         return tuple(float(item) for item in value)
 
     def strings(self, *names: str) -> tuple[str, ...]:
-        """A list of strings; absent: empty."""
+        """Returns a list of strings; absent: empty."""
         value = self._get(names, [])
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise self.error(names[0], value, "a list of strings")
         return tuple(value)
 
     def section(self, *names: str) -> HfKeys | None:
-        """A nested object; None when absent."""
+        """Returns a nested object; None when absent."""
         value = self._get(names, None)
         if value is None:
             return None

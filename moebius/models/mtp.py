@@ -13,7 +13,11 @@ from pathlib import Path
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.index import has_weights
 from moebius.models.checkpoint import open_index
-from moebius.models.config import ModelConfig, ModelConfigError, MtpConfig
+from moebius.models.config import ModelConfig, ModelConfigError
+from moebius.models.layers.latent import MLA
+from moebius.models.layers.layer import Layer, mixers
+from moebius.models.layers.recurrent import Recurrent
+from moebius.models.layers.residual import NextToken, Sequential
 from moebius.models.registry import FAMILIES, family_of
 
 # What a layer of multi-token prediction has besides those of a decoder layer, by its canonical name.
@@ -22,7 +26,7 @@ _OTHERWISE = "allowed: speculative_method off or ngram"
 
 
 def with_heads(config: ModelConfig, count: int, source: str) -> ModelConfig:
-    """The model with its first `count` layers of multi-token prediction, or as many as it has.
+    """Returns the model with its first `count` layers of multi-token prediction, or as many as it has.
 
     Raises ModelConfigError naming what is missing: a family that has none or whose layers are not known, a
     config.json (`source`) that promises none.
@@ -39,9 +43,20 @@ def with_heads(config: ModelConfig, count: int, source: str) -> ModelConfig:
             f"{source}: speculative_method mtp: the configuration has no layers of multi-token prediction "
             f"(num_nextn_predict_layers is 0 or absent); {_OTHERWISE}"
         )
-    heads = min(count, config.num_mtp_layers)
-    extended = family.mtp.extend(config, heads)
-    return replace(extended, mtp=MtpConfig(heads, family.mtp.hidden_first))
+    head = _head(config, family.mtp.hidden_first)
+    return replace(config, layers=config.layers + (head,) * min(count, config.num_mtp_layers))
+
+
+def _head(config: ModelConfig, hidden_first: bool) -> Layer:
+    """A layer of multi-token prediction: like the last one, with experts and its own choice of tokens."""
+    last = config.layers[-1]
+    mixer = next(m for layer in reversed(config.layers) for m in layer.mixers if not isinstance(m, Recurrent))
+    if isinstance(mixer, MLA) and mixer.is_sparse:
+        indexers = (m.indexer for m in mixers(config.layers) if isinstance(m, MLA) and m.indexer is not None)
+        mixer = replace(mixer, indexer=next(indexers), latents_back=0, shares_latents=False)
+    *_, ffn = config.routed.values()
+    inner = last.residual if isinstance(last.residual, Sequential) else Sequential()
+    return Layer(mixer, ffn, last.norm, NextToken(inner, hidden_first))
 
 
 def check_heads(config: ModelConfig, directory: str | Path) -> None:
@@ -50,7 +65,7 @@ def check_heads(config: ModelConfig, directory: str | Path) -> None:
     From headers alone; a directory without weights is not looked at. What decoder layers have is checked by
     those who load it.
     """
-    if config.mtp is None or not has_weights(directory):
+    if not config.num_mtp_heads or not has_weights(directory):
         return
     names = family_of(config.model_type).names
     canonical = (

@@ -19,7 +19,7 @@ class RenameRule:
     canonical: str | None  # The same names here, with as many stars; None: left out on purpose.
 
     def apply(self, name: str) -> tuple[bool, str | None]:
-        """Whether the rule matches, and the new name."""
+        """Returns whether the rule matches, and the new name."""
         match = re.fullmatch(_pattern(self.stored), name)
         if match is None or self.canonical is None:
             return match is not None, None
@@ -85,7 +85,7 @@ def drop(stored: str) -> RenameRule:
 
 
 def rename(stored: str, canonical: str) -> RenameRule:
-    """`rename("model.layers.*.mlp.shared_mlp.**", "model.layers.*.mlp.shared_experts.**")`; see the class."""
+    """Returns a rule, as `rename("model.layers.*.mlp.a.**", "model.layers.*.mlp.b.**")`; see the class."""
     return RenameRule(stored, canonical)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from moebius.models.attention_config import NGramConfig
+from moebius.models.layers.residual import NGramConfig
 
 _MASK64 = 2**64 - 1
 # Of the splitmix64 generator (Steele, Lea, Flood 2014).
@@ -27,7 +27,8 @@ def _is_prime(value: int) -> bool:
 
 
 def hash_factors(sizes: NGramConfig, place: int, vocab_size: int) -> list[int]:
-    """The factors of a token and of those before it, in the `place`-th layer that embeds n-grams; odd.
+    """Returns the factors of a token and of those before it, in the `place`-th layer that embeds n-grams;
+    odd.
 
     No product of a token and a factor exceeds 63 bits.
     """
@@ -37,7 +38,7 @@ def hash_factors(sizes: NGramConfig, place: int, vocab_size: int) -> list[int]:
 
 
 def hash_primes(sizes: NGramConfig, place: int) -> list[int]:
-    """Rows of each hash of that layer: the next primes after those of the layers before."""
+    """Returns the rows of each hash of that layer: the next primes after those of the layers before."""
     found: list[int] = []
     candidate = sizes.vocab_base
     while len(found) < (place + 1) * sizes.num_hashes:

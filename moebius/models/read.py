@@ -12,19 +12,12 @@ import structlog
 from moebius.checkpoint.config_file import read_config_file, read_json
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.gguf.files import companion_directory, is_gguf
-from moebius.models.config import (
-    DTYPE_BYTES,
-    DTypeName,
-    ModelConfig,
-    ModelConfigError,
-    ModelOverrides,
-    RouterConfig,
-)
+from moebius.models.config import DTYPE_BYTES, DTypeName, ModelConfig, ModelConfigError, ModelOverrides
 from moebius.models.geometry import MoeGeometry
 from moebius.models.keys import HfKeys
+from moebius.models.layers.router import RouterConfig
 from moebius.models.mtp import check_heads, with_heads
 from moebius.models.registry import FAMILIES, gguf_family, known_families
-from moebius.models.switches import check_switches
 from moebius.models.tied_head import has_own_head
 from moebius.models.vision import read_vision
 
@@ -36,7 +29,7 @@ _COMPUTED_IN: Mapping[str, str] = {"float16": "bfloat16"}
 
 
 def read_config(directory: str | Path) -> dict[str, Any]:
-    """`config.json`, or a GGUF model's metadata, as a mapping; see `flat_config`.
+    """Reads `config.json`, or a GGUF model's metadata, as a mapping; see `flat_config`.
 
     Raises CheckpointError naming the file.
     """
@@ -52,7 +45,8 @@ def read_config(directory: str | Path) -> dict[str, Any]:
 
 
 def read_model_config(directory: str | Path, overrides: ModelOverrides | None = None) -> ModelConfig:
-    """What the model in a directory (or GGUF file) is; `generation_config.json` counts where there is one.
+    """Returns what the model in a directory (or GGUF file) is; `generation_config.json` counts where there is
+    one.
 
     Where the head may be the embedding, the stored tensors decide. Raises ModelConfigError naming the key,
     its value and what is allowed, CheckpointError for such tensors that can not be read, and as
@@ -79,7 +73,7 @@ def read_model_config(directory: str | Path, overrides: ModelOverrides | None = 
 
 
 def read_geometry(directory: str | Path, top_k: int | None = None, mtp_heads: int = 0) -> MoeGeometry:
-    """The routed experts' part of the same description; the others are `ModelOverrides`' fields.
+    """Reads the routed experts' part of the same description; the others are `ModelOverrides`' fields.
 
     Raises ModelConfigError naming the key, its value and what is allowed, and as `mtp.check_heads`.
     """
@@ -97,7 +91,7 @@ def check_described(directory: str | Path) -> None:
 
 
 def _described(directory: Path, overrides: ModelOverrides) -> ModelConfig:
-    """From the configuration alone: no tensor is read."""
+    """Reads the configuration alone, and no tensor."""
     source = str(directory if is_gguf(directory) else directory / "config.json")
     try:
         hf = HfKeys(source, read_config(directory))
@@ -110,10 +104,11 @@ def _described(directory: Path, overrides: ModelOverrides) -> ModelConfig:
         raise hf.error("model_type", hf.string("model_type"), known_families(hf.string("model_type")))
     config = _apply_overrides(hf, family.read(hf), overrides)
     vision = read_vision(hf, family, wanted=not overrides.language_model_only)
-    _check_router(hf, config.moe.router)
+    if not config.routed:
+        raise ModelConfigError(f"{source}: no layer has experts; only mixture-of-experts models are served")
+    _check_router(hf, next(iter(config.routed.values())).router)
     if overrides.mtp_heads:
         config = with_heads(config, overrides.mtp_heads, source)
-    check_switches(config)
     return replace(config, vision=vision, unread_keys=hf.unread)
 
 
@@ -134,11 +129,11 @@ def _check_router(hf: HfKeys, router: RouterConfig) -> None:
 
 def _apply_overrides(hf: HfKeys, config: ModelConfig, overrides: ModelOverrides) -> ModelConfig:
     if overrides.top_k is not None:
-        config = replace(config, moe=config.moe.with_top_k(overrides.top_k))
+        config = config.with_top_k(overrides.top_k)
     if overrides.max_model_len is not None:
         if overrides.max_model_len > config.max_model_len:
             raise hf.error("max_model_len", overrides.max_model_len, f"at most {config.max_model_len}")
-        config = replace(config, max_model_len=overrides.max_model_len)
+        config = config.with_max_model_len(overrides.max_model_len)
     stored: str = config.dtype
     dtype = _COMPUTED_IN.get(stored, stored) if overrides.dtype == "auto" else overrides.dtype
     if dtype not in DTYPE_BYTES:

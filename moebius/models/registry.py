@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def _families() -> dict[str, Family]:
-    """Of all modules in `families`, in the order of their names."""
+    """Returns the families of all modules in `families`, in the order of their names."""
     found: dict[str, Family] = {}
     for module in pkgutil.iter_modules(families.__path__):
         for family in import_module(f"{families.__name__}.{module.name}").FAMILIES:
@@ -42,7 +42,7 @@ _RELATIVES = dict.fromkeys(
 
 
 def known_families(model_type: str) -> str:
-    """What is allowed in the place of a `model_type` that no module describes."""
+    """Returns what is allowed in the place of a `model_type` that no module describes."""
     reason = _RELATIVES.get(model_type)
     return ", ".join(sorted(FAMILIES)) + ("" if reason is None else f" ({reason})")
 
@@ -58,7 +58,7 @@ def family_of(model_type: str) -> Family:
 
 
 def vision_family(model_type: str) -> VisionFamily:
-    """The vision part of a family that has a tower. Raises ModelConfigError for any other."""
+    """Returns the vision part of a family that has a tower. Raises ModelConfigError for any other."""
     vision = family_of(model_type).vision
     if vision is None:
         raise ModelConfigError(f"model_type {model_type!r} has no vision tower")
@@ -66,7 +66,7 @@ def vision_family(model_type: str) -> VisionFamily:
 
 
 def gguf_family(model: GgufModel) -> tuple[Family, GgufFamily]:
-    """The family that a GGUF model is of; of several of one architecture, that of its way of gating.
+    """Returns the family that a GGUF model is of; of several of one architecture, that of its way of gating.
 
     Raises CheckpointError naming an architecture that none has, or a model without experts.
     """

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from moebius.models.config import NUM_AXES, RopeConfig
 from moebius.models.keys import HfKeys
+from moebius.models.layers.rope import NUM_AXES, RopeConfig
 
 _KIND_KEYS = ("rope_type", "type")
 _ORIGINAL = "original_max_position_embeddings"
@@ -105,7 +105,7 @@ class SectionDefaults:
 
 
 def _numbers(hf: HfKeys, rope: HfKeys, scaling: RopeScaling) -> dict[str, float]:
-    """What the kind needs, defaults filled in."""
+    """Returns what the kind needs, defaults filled in."""
     by_lengths = scaling.factor_by_lengths and rope.is_null("factor")
     numbers = {name: rope.number(name) for name in scaling.required if not (name == "factor" and by_lengths)}
     if scaling.original_length:
@@ -129,7 +129,7 @@ PairFactors = tuple[tuple[float, ...], ...]
 
 
 def _pair_factors(rope: HfKeys, scaling: RopeScaling, num_pairs: int) -> PairFactors:
-    """A number for each pair, twice; none where the kind has none."""
+    """Returns a number for each pair, twice; none where the kind has none."""
     found = tuple(rope.numbers(name) for name in scaling.pair_factors or ())
     for name, factors in zip(scaling.pair_factors or (), found, strict=True):
         if len(factors) != num_pairs:
@@ -138,7 +138,7 @@ def _pair_factors(rope: HfKeys, scaling: RopeScaling, num_pairs: int) -> PairFac
 
 
 def _scaling(hf: HfKeys, rope: HfKeys | None, num_pairs: int) -> tuple[str, dict[str, float], PairFactors]:
-    """Kind, its numbers, and those of pairs."""
+    """Returns the kind, its numbers, and those of pairs."""
     if rope is None:
         return "default", {}, ()
     kind = rope.string(*_KIND_KEYS, default="default")
@@ -169,7 +169,8 @@ def _sections(rope: HfKeys, mrope: SectionDefaults) -> tuple[int, ...]:
 def read_layer_ropes(
     hf: HfKeys, kinds: Sequence[str], head_dim: int, defaults: Mapping[str, tuple[float, float]]
 ) -> tuple[RopeConfig, ...]:
-    """Rotary embedding of each layer, where `rope_parameters` has an entry for each of `layer_types`.
+    """Reads the rotary embedding of each layer, where `rope_parameters` has an entry for each of
+    `layer_types`.
 
     `kinds`: the type of each layer; `defaults`: theta and partial factor of a type, where the checkpoint does
     not say. Keys that stand outside of entries count for all types.

@@ -30,7 +30,7 @@ _ROWS = 1024
 
 
 def has_own_head(directory: Path, config: ModelConfig) -> bool:
-    """Whether a head is stored whose values, in the model's dtype, are not those of the embedding.
+    """Returns whether a head is stored whose values, in the model's dtype, are not those of the embedding.
 
     Reads the two matrices only where both are stored, and no further than to the first difference. A head of
     another shape or in unreadable parts is one of its own, which the loader then refuses by name. Raises
@@ -51,13 +51,13 @@ def has_own_head(directory: Path, config: ModelConfig) -> bool:
 
 
 def is_stored_as_head(index: CheckpointIndex, model_type: str, num_layers: int) -> bool:
-    """Whether the one matrix of both is stored under the head's name alone."""
+    """Returns whether the one matrix of both is stored under the head's name alone."""
     tensors = _stored(index, model_type, num_layers)
     return _has(tensors, HEAD) and not _has(tensors, EMBEDDING)
 
 
 def _stored(index: CheckpointIndex, model_type: str, num_layers: int) -> dict[str, TensorInfo]:
-    """Tensors of both modules, by canonical name."""
+    """Returns the tensors of both modules, by canonical name."""
     names = family_of(model_type).names
     named = ((names.canonical_name(name, num_layers), info) for name, info in index.tensors.items())
     return {name: info for name, info in named if name and name.rpartition(".")[0] in (HEAD, EMBEDDING)}

@@ -29,7 +29,7 @@ _HARMLESS = (
 
 
 def read_grid_vision(hf: HfKeys, vision: HfKeys) -> VisionConfig:
-    """Qwen3-VL, GLM and MiniMax: square merges of patches."""
+    """Reads Qwen3-VL, GLM and MiniMax: square merges of patches."""
     return VisionConfig(
         image_token_id=hf.integer("image_token_id", "image_token_index", minimum=0),
         merge_size=vision.integer("spatial_merge_size", default=2),
@@ -40,7 +40,7 @@ def read_grid_vision(hf: HfKeys, vision: HfKeys) -> VisionConfig:
 
 
 def read_pixtral_vision(hf: HfKeys, vision: HfKeys) -> VisionConfig:
-    """Mistral: a projection merges the patches of a token."""
+    """Reads Mistral: a projection merges the patches of a token."""
     hf.refuse("vision_feature_layer", -1)
     return VisionConfig(
         image_token_id=hf.integer("image_token_index", "image_token_id", default=10, minimum=0),
@@ -56,7 +56,7 @@ PIXTRAL_TOKENS = {"line": "[IMG_BREAK]", "end": "[IMG_END]"}
 
 
 def read_vision(hf: HfKeys, family: Family, *, wanted: bool = True) -> VisionConfig | None:
-    """The model's vision tower; None: the family, or this checkpoint, has none, or it is not `wanted`.
+    """Reads the model's vision tower; None: the family, or this checkpoint, has none, or it is not `wanted`.
 
     Raises ModelConfigError for a wanted tower's keys.
     """

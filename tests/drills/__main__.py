@@ -102,7 +102,7 @@ def run_files(period: Period = 5, streams: Streams = 4, output: Output = None) -
 def run_memory(
     duration: Duration = 300, period: Period = 3, streams: Streams = 8, seed: Seed = 1, output: Output = None
 ) -> None:
-    """Bits of packed experts flip, or become NaN: found and mended, no wrong text once it is known."""
+    """Bits of packed experts flip, or become NaN: found and repaired, no wrong text once it is known."""
     settings = {"duration": duration, "period": period, "streams": streams, "seed": seed}
     report = Report("memory", settings)
     memory.run(report, duration, period, streams, seed)
@@ -113,7 +113,7 @@ def run_memory(
 def run_residents(
     duration: Duration = 120, period: Period = 3, streams: Streams = 8, seed: Seed = 1, output: Output = None
 ) -> None:
-    """As memory, of experts that the engine holds itself, with the host as its device."""
+    """Runs the drill `memory` for experts that the engine holds itself, with the host as its device."""
     settings = {"duration": duration, "period": period, "streams": streams, "seed": seed}
     report = Report("residents", settings)
     residents.run(report, duration, period, streams, seed)

@@ -34,7 +34,7 @@ class Servers:
         (self.mailbox,) = mailboxes_of(session.stack)
 
     def look(self, index: int) -> ServerState:
-        """One server now."""
+        """Returns one server now."""
         return server_health(self.mailbox)[index]
 
     def strike(self, index: int, number: signal.Signals = signal.SIGKILL) -> int:
@@ -148,7 +148,7 @@ def _repeat(
     chance: random.Random,
     what: str,
 ) -> Iterator[float]:
-    """Seconds from each second fault to the next right answer; ends early when there is none."""
+    """Yields the seconds from each second fault to the next right answer; ends early when there is none."""
     for number in range(count):
         fault(servers, turns[number % len(turns)], chance)
         moment = time.monotonic()

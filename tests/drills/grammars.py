@@ -53,7 +53,7 @@ def run(report: Report, duration_s: float, clients: int) -> None:
 async def _load(
     session: Session, duration_s: float, clients: int
 ) -> tuple[Counter[str], list[float], list[bool]]:
-    """Answers of the heavy requests; seconds of each small one; whether /ready said so."""
+    """Returns the answers of the heavy requests; seconds of each small one; whether /ready said so."""
     heavy, small, ready = Counter[str](), list[float](), list[bool]()
     end = time.monotonic() + duration_s
     seeds = itertools.count(1)

@@ -45,7 +45,7 @@ class Tally:
     details: list[str]
 
     def count(self, *fates: Fate) -> int:
-        """Requests of these fates."""
+        """Returns the number of requests of these fates."""
         return sum(self.fates.get(fate, 0) for fate in fates)
 
 
@@ -62,7 +62,7 @@ def tally(outcomes: Sequence[Outcome]) -> Tally:
 
 
 def error_of(document: Any) -> str | None:
-    """The message of an error in OpenAI's shape; None when it has another one."""
+    """Returns the message of an error in OpenAI's shape; None when it has another one."""
     error = document.get("error") if isinstance(document, dict) else None
     if not isinstance(error, dict) or not {"message", "type", "param", "code"} <= error.keys():
         return None
@@ -70,7 +70,9 @@ def error_of(document: Any) -> str | None:
 
 
 async def stream_text(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> tuple[Fate, str]:
-    """The text of a streamed chat answer ("right": it is whole, whatever it says), or what came instead."""
+    """Returns the text of a streamed chat answer ("right": it is whole, whatever it says), or what came
+    instead.
+    """
     pieces: list[str] = []
     async with client.stream("POST", path, json=body | {"stream": True}) as response:
         if response.status_code != 200:
@@ -96,7 +98,7 @@ async def stream_text(client: httpx.AsyncClient, path: str, body: dict[str, Any]
 
 
 def refusal(status: int, content: bytes) -> tuple[Fate, str]:
-    """What an answer with an error status is."""
+    """Returns what an answer with an error status is."""
     try:
         message = error_of(json.loads(content))
     except ValueError:

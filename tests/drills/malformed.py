@@ -124,5 +124,5 @@ def _growth(samples: list[Sample]) -> list[Drift]:
 
 
 def _file_growth(growth: list[float]) -> list[Drift]:
-    """Of processes that read files: from their fifth part on."""
+    """Returns the growth of processes that read files, from their fifth part on."""
     return [Drift("readers of files rss_mib", 0.0, max(growth), 2 * KEPT_MIB)] if growth else []

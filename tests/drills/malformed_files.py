@@ -66,7 +66,7 @@ def write_gguf_checkpoint(directory: Path) -> Path:
 
 
 def _safetensors_case(rng: random.Random, whole: bytes) -> bytes:
-    """The file with another header, whose length mostly agrees."""
+    """Returns the file with another header, whose length mostly agrees."""
     length = int.from_bytes(whole[:8], "little")
     header, data = whole[8 : 8 + length], whole[8 + length :]
     kind = rng.randrange(10)
@@ -85,7 +85,7 @@ def _safetensors_case(rng: random.Random, whole: bytes) -> bytes:
 
 
 def _gguf_case(rng: random.Random, whole: bytes, header_bytes: int) -> bytes:
-    """The file with changed bytes in its header, most of them where numbers and lengths stand."""
+    """Returns the file with changed bytes in its header, most of them where numbers and lengths stand."""
     header, data = bytearray(whole[:header_bytes]), whole[header_bytes:]
     kind = rng.randrange(6)
     if kind == 0:
@@ -205,7 +205,9 @@ def _entry(directory: Path, model: Path, numbers: range, seed: int, results: Any
 
 
 def read_all(directory: Path, model: Path, count: int, seed: int) -> tuple[list[Outcome], list[float]]:
-    """Outcomes of `count` malformed files, and the growth of each process that read a chunk of them, MiB."""
+    """Returns the outcomes of `count` malformed files, and the growth of each process that read a chunk of
+    them, MiB.
+    """
     context = multiprocessing.get_context("spawn")
     outcomes: list[Outcome] = []
     growth: list[float] = []

@@ -80,7 +80,7 @@ async def _body(client: httpx.AsyncClient, rng: random.Random) -> Outcome:
 
 
 def _broken_http(rng: random.Random) -> bytes:
-    """Bytes that begin like a request, more or less."""
+    """Returns the bytes that begin like a request, more or less."""
     body = b'{"model": "drill", "prompt": "a", "max_tokens": 1}'
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     length = b"Content-Length: %d\r\n" % len(body)

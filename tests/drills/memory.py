@@ -1,4 +1,6 @@
-"""Memory of packed experts changes while greedy streams run: found, mended, not answered once it is known."""
+"""Memory of packed experts changes while greedy streams run: found, repaired, not answered once it
+is known.
+"""
 
 from __future__ import annotations
 
@@ -115,7 +117,7 @@ def _server(chosen: random.Random) -> tuple[int]:
 
 
 def _expert(chosen: random.Random) -> tuple[int, int]:
-    """Of the drill's checkpoint: layer and expert."""
+    """Returns the expert of the drill's checkpoint: layer and expert."""
     return chosen.randrange(2), chosen.randrange(6)
 
 

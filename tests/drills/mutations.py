@@ -57,7 +57,7 @@ NUMBERS = (
 
 
 def value(rng: random.Random, depth: int = 0) -> Any:
-    """Any JSON value, mostly a wrong one."""
+    """Returns any JSON value, mostly a wrong one."""
     kind = rng.randrange(8 if depth < 3 else 5)
     if kind == 0:
         return rng.choice([None, True, False])
@@ -90,7 +90,7 @@ def document(rng: random.Random, valid: Any) -> Any:
 
 
 def _changed(rng: random.Random, node: Any) -> Any:
-    """The node with one change somewhere within."""
+    """Returns the node with one change somewhere within."""
     if isinstance(node, dict) and node and rng.random() < 0.85:
         key = rng.choice(list(node))
         action = rng.randrange(6)
@@ -117,7 +117,7 @@ def _changed(rng: random.Random, node: Any) -> Any:
 
 
 def json_bytes(rng: random.Random, valid: Any) -> bytes:
-    """A JSON text: a changed document, or a right one with changed bytes."""
+    """Returns a JSON text: a changed document, or a right one with changed bytes."""
     kind = rng.randrange(10)
     if kind < 7:
         return json.dumps(document(rng, valid), ensure_ascii=rng.random() < 0.5).encode(
@@ -135,7 +135,7 @@ def json_bytes(rng: random.Random, valid: Any) -> bytes:
 
 
 def changed_bytes(rng: random.Random, valid: bytes) -> bytes:
-    """The bytes with some flipped, cut, doubled or inserted."""
+    """Returns the bytes with some flipped, cut, doubled or inserted."""
     data = bytearray(valid)
     for _ in range(rng.choice([1, 1, 2, 8])):
         place = rng.randrange(len(data) + 1)
@@ -156,7 +156,7 @@ def changed_bytes(rng: random.Random, valid: bytes) -> bytes:
 
 
 def message_bytes(rng: random.Random, valid: Message) -> bytes:
-    """A serialised message: with changed fields, or with changed bytes."""
+    """Returns a serialised message: with changed fields, or with changed bytes."""
     if rng.random() < 0.5:
         return changed_bytes(rng, valid.SerializeToString())
     changed = copy.deepcopy(valid)
@@ -170,15 +170,15 @@ def _change_field(rng: random.Random, message: Message) -> None:
     if not message.DESCRIPTOR.fields:
         return
     field = rng.choice(message.DESCRIPTOR.fields)
-    if field.message_type is not None and field.message_type.GetOptions().map_entry:
-        getattr(message, field.name).clear()
-    elif field.message_type is not None:
-        part = getattr(message, field.name)
-        _change_field(rng, part.add() if field.is_repeated else part)
-    elif field.is_repeated:
-        getattr(message, field.name).extend(_scalar(rng, field) for _ in range(rng.choice([1, 3, 500])))
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:  # type: ignore[attr-defined]
+        getattr(message, field.name).clear()  # type: ignore[attr-defined]
+    elif field.message_type is not None:  # type: ignore[attr-defined]
+        part = getattr(message, field.name)  # type: ignore[attr-defined]
+        _change_field(rng, part.add() if field.is_repeated else part)  # type: ignore[attr-defined]
+    elif field.is_repeated:  # type: ignore[attr-defined]
+        getattr(message, field.name).extend(_scalar(rng, field) for _ in range(rng.choice([1, 3, 500])))  # type: ignore[attr-defined]
     else:
-        setattr(message, field.name, _scalar(rng, field))
+        setattr(message, field.name, _scalar(rng, field))  # type: ignore[attr-defined]
 
 
 def _scalar(rng: random.Random, field: FieldDescriptor) -> Any:

@@ -69,7 +69,7 @@ class Report:
         return 0 if self.kept else 1
 
     def row(self) -> dict[str, Any]:
-        """The JSON row."""
+        """Returns the JSON row."""
         numbers = tally(self.outcomes)
         return {
             "drill": self.drill,

@@ -87,7 +87,7 @@ def _to_nan(weight: bytes) -> bytes:
 
 
 def _flip(weight: bytes) -> bytes:
-    """The sign, and the second highest bit of the fraction: outputs stay finite."""
+    """Returns the sign, and the second highest bit of the fraction: outputs stay finite."""
     return bytes([*weight[:2], weight[2] ^ 0x20, weight[3] ^ 0x80])
 
 

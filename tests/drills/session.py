@@ -43,7 +43,7 @@ class Session:
         return self.stack.log.read_text(errors="replace")
 
     def one(self, name: str) -> psutil.Process | None:
-        """The (first) process of that name; None while there is none."""
+        """Returns the (first) process of that name; None while there is none."""
         return next(iter(processes_of(self.stack).get(name, [])), None)
 
     def send(self, name: str, number: signal.Signals) -> psutil.Process | None:
@@ -57,7 +57,7 @@ class Session:
         return process
 
     def ready(self) -> bool:
-        """Whether /ready answers 200 now."""
+        """Returns whether /ready answers 200 now."""
         with contextlib.suppress(httpx.HTTPError):
             return httpx.get(f"{self.stack.base_url}/ready", timeout=2).status_code == 200
         return False
@@ -71,7 +71,7 @@ def serves_again(load: GreedyLoad, moment: float, timeout_s: float) -> float | N
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float, pause_s: float = 0.1) -> bool:
-    """Whether the condition came true in time."""
+    """Returns whether the condition came true in time."""
     end = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > end:

@@ -84,7 +84,7 @@ async def _soak(
 
 
 async def _quiet_sample(session: Session) -> Sample:
-    """Numbers once nothing runs, or after QUIET_S, when something still does."""
+    """Returns numbers once nothing runs, or after QUIET_S, when something still does."""
     until = time.monotonic() + QUIET_S
     while True:
         sample = await asyncio.to_thread(look, session.stack)
@@ -142,7 +142,7 @@ def _any_request(rng: random.Random) -> tuple[str, str, dict[str, Any]]:
         ("tokenize", "/tokenize", {"model": MODEL, "prompt": words}),
         ("refused", "/v1/completions", text | {"max_tokens": "many"}),
     ]
-    return rng.choice(requests)
+    return rng.choice(requests)  # type: ignore[return-value]
 
 
 async def _send(
@@ -212,7 +212,7 @@ def _judge(report: Report, samples: list[Sample], metrics: str) -> None:
 
 
 def _counter(metrics: str, name: str) -> float:
-    """The sum of a counter over its labels; raises when there is none."""
+    """Returns the sum of a counter over its labels; raises when there is none."""
     values = [float(line.rsplit(" ", 1)[1]) for line in metrics.splitlines() if line.startswith(name)]
     if not values:
         raise LookupError(f"the engine has no metric {name}")

@@ -27,7 +27,7 @@ WARM_UP = 0.1
 
 @dataclass(frozen=True)
 class Usage:
-    """Of one process, or of several of one name; filled by `usage`."""
+    """The usage of one process, or of several of one name; filled by `usage`."""
 
     rss_mib: float
     descriptors: int
@@ -70,7 +70,7 @@ def _name(command: Sequence[str]) -> str | None:
 
 
 def look(stack: Stack) -> Sample:
-    """All numbers now."""
+    """Returns all numbers now."""
     found = {name: _grown_up(members) for name, members in processes_of(stack).items()}
     processes = {name: _usage(members) for name, members in found.items() if members}
     shared = 0.0
@@ -158,7 +158,8 @@ class Drift:
 
 
 def drifts(samples: Sequence[Sample]) -> list[Drift]:
-    """Growth of everything that was sampled: at most 5 % and 4 MiB of memory, 2 descriptors and threads.
+    """Returns the growth of everything that was sampled: at most 5 % and 4 MiB of memory, 2 descriptors and
+    threads.
 
     Empty with fewer than 6 samples.
     """

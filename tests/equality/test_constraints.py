@@ -15,7 +15,7 @@ from gpu_service.core.constraint import OutputConstraint, Words
 from gpu_service.core.request import FinishReason, Request
 from gpu_service.core.step import StepPlan
 from gpu_service.engine import token_masks
-from gpu_service.engine.step_runner import Pending, StepRunner
+from gpu_service.engine.step_runner import LaunchedStep, StepRunner
 from gpu_service.experts.client import ExpertUnavailable
 from gpu_service.server.responses import complete
 from moebius.grammar.compile import GrammarError
@@ -65,7 +65,7 @@ def check(request: Request, text: str) -> None:
 def workload(
     is_constrained: Callable[[int], bool] = lambda index: index % 2 == 0, **params: Any
 ) -> list[Request]:
-    """Eight prompts, some with a constraint; fresh objects in every call."""
+    """Returns eight prompts, some with a constraint; fresh objects in every call."""
     return [
         constrained(f"r{i}", prompt_of(i, n), GRAMMARS[i // 2 % 4], seed=i, **params, max_tokens=42)
         if is_constrained(i)
@@ -192,7 +192,9 @@ def run_failing(
 
 
 def test_lost_experts_do_not_show(truth: tuple[dict[str, Any], list[list[int]]]) -> None:
-    """Wherever the failure falls: before or after the masks of the step behind it were supplied."""
+    """Tokens stay the same wherever the failure falls: before or after the masks of the step behind it were
+    supplied.
+    """
     params, expected = truth
     steps = run_failing(lambda step: None, workload(**params))[1].steps
     for lost in range(1, steps + 1, 3):
@@ -220,7 +222,7 @@ class Watching(StepRunner):
         self._inner = inner
         self.awaiting: list[bool] = []
 
-    def launch(self, plan: StepPlan) -> Pending[Any]:
+    def launch(self, plan: StepPlan) -> LaunchedStep:
         self.awaiting.append(plan.awaits_masks)
         return self._inner.launch(plan)
 
@@ -245,7 +247,7 @@ def test_steps_await_masks_only_where_there_are_any(loop: dict[str, Any]) -> Non
 
 
 def replace_name(request: Request, name: str) -> Request:
-    """The same request under another id."""
+    """Returns the same request under another id."""
     request.request_id = f"{name}-{request.request_id}"
     return request
 
@@ -258,7 +260,7 @@ def test_no_overlap_is_lost(loop: dict[str, Any]) -> None:
         engine = harness.engine
         launch = engine._runner.launch
 
-        def noting(plan: StepPlan) -> Pending[Any]:
+        def noting(plan: StepPlan) -> LaunchedStep:
             depths.append(len(engine._in_flight))
             return launch(plan)
 
@@ -318,7 +320,9 @@ def test_min_tokens_puts_the_end_off(loop: dict[str, Any]) -> None:
 
 @LOOPS
 def test_what_no_token_can_spell_ends_with_an_error(loop: dict[str, Any]) -> None:
-    """Never a hang, nor any text; requests in the same batch go on."""
+    """An output that no token can continue ends with an error, without a hang or any text; requests in the
+    same batch go on.
+    """
     with running_engine(**loop) as harness:
         stuck = constrained("stuck", prompt_of(1, 9), Constraint(regex="[ab]{2}日"))
         other = make_request("other", prompt_of(2, 9))
@@ -358,7 +362,7 @@ def test_a_matcher_that_fails_ends_its_output_alone(
 
 
 @LOOPS
-def test_aborted_outputs_hold_up_nobody(loop: dict[str, Any]) -> None:
+def test_aborted_outputs_delay_no_other(loop: dict[str, Any]) -> None:
     """A constrained request may go between the launch of a step and its masks."""
     with running_engine(**loop) as harness:
         endless = constrained("endless", prompt_of(1, 9), Constraint(regex="[a-z]+x{9}"), max_tokens=110)
@@ -431,7 +435,9 @@ def test_an_output_may_open_its_thought_or_not(thinks: bool, loop: dict[str, Any
 
 
 def test_logprobs_are_those_before_the_mask() -> None:
-    """As with every other change of the logits: what the model itself makes of the tokens."""
+    """Log-probabilities are what the model itself makes of the tokens, as with every other change of the
+    logits.
+    """
     with running_engine() as harness:
         masked = constrained("m", prompt_of(1, 9), Constraint(regex="[a-z]"), logprobs=2)
         free = make_request("f", prompt_of(1, 9), logprobs=2, max_tokens=1)
@@ -450,7 +456,7 @@ AMBIGUOUS = (
 
 @LOOPS
 def test_a_grammar_that_becomes_too_complex_ends_its_output(loop: dict[str, Any]) -> None:
-    """Counted, so that ranks agree; the requests next to it are not disturbed."""
+    """The complexity is counted, so that ranks agree; the requests next to it are not disturbed."""
     with running_engine(**loop) as harness:
         ambiguous = constrained(
             "ambiguous", prompt_of(1, 9), Constraint(lark=AMBIGUOUS), max_tokens=110, ignore_eos=True
@@ -503,7 +509,7 @@ def test_others_go_on_while_a_mask_is_computed(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_grammar_whose_first_mask_is_too_complex_is_refused() -> None:
-    """Before the request is queued, with the reason."""
+    """The grammar is refused before the request is queued, with the reason."""
     properties = {f"p{i}": {"type": "string", "pattern": f"^[a-z]{{{i % 50 + 1}}}$"} for i in range(3000)}
     schema = {"type": "object", "properties": properties}
     with pytest.raises(GrammarError, match="items"):
@@ -514,7 +520,7 @@ def test_a_grammar_whose_first_mask_is_too_complex_is_refused() -> None:
     assert compiler().make(Constraint(json_schema=json.dumps(fewer)))
 
 
-def test_a_grammar_that_was_not_announced_keeps_nobody_waiting() -> None:
+def test_a_grammar_that_was_not_announced_delays_no_request() -> None:
     """Where the engine ends while a grammar is sent to ranks, the request that has it gets the error."""
     made = compiler.__wrapped__()  # one of its own
 

@@ -66,7 +66,7 @@ SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "presence_penalty":
     scope="module", params=[("qwen3_moe", 7), ("glm4_moe", 10), ("qwen3_next", 7)], ids=lambda p: str(p[0])
 )
 def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    """A model and its experts."""
+    """Returns a model and its experts."""
     name, num_experts = request.param
     directory: Path = tmp_path_factory.mktemp(name)
     make_tiny_model(name, directory)
@@ -74,7 +74,7 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def requests(count: int, params: dict[str, Any]) -> list[Request]:
-    """Prompts and outputs of different lengths: batches shrink as they end."""
+    """Returns prompts and outputs of different lengths: batches shrink as they end."""
     return [
         Request(
             f"r{i}",
@@ -86,7 +86,7 @@ def requests(count: int, params: dict[str, Any]) -> list[Request]:
 
 
 def run(tiny: Tiny, setup: Setup, wanted: list[Request]) -> list[list[int]]:
-    """All at once in an engine on the host's twins of stream and graphs."""
+    """Returns all at once in an engine on the host's twins of stream and graphs."""
     model, experts = tiny
     with tiny_engine(
         model, experts, OrderedStream(), make_capturable_attention, setup, RecordedOperations()
@@ -115,7 +115,9 @@ def test_replayed_equals_eager(tiny: Tiny, params: dict[str, Any], monkeypatch: 
 
 @pytest.mark.parametrize("tiny", [("qwen3_moe", 7)], indirect=True, ids=lambda p: str(p[0]))
 def test_replays_that_fetch_are_checked(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Begun before the launch, checked after the end; a step whose experts were replaced is run again."""
+    """Fetches are begun before the launch and checked after the end; a step whose experts were replaced is
+    run again.
+    """
     wanted = run(tiny, Setup(), requests(3, GREEDY))
     noted: list[str] = []
 

@@ -36,21 +36,23 @@ TOKENS = 24
 
 
 def deferring(config: MoebiusConfig, count: int, **experts: Any) -> MoebiusConfig:
-    """The configuration with late experts."""
+    """Returns the configuration with late experts."""
     changed = {"defer_experts": count} | experts
     return config.model_copy(update={"experts": config.experts.model_copy(update=changed)})
 
 
 @pytest.fixture(scope="module", params=MODELS)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """Of all layers MoE, and with a dense first layer and shared experts; the directory and transformers'."""
+    """Returns a model with all layers MoE, and with a dense first layer and shared experts; the directory and
+    transformers'.
+    """
     directory = tmp_path_factory.mktemp("deferral") / request.param
     return directory, make_tiny_model(request.param, directory)
 
 
 @pytest.fixture(scope="module")
 def wanted(model: tuple[Path, Any]) -> tuple[Path, list[list[int]]]:
-    """Greedy tokens of the reference with two late experts."""
+    """Returns greedy tokens of the reference with two late experts."""
     directory, reference = model
     defer_in(reference, 2)
     found = []
@@ -65,7 +67,9 @@ def wanted(model: tuple[Path, Any]) -> tuple[Path, list[list[int]]]:
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_logits_follow_the_rule(tmp_path: Path, count: int) -> None:
-    """In one step and in chunks; without the rule, and with another number, they differ."""
+    """Logits follow the rule in one step and in chunks; without the rule, and with another number, they
+    differ.
+    """
     reference = make_tiny_model("qwen3_moe", tmp_path)
     tokens = prompts(reference.config.vocab_size)[1]
     defer_in(reference, count)
@@ -199,7 +203,9 @@ def test_drafts_change_no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_lowest_weights_are_late() -> None:
-    """By weight, whatever the order of a router's list; equal weights by id; rows of padding have none."""
+    """Experts are late by weight, whatever the order of a router's list; equal weights go by id; rows of
+    padding have none.
+    """
     ids = torch.tensor([[5, 1, 3], [3, 5, 1], [-1, -1, -1]], dtype=torch.int32)
     weights = torch.tensor([[0.5, 0.25, 0.25], [0.25, 0.5, 0.25], [0.0, 0.0, 0.0]])
     assert late_choices(ids, weights, 1).tolist() == [[False, True, False], [False, False, True], [False] * 3]
@@ -217,7 +223,7 @@ def test_the_lowest_weights_are_late() -> None:
 def test_what_cannot_work_is_refused(
     tmp_path: Path, name: str, changes: dict[str, Any], message: str
 ) -> None:
-    """In one line that says what is allowed."""
+    """A setting that cannot work is refused in one line that says what is allowed."""
     make_tiny_model(name, tmp_path)
     config = MoebiusConfig(experts=ExpertConfig(**changes))
     with pytest.raises(UserError, match=f"defer_experts: .*{message}"):

@@ -21,7 +21,7 @@ WINDOW = WINDOW_TOKENS // 4
 
 
 def logits_of(client: ExpertClient) -> torch.Tensor:
-    """Logits [T, V] of a text window with all experts chosen; the prompt takes several slots."""
+    """Returns logits [T, V] of a text window with all experts chosen; the prompt takes several slots."""
     return prefill_logits(demo_model(top_k=TOP_K), client, prose_ids()[:WINDOW])
 
 

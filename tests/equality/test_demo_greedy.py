@@ -45,7 +45,7 @@ def ask(answers: list[GoldenAnswer], serving: Serving, shares: tuple[int, ...], 
 
 
 def expected(answers: list[GoldenAnswer]) -> list[list[int]]:
-    """What transformers generated, without the end token."""
+    """Returns what transformers generated, without the end token."""
     return [[token for token in answer.output_ids if token != EOS] for answer in answers]
 
 

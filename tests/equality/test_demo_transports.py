@@ -39,7 +39,7 @@ FLEETS = [
 
 
 def logits_of(client: ExpertClient) -> torch.Tensor:
-    """Logits [T, V] of the text window with all experts chosen."""
+    """Returns logits [T, V] of the text window with all experts chosen."""
     return prefill_logits(demo_model(top_k=TOP_K), client, prose_ids()[:WINDOW_TOKENS])
 
 
@@ -52,7 +52,7 @@ def check_perplexity(logits: torch.Tensor) -> None:
 
 @pytest.fixture(scope="module")
 def reference() -> torch.Tensor:
-    """Logits with the in-process reference client."""
+    """Returns logits with the in-process reference client."""
     config = with_experts(demo_config(TOP_K), expert_transport="local")
     client = make_expert_client(config, read_geometry(config.model.model, TOP_K))
     return logits_of(client)
@@ -74,7 +74,7 @@ def test_every_division_and_transport(fleet: Fleet, reference: torch.Tensor, tmp
 
 
 def both_transports(running: RunningFleet) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits over shared memory, and over gRPC from the same servers."""
+    """Returns logits over shared memory, and over gRPC from the same servers."""
     with running.client("mailbox") as client:
         by_mailbox = logits_of(client)
     with running.client("grpc") as client:

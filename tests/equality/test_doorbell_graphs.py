@@ -52,7 +52,7 @@ def client_of(cluster: Cluster, is_memops: bool = False) -> Iterator[DoorbellExp
 
 
 def run(model: CausalLM, client: DoorbellExpertClient, setup: Setup) -> list[list[int]]:
-    """Batches that shrink from four to one as requests end."""
+    """Returns the batches that shrink from four to one as requests end."""
     params: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "presence_penalty": 0.8}
     wanted = [
         Request(

@@ -29,7 +29,7 @@ from tests.helpers.tiny_models import make_tiny_model
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny checkpoint."""
+    """Returns a tiny checkpoint."""
     found = tmp_path_factory.mktemp("assembled")
     make_tiny_model("glm4_moe", found)
     return found
@@ -52,7 +52,7 @@ def device(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
 
 
 def config_for(directory: Path, gpu: dict[str, Any], placement: dict[str, Any]) -> MoebiusConfig:
-    """A small pool, and graphs for up to four requests."""
+    """Returns a small pool, and graphs for up to four requests."""
     small: dict[str, Any] = {
         "num_pages": 96,
         "page_size": 4,
@@ -72,7 +72,7 @@ def config_for(directory: Path, gpu: dict[str, Any], placement: dict[str, Any]) 
 
 
 def tokens(directory: Path, gpu: dict[str, Any], placement: dict[str, Any] | None = None) -> list[list[int]]:
-    """Greedy and sampled requests of different lengths, all at once."""
+    """Returns greedy and sampled requests of different lengths, all at once."""
     sampled = {"temperature": 0.9, "top_p": 0.95, "presence_penalty": 0.8}
     requests = [
         Request(
@@ -88,7 +88,7 @@ def tokens(directory: Path, gpu: dict[str, Any], placement: dict[str, Any] | Non
 
 @pytest.fixture(scope="module")
 def expected(directory: Path) -> list[list[int]]:
-    """The CPU's engine with its in-process expert client."""
+    """Returns the CPU's engine with its in-process expert client."""
     return tokens(directory, {})
 
 
@@ -97,7 +97,9 @@ def expected(directory: Path) -> list[list[int]]:
 def test_an_assembled_device_says_what_a_cpu_says(
     directory: Path, expected: list[list[int]], gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With graphs, without, and without overlap; graphs are used exactly where they are asked for."""
+    """Tokens agree with graphs, without, and without overlap; graphs are used exactly where they are asked
+    for.
+    """
     replays, original = [0], DecodeGraphs.replay
 
     def replay(*arguments: Any) -> Any:
@@ -114,7 +116,7 @@ def test_an_assembled_device_says_what_a_cpu_says(
 def test_resident_experts_are_assembled_too(
     directory: Path, expected: list[list[int]], placement: dict[str, Any]
 ) -> None:
-    """Without any expert server when all experts are on the device; else next to one."""
+    """The engine runs without any expert server when all experts are on the device, else next to one."""
     assert tokens(directory, {}, placement) == expected
 
 

@@ -14,7 +14,7 @@ LENGTHS = (3, 9, 30, 17, 4, 41, 8, 25)
 
 
 def workload(**params: object) -> list[Request]:
-    """Eight different prompts; fresh objects in every call."""
+    """Returns eight different prompts; fresh objects in every call."""
     return [make_request(f"r{i}", prompt_of(i, n), seed=i, **params) for i, n in enumerate(LENGTHS)]
 
 

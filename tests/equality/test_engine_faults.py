@@ -8,8 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from gpu_service.core.limits import EngineStopped, QueueFull, RequestRefused
-from gpu_service.core.request import FinishReason
+from gpu_service.core.request import EngineStopped, FinishReason, QueueFull, RequestRefused
 from gpu_service.engine.damage import COMPUTE_AGAIN
 from gpu_service.experts.client import ExpertUnavailable
 from gpu_service.experts.resident.watch import ResidentWatch
@@ -115,7 +114,7 @@ class NotingModel(FakeModel):
 
 
 @LOOPS
-def test_nan_of_a_damaged_expert_on_the_device_reaches_nobody(
+def test_nan_of_a_damaged_expert_on_the_device_reaches_no_client(
     loop: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The step is not answered, its requests have their tokens, and all pages are clean afterwards."""
@@ -156,7 +155,7 @@ def test_tokens_after_a_damage_follow_from_those_given_out(loop: dict[str, Any])
 
 @LOOPS
 def test_forgetting_by_an_operation_changes_no_token(loop: dict[str, Any]) -> None:
-    """As several ranks do it, between any two steps."""
+    """Several ranks forget between any two steps, and no token changes."""
     prompts = [prompt_of(i, 20) for i in range(3)]
     with running_engine(**loop, budget=16) as harness:
         expected = harness.run([make_request(f"r{i}", prompt) for i, prompt in enumerate(prompts)])

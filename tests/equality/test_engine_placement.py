@@ -25,13 +25,13 @@ PLACEMENTS: list[dict[str, Any]] = [
 
 
 def placed(config: MoebiusConfig, **placement: Any) -> MoebiusConfig:
-    """The configuration with some experts on the device."""
+    """Returns the configuration with some experts on the device."""
     return config.model_copy(update={"placement": PlacementConfig(**placement)})
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with shared experts and a dense first layer."""
+    """Returns a model with shared experts and a dense first layer."""
     directory = tmp_path_factory.mktemp("placement")
     make_tiny_model(MODEL, directory)
     return directory
@@ -39,7 +39,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wanted(model: Path) -> list[list[int]]:
-    """Tokens with all experts on their servers."""
+    """Returns tokens with all experts on their servers."""
     return engine_tokens(config_for(model), prompts(211))
 
 

@@ -18,7 +18,7 @@ LENGTHS = (5, 33, 18, 12)
 
 
 def config_for(directory: Path, **gpu: Any) -> MoebiusConfig:
-    """The in-process expert reference and a small pool."""
+    """Returns the in-process expert reference and a small pool."""
     defaults: dict[str, Any] = {"num_pages": 64, "page_size": 4, "gpu_threads": 1}
     return MoebiusConfig(
         model=ModelConfigSection(model=str(directory), dtype="float32"),
@@ -28,7 +28,7 @@ def config_for(directory: Path, **gpu: Any) -> MoebiusConfig:
 
 
 def prompts(vocab_size: int) -> list[list[int]]:
-    """Four different prompts."""
+    """Returns four different prompts."""
     return [
         [(i * 37 + k * k * 5 + k) % (vocab_size - 3) + 3 for k in range(n)] for i, n in enumerate(LENGTHS)
     ]

@@ -20,7 +20,7 @@ CHECKS = {"float32": check_float32, "bfloat16": check_half}
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny checkpoint."""
+    """Returns a tiny checkpoint."""
     found = tmp_path_factory.mktemp("families") / "glm4_moe"
     make_tiny_model("glm4_moe", found)
     return found

@@ -70,7 +70,7 @@ def fetching(
 def check_sums(
     found: Streaming, step: StreamedExperts, rows: int, seed: int, resident: ResidentExperts | None
 ) -> None:
-    """Of every layer, as the MoE block asks for them."""
+    """Compares the sums of every layer, as the MoE block asks for them."""
     alone, shape = MadeExperts(found.client.servers), found.client.servers[0].shape
     for layer in range(LAYERS):
         hidden_states, ids, weights = routed(shape, rows, seed=1000 * layer + seed)
@@ -211,7 +211,7 @@ def test_memory_is_given_up_when_no_step_reads_it() -> None:
     world = fetching(tensor_split)
     waited: list[Any] = []
     world.fetcher._device = device = type(world.found.streamer.device)()
-    device.wait = waited.append  # type: ignore[method-assign]
+    device.wait = waited.append  # type: ignore[assignment, method-assign]
     step = world.fetcher.begin()
     thread = threading.Thread(target=world.fetcher.withdraw)
     thread.start()
@@ -276,7 +276,7 @@ def test_a_lane_has_the_link_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_metrics_are_the_figures() -> None:
-    """Under the names in docs/placement.md."""
+    """The metrics have the names in docs/placement.md and the values of the figures."""
     world, registry = fetching(tensor_split), CollectorRegistry()
     metrics.export(world.fetcher, "m", registry)
     for seed in range(3):

@@ -16,8 +16,7 @@ from gpu_service.core.images import PreparedImage
 from gpu_service.core.results import FLOAT16_OVERFLOW
 from gpu_service.device.stream import HostDeviceStream
 from gpu_service.engine.decode_graphs import DecodeGraphs
-from gpu_service.engine.results import TOWER, overflow_error
-from gpu_service.engine.sampler import Sampler
+from gpu_service.engine.sampler import TOWER, Sampler, overflow_error
 from gpu_service.layers.context import ForwardContext
 from gpu_service.ops.overflow import EMBEDDING, FINAL_NORM, NO_OVERFLOW
 from gpu_service.parallel.steps import RankModelRunner
@@ -36,14 +35,14 @@ from tests.helpers.vision_engine import Prompt, vision_engine
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a model in which it happens."""
+    """Returns the checkpoint of a model in which it happens."""
     directory: Path = tmp_path_factory.mktemp("overflowing")
     make_overflowing(directory)
     return directory
 
 
 def test_it_ends_alone_on_a_cpu(checkpoint: Path) -> None:
-    """As the process assembles it."""
+    """The request ends alone in an engine that is assembled as by the process."""
     with running_engine(family_config(checkpoint, "cpu", "float16", {"expert_transport": "local"})) as engine:
         check_overflows(engine.built.engine.submit, engine.ended)
 

@@ -22,7 +22,7 @@ VOCAB, EOS = 300, 2
 
 
 def test_the_suite_is_large() -> None:
-    """At least 200 schemas, of most keywords."""
+    """The suite has at least 200 schemas, of most keywords."""
     assert len(suite()) >= 200
     assert len({schema.name.partition(":")[0] for schema in suite()}) >= 40
 

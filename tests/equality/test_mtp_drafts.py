@@ -11,8 +11,7 @@ import torch
 
 from gpu_service.attention.registry import make_attention
 from gpu_service.core.request import Request, SamplingParams
-from gpu_service.core.step import StepPlan
-from gpu_service.core.token_pool import TokenPool
+from gpu_service.core.step import StepPlan, TokenPool
 from gpu_service.device.stream import HostDeviceStream
 from gpu_service.experts.local_client import LocalExpertClient
 from gpu_service.layers.context import ForwardContext
@@ -23,6 +22,7 @@ from tests.equality.test_no_hidden_waits import NoQuestions
 from tests.helpers.capturable_mla import make_capturable_attention
 from tests.helpers.device_experts import DenseExperts
 from tests.helpers.host_graphs import RecordedOperations
+from tests.helpers.layer_values import router_of
 from tests.helpers.mtp_models import (
     MtpModels,
     MtpReference,
@@ -65,7 +65,7 @@ class WatchedDrafter(MtpDrafter):
 
 
 def requests(params: dict[str, Any]) -> list[Request]:
-    """Prompts shorter and longer than a step, and two that share their beginning."""
+    """Returns prompts shorter and longer than a step, and two that share their beginning."""
     shared = [3 + (k * k * 7 + k) % 200 for k in range(22)]
     prompts = [shared, [5, 6, 7], shared[:18]]
     return [
@@ -77,7 +77,7 @@ def requests(params: dict[str, Any]) -> list[Request]:
 def run(
     directory: Path, heads: int, drafts: int, params: dict[str, Any], **changes: Any
 ) -> tuple[list[list[int]], list[WatchedDrafter], TinyEngine]:
-    """Tokens of all requests, and the draft tokens on the way."""
+    """Returns the tokens of all requests, and the draft tokens on the way."""
     model, watched = tiny_model(directory, HOST, mtp_heads=heads), list[WatchedDrafter]()
 
     def make(model: CausalLM, token_pool: TokenPool) -> WatchedDrafter:
@@ -112,7 +112,9 @@ def check_drafts(
 def test_drafts_change_no_token_and_are_those_of_transformers(
     name: str, params: dict[str, Any], written: MtpModels
 ) -> None:
-    """Of a prompt in chunks, of a shared one, and of decode steps in which most drafts were wrong."""
+    """Tokens stay the same for a prompt in chunks, for a shared one, and for decode steps in which most
+    drafts are rejected.
+    """
     directory, reference = written(name, 1)
     plain, _, _ = run(directory, 0, 0, params)
     tokens, (watched,), _ = run(directory, 1, 1, params)
@@ -121,7 +123,9 @@ def test_drafts_change_no_token_and_are_those_of_transformers(
 
 
 def _within_page(known: list[int], count: int, reference: MtpReference, found: list[int]) -> list[int]:
-    """The reference's drafts; ours from where a pass of the head had no page of the request to write to."""
+    """Returns the reference's drafts; ours from where a pass of the head had no page of the request to write
+    to.
+    """
     last = len(known) - 2
     exact = sum((last + ahead) // PAGE_SIZE == last // PAGE_SIZE for ahead in range(count))
     return [*reference.drafts(known, exact), *found[exact:]]
@@ -139,7 +143,9 @@ def test_a_single_head_goes_on_with_what_it_made(name: str, written: MtpModels) 
 
 
 def test_each_of_several_heads_has_a_draft(written: MtpModels) -> None:
-    """As many as there are heads, though more are asked for; the first one's are exact, as one head's are."""
+    """There are as many drafts as heads, though more are asked for; the first one's are exact, as one head's
+    are.
+    """
     directory, reference = written("glm4_moe", 2)
     plain, _, _ = run(directory, 0, 0, GREEDY)
     tokens, (watched,), _ = run(directory, 2, 3, GREEDY)
@@ -168,7 +174,7 @@ def test_replayed_decode_steps_leave_the_head_what_it_needs(tmp_path: Path) -> N
     write_mtp_model("glm4_moe", tmp_path)
     make_foreseen(tmp_path)
     model = tiny_model(tmp_path, HOST, mtp_heads=1)
-    experts = DenseExperts(tmp_path, model.config.moe.router.num_experts)
+    experts = DenseExperts(tmp_path, router_of(model.config).num_experts)
     found = []
     for largest in (0, 8):
         setup = Setup(largest, budget=16, num_drafts=3, device_drafter=MtpDrafter)
@@ -186,7 +192,7 @@ def test_no_draft_asks_the_device(heads: int, written: MtpModels, monkeypatch: p
     """Which rows are requests' last, only the device knows: the host waits for nothing of it."""
     directory, _ = written("glm4_moe", heads)
     model, asked = tiny_model(directory, HOST, mtp_heads=heads), []
-    experts = DenseExperts(directory, model.config.moe.router.num_experts)
+    experts = DenseExperts(directory, router_of(model.config).num_experts)
 
     def tolist(tensor: torch.Tensor) -> list[Any]:
         raise AssertionError("tolist makes the host wait for the device")

@@ -19,7 +19,7 @@ DRAFTS: dict[str, Any] = {"num_draft_tokens": 3, "adaptive_drafts": False, "spec
 
 @pytest.fixture(scope="module")
 def foreseen(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose head knows what follows."""
+    """Returns a model whose head knows what follows."""
     directory = tmp_path_factory.mktemp("foreseen")
     write_mtp_model(MODELS["glm4_shared"], directory)
     make_foreseen(directory)
@@ -27,7 +27,9 @@ def foreseen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def some_cases(script: Script) -> dict[str, list[Outcome]]:
-    """Chunked prompts in one batch, greedy and drawn; drafts that were verified, and that were right."""
+    """Returns chunked prompts in one batch, greedy and drawn; drafts that were verified, and that
+    were right.
+    """
     greedy = [script.submit(f"a{i}", p, ignore_eos=True) for i, p in enumerate(script.prompts)]
     found = {"greedy": script.wait(greedy)}
     drawn = [
@@ -54,7 +56,7 @@ def test_two_ranks_draft_what_one_does(foreseen: Path) -> None:
     assert 30 < accepted <= verified
 
 
-def test_pipeline_stages_are_refused(foreseen: Path) -> None:
+def test_pipeline_stages_are_refused() -> None:
     """Before anything is loaded, naming the setting and what is allowed."""
     config = MoebiusConfig.model_validate({"gpu": DRAFTS, "parallel": {"pipeline_parallel_size": 2}})
     with pytest.raises(UserError, match=r"not supported with pipeline_parallel_size 2.*allowed: "):

@@ -20,6 +20,7 @@ from gpu_service.ops.router import choose_by_kind, zero_experts
 from protos.engine_pb2 import Constraint
 from tests.helpers.capturable_mla import make_capturable_attention
 from tests.helpers.device_experts import DenseExperts
+from tests.helpers.layer_values import router_of
 from tests.helpers.tiny_engine import Setup, tiny_engine, tiny_model
 from tests.helpers.tiny_models import make_tiny_model
 from tests.helpers.tiny_tokenizer import byte_level_tokenizer
@@ -94,7 +95,7 @@ def test_no_step_asks_the_device(name: str, tmp_path: Path, monkeypatch: pytest.
     """Prefill chunks, mixed batches and decode steps, with everything that the sampler can do."""
     make_tiny_model(name, tmp_path)
     model = tiny_model(tmp_path, torch.device("cpu"))
-    experts = DenseExperts(tmp_path, model.config.moe.router.num_experts)
+    experts = DenseExperts(tmp_path, router_of(model.config).num_experts)
     steps = {"compute": 0, "draw": 0}
 
     def tolist(tensor: torch.Tensor) -> list[Any]:

@@ -28,7 +28,7 @@ Truth = Callable[[str], tuple[Path, dict[str, list[Outcome]]]]
 
 @pytest.fixture(scope="module")
 def truth(tmp_path_factory: pytest.TempPathFactory) -> Truth:
-    """A model's directory, and what one rank says."""
+    """Returns a model's directory, and what one rank says."""
 
     @cache
     def make(name: str) -> tuple[Path, dict[str, list[Outcome]]]:
@@ -118,8 +118,8 @@ def make_masks_slow() -> None:
     token_masks._mask_of = late
 
 
-def outputs_that_sit_out(script: Script) -> dict[str, list[Outcome]]:
-    """The constrained outputs of all cases, then one with a grammar next to one without."""
+def outputs_that_skip_steps(script: Script) -> dict[str, list[Outcome]]:
+    """Returns the constrained outputs of all cases, then one with a grammar next to one without."""
     found = {"constrained": script.run_constrained()}
     prompts = script.prompts
     slow = script.make("slow", prompts[0], constraint=Constraint(regex="[ab]{6}"))
@@ -133,12 +133,12 @@ def outputs_that_sit_out(script: Script) -> dict[str, list[Outcome]]:
 @pytest.mark.parametrize(
     ("tp", "pp", "overlap"), [(2, 1, True), pytest.param(1, 2, False, marks=pytest.mark.full)]
 )
-def test_ranks_let_the_same_outputs_sit_out(truth: Truth, tp: int, pp: int, overlap: bool) -> None:
+def test_ranks_let_the_same_outputs_skip_steps(truth: Truth, tp: int, pp: int, overlap: bool) -> None:
     """An output whose mask takes long is left out of the steps of all ranks until rank 0 has the mask: others
     go on meanwhile, and it becomes what it becomes on one rank whose steps wait for it."""
     directory, expected = truth("qwen3_bias_tied")
     config = rank_config(directory, tp, pp, overlap_scheduling=overlap)
-    found = run_group(config, make_masks_slow, outputs_that_sit_out)
+    found = run_group(config, make_masks_slow, outputs_that_skip_steps)
     tokens = [outcome.token_ids for outcome in expected["constrained"]]
     assert [outcome.token_ids for outcome in found["constrained"]] == tokens
     assert [outcome.finish_reason for outcome in found["slow"]] == ["stop", "length"]
@@ -151,11 +151,11 @@ _LETTERS = {"chunked": "a", "prefix": "b", "scored": "d", "flushed": "e"}
 
 def draft_answers(answers: Answers) -> None:
     """Called in each rank's process: its drafter proposes these, every fourth token changed."""
-    speculation.NGramDrafter = lambda *sizes: AnswerDrafter(answers, 200, 4)  # type: ignore[assignment, misc]
+    speculation.NGramDrafter = lambda *sizes: AnswerDrafter(answers, 200, 4)  # type: ignore[assignment, attr-defined, misc]
 
 
 def cases_and_drafts(script: Script) -> dict[str, list[Outcome]]:
-    """All cases, and how many drafts were verified and accepted meanwhile."""
+    """Returns all cases, and how many drafts were verified and accepted meanwhile."""
     found = script.run_cases()
     load = script.built.engine.load
     return found | {"drafts": [Outcome([load.draft_tokens, load.accepted_tokens], "", 0)]}

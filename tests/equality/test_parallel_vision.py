@@ -24,7 +24,7 @@ from tests.helpers.tiny_vision_models import IMAGE_TOKEN, write_vision_model
 
 
 def image(seed: int, rows: int, columns: int) -> PreparedImage:
-    """Random patches, different for every seed."""
+    """Returns random patches, different for every seed."""
     pixels = np.random.default_rng(seed).normal(size=(4 * rows * columns, 6)).astype(np.float32)
     return PreparedImage(-seed, pixels, (1, 2 * rows, 2 * columns), (rows, columns))
 
@@ -60,7 +60,7 @@ def use_stand_in() -> None:
 
 
 def image_cases(script: Script) -> dict[str, list[Outcome]]:
-    """All at once in chunks, then again from the prefix cache."""
+    """Returns all at once in chunks, then again from the prefix cache."""
     cases = {}
     for name in ("fresh", "prefix"):
         requests = []
@@ -73,7 +73,9 @@ def image_cases(script: Script) -> dict[str, list[Outcome]]:
 
 @pytest.mark.parametrize("name", ["qwen3_vl_moe", pytest.param("ernie4_5_vl_moe", marks=pytest.mark.full)])
 def test_ranks_do_not_show(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where image tokens choose experts of their own, in the second stage too."""
+    """Ranks give the same tokens, also where image tokens choose experts of their own, in the second stage
+    too.
+    """
     write_vision_model(name, tmp_path)
     # One rank needs no process of its own; what it replaces is put back.
     for name in ("load_vision", "vision_memory"):

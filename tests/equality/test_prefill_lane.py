@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from gpu_service.core.interface import Abort, Add, Message, NullObserver, Stop
 from gpu_service.core.request import FinishReason, Request
 from gpu_service.core.step import Batch
-from gpu_service.engine.prefill_lane import LanePace
+from gpu_service.engine.pacing import LanePace
 from gpu_service.experts.client import ExpertUnavailable
-from tests.helpers.engine_harness import Knobs, make_request, prompt_of, running_engine
+from tests.helpers.engine_harness import Knobs, LateSupply, make_request, prompt_of, running_engine
 from tests.helpers.virtual_device import (
     Frames,
     Times,
@@ -39,14 +39,14 @@ PARAMS: list[dict[str, object]] = [
 
 @cache
 def truth(seed: int, length: int, max_tokens: int, kind: int) -> list[int]:
-    """The tokens of a request that is alone, without a lane."""
+    """Returns the tokens of a request that is alone, without a lane."""
     request = make_request("alone", prompt_of(seed, length), max_tokens=max_tokens, seed=seed, **PARAMS[kind])
     with running_engine(budget=256, context_limit=CONTEXT, prefix_caching=False) as harness:
         return harness.run([request])[0]
 
 
 def add(request: Request) -> Callable[[], Message]:
-    """The message of its arrival."""
+    """Returns the message of its arrival."""
     return lambda: Add((request,))
 
 
@@ -144,7 +144,7 @@ def test_every_interleaving_gives_the_same_tokens(
 
 
 def long_knobs(overlap: bool = True) -> Knobs:
-    """Room for a prompt of many steps."""
+    """Returns the room for a prompt of many steps."""
     return Knobs(num_pages=1200, budget=64, overlap=overlap, context_limit=4096)
 
 
@@ -181,8 +181,9 @@ def test_a_stream_and_a_long_prompt_both_get_on(shares: tuple[float, float], ove
 def without_lane(
     streams: bool, max_added_s: float | None = None
 ) -> tuple[VirtualEngine, float, list[float], list[float]]:
-    """Of one running stream and a prompt of 2048 tokens: when that ended, and the stream's times between
-    tokens before it and meanwhile. A step that streams its experts takes 61 ms for 512 tokens, 34 ms for 64.
+    """Returns, for one running stream and a prompt of 2048 tokens, when that ended, and the stream's times
+    between tokens before it and meanwhile. A step that streams its experts takes 61 ms for 512 tokens, 34 ms
+    for 64.
     """
     virtual = VirtualEngine(
         long_knobs(), Times(), has_lane=False, prefill_chunk_max=512, max_added_s=max_added_s
@@ -217,7 +218,7 @@ def test_without_a_lane_a_bound_makes_shorter_steps_of_prompts() -> None:
 
 
 def test_without_a_lane_steps_are_no_longer_than_is_of_use() -> None:
-    """While others decode: where the link is not waited for, longer steps only stop others for longer."""
+    """While others decode and the link is not waited for, longer steps would only stop others for longer."""
     batches = Batches()
     virtual = VirtualEngine(long_knobs(), Times(), has_lane=False, prefill_chunk_max=512, observer=batches)
     virtual.steps.streams, virtual.steps.useful_tokens = True, 256
@@ -306,13 +307,28 @@ def test_the_end_of_the_engine_waits_for_the_lane() -> None:
 
 
 def test_a_lane_that_can_not_stream_leaves_prompts_to_the_main_lane() -> None:
-    """Until its experts are registered, and again while they are loaded again."""
+    """Prompts are the main lane's until the lane's experts are registered, and again while they are
+    reloaded.
+    """
     virtual = VirtualEngine(long_knobs(), Times(), prefill_chunk_max=512)
     virtual.lane.ready = False
     prompt = make_request("prompt", prompt_of(3, 200), max_tokens=4)
     virtual.run([(0.0, add(prompt))])
     assert virtual.lane.launched == 0
     assert len(virtual.tokens(prompt)) == 4
+
+
+def test_a_prompt_of_the_lanes_waits_for_pages_that_come_when_a_step_is_planned() -> None:
+    """When the lane is asked about, its pages are still with experts: planning the main lane's step brings
+    them, and that this step has nothing to compute ends no request.
+    """
+    virtual = VirtualEngine(long_knobs(), Times(), prefill_chunk_max=512)
+    pages = virtual.scheduler.cache.pool.free_pages()
+    virtual.scheduler.supply = LateSupply(virtual.scheduler, [page for page in pages if page > 5])
+    prompt = make_request("prompt", prompt_of(3, 200), max_tokens=4)
+    virtual.run([(0.0, add(prompt))])
+    assert virtual.lane.launched == 1
+    assert virtual.tokens(prompt) == truth(3, 200, 4, 0)
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlap"])
@@ -328,7 +344,7 @@ def test_without_a_lane_a_step_of_prompts_grows_while_they_are_streamed(overlap:
     assert max(sizes.seen) == 100
     assert virtual.tokens(first) == truth(2, 150, 4, 0)
     virtual.steps.streams = False
-    virtual.engine._turns._look_again = 0.0
+    virtual.engine._pacing._turns._look_again = 0.0
     again = make_request("again", prompt_of(3, 150), max_tokens=4)
     sizes.seen.clear()
     virtual.run([(virtual.device.now, add(warm_again())), (virtual.device.now + 0.3, add(again))])

@@ -29,7 +29,7 @@ PARAMS: list[dict[str, Any]] = [
 
 
 def requests() -> list[Request]:
-    """Long and short prompts; the last shares the first one's beginning."""
+    """Returns long and short prompts; the last shares the first one's beginning."""
     shared = [3 + (k * k * 7 + k) % 200 for k in range(60)]
     prompts = [[3 + (i * 37 + k * 5) % 200 for k in range(n)] for i, n in enumerate((7, 50, 70, 20, 3))]
     return [

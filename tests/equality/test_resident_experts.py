@@ -31,7 +31,7 @@ ROWS = 6
 
 
 def configuration(directory: Path, expert_dtype: Any = "keep", **placement: Any) -> MoebiusConfig:
-    """A model and a placement."""
+    """Returns a model and a placement."""
     return MoebiusConfig(
         model=ModelConfigSection(model=str(directory)),
         experts=ExpertConfig(expert_dtype=expert_dtype),
@@ -50,7 +50,7 @@ def load(
 
 
 def routed(geometry: MoeGeometry, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rows of variance 1, ids with a -1 among them, weights."""
+    """Returns the rows of variance 1, ids with a -1 among them, weights."""
     generator = torch.Generator().manual_seed(layer)
     ids = torch.rand(ROWS, geometry.num_experts, generator=generator).argsort(1)[:, : geometry.top_k].int()
     ids[2, 0] = -1
@@ -61,7 +61,7 @@ def routed(geometry: MoeGeometry, layer: int) -> tuple[torch.Tensor, torch.Tenso
 def hybrid(
     experts: ExpertClient, resident: ResidentExperts | None, layer: int, inputs: tuple[torch.Tensor, ...]
 ) -> torch.Tensor:
-    """What the MoE block does, without router and shared experts."""
+    """Returns what the MoE block does, without router and shared experts."""
     hidden_states, ids, weights = inputs
     partial = torch.full_like(hidden_states, 0.5)
     share = Share.NONE if resident is None else resident.share(layer)

@@ -29,7 +29,7 @@ SHAPE = SHAPES["small"]
 
 
 def recorded(model: Path, prompts: Sequence[list[int]], tokens: int = TOKENS) -> ExpertStatistics:
-    """What the engine records of greedy answers of `tokens` tokens, one prompt after the other."""
+    """Returns what the engine records of greedy answers of `tokens` tokens, one prompt after the other."""
     config = config_for(model, max_num_batched_tokens=16, num_pages=256)
     config = config.model_copy(update={"placement": PlacementConfig(expert_recorder="per_token")})
     params = SamplingParams(temperature=0.0, max_tokens=tokens, min_tokens=tokens)
@@ -42,14 +42,14 @@ def recorded(model: Path, prompts: Sequence[list[int]], tokens: int = TOKENS) ->
 
 
 def sets(statistics: ExpertStatistics) -> NDArray[np.int16]:
-    """int16 `[tokens, layers, top_k]`, each token's experts in the order of their ids."""
+    """Returns int16 `[tokens, layers, top_k]`, each token's experts in the order of their ids."""
     assert statistics.token_ids is not None
     return np.sort(statistics.token_ids, axis=2)
 
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a model with skewed routers and topics: neighbours share 45 % of their experts."""
+    """Returns the trace of a model with skewed routers and topics: neighbours share 45 % of their experts."""
     directory = tmp_path_factory.mktemp("recorded")
     options = RandomModelOptions("small", skew="zipf:1.2", head="chain", overlap=45, topic_tokens=32, seed=3)
     write_random_model(directory / "model", options)

@@ -46,14 +46,14 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def answers_of(**params: Any) -> Answers:
-    """What each request of the workload says alone, without speculation."""
+    """Returns what each request of the workload says alone, without speculation."""
     with running_engine(budget=256, prefix_caching=False) as harness:
         return {r.request_id: harness.run([r])[0] for r in workload(**params)}
 
 
 @pytest.fixture(scope="module", params=list(KINDS))
 def truth(request: pytest.FixtureRequest) -> tuple[dict[str, Any], Answers]:
-    """Parameters and answers."""
+    """Returns parameters and answers."""
     return KINDS[request.param], answers_of(**KINDS[request.param])
 
 
@@ -198,7 +198,7 @@ def test_abort_while_drafts_are_verified(loop: dict[str, Any]) -> None:
 
 
 @LOOPS
-def test_a_wrong_draft_that_is_not_finite_ends_nobody(loop: dict[str, Any]) -> None:
+def test_a_rejected_draft_that_is_not_finite_ends_no_request(loop: dict[str, Any]) -> None:
     """A rejected draft's NaN never reaches the request's later tokens, nor those who get its pages next."""
     with running_engine() as harness:
         (said,) = harness.run([make_request("r", prompt_of(1, 9), max_tokens=20)])

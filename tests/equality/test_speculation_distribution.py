@@ -50,7 +50,9 @@ def words_of(pattern: str) -> list[tuple[int, ...]]:
 def next_probabilities(
     tokens: tuple[int, ...], allowed: set[int], params: SamplingParams
 ) -> dict[int, float]:
-    """Of each letter after some output tokens, by the formulas of `protos/engine.proto`."""
+    """Returns the probability of each letter after some output tokens, by the formulas of
+    `protos/engine.proto`.
+    """
     hidden_states = fake_hidden_states([*PROMPT, *tokens])
     logits = FakeModel().compute_logits(hidden_states[-1:])[0].double()
     for token_id, bias in params.logit_bias:

@@ -34,7 +34,7 @@ Truth = tuple[Path, list[Request]]
 
 
 def wanted() -> list[Request]:
-    """Greedy and random ones; fresh objects in every call."""
+    """Returns greedy and random ones; fresh objects in every call."""
     return [
         Request(
             f"r{i}",
@@ -52,7 +52,9 @@ def wanted() -> list[Request]:
 
 
 def run(directory: Path, gpu: Mapping[str, Any]) -> tuple[list[Request], CollectorRegistry]:
-    """All at once in an engine built from the configuration; the requests after their end, and metrics."""
+    """Returns all at once in an engine built from the configuration; the requests after their end, and
+    metrics.
+    """
     config = MoebiusConfig(
         model=ModelConfigSection(model=str(directory), dtype="float32", language_model_only=True),
         gpu=GpuConfig(gpu_threads=1, **gpu),
@@ -69,7 +71,7 @@ def run(directory: Path, gpu: Mapping[str, Any]) -> tuple[list[Request], Collect
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def truth(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Truth:
-    """A checkpoint, and what it says without speculation."""
+    """Returns a checkpoint, and what it says without speculation."""
     directory = tmp_path_factory.mktemp(request.param)
     make_tiny_model(request.param, directory)
     return directory, run(directory, ROOMY)[0]
@@ -120,7 +122,7 @@ def test_drafts_do_not_show(
 def test_what_can_not_speculate_is_refused_at_start(
     name: str, method: Any, message: str, tmp_path: Path
 ) -> None:
-    """Before anything is loaded, with the reason."""
+    """The refusal comes before anything is loaded, with the reason."""
     make_tiny_model(name, tmp_path)
     with pytest.raises((UserError, ModelConfigError), match=message):
         run(tmp_path, ROOMY | {"speculative_method": method})

@@ -37,7 +37,7 @@ LAYERS = 3
 
 
 def made(parts: list[Part], weight_format: str = "float32", shape: Shape = SHAPE) -> list[MadeServer]:
-    """Servers of three layers."""
+    """Returns the servers of three layers."""
     return [MadeServer(shape, weight_format, part, LAYERS, seed) for seed, part in enumerate(parts)]
 
 
@@ -149,7 +149,7 @@ def test_a_step_that_lost_its_experts_is_run_again() -> None:
     assert streamed is not None
     forward(found.client, streamed)
     found.source.made[0].generation += 1
-    with pytest.raises(ExpertUnavailable, match="loaded its experts anew while a step streamed them"):
+    with pytest.raises(ExpertUnavailable, match="reloaded its experts while a step streamed them"):
         streamed.launched()
     assert found.streamer.begin(9) is None
     again = found.streamer.begin(9)
@@ -176,7 +176,7 @@ def at_once(has_come: Callable[[], bool]) -> None:
 
 
 def whole(found: Streaming) -> StreamedStep:
-    """A lane's step."""
+    """Returns a lane's step."""
     step = found.streamer.begin_whole(ROUTED_ROWS, at_once)
     assert step is not None
     return step
@@ -291,8 +291,10 @@ ROUTED_ROWS = 200
 @pytest.mark.parametrize("in_lane", [False, True], ids=["main", "lane"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_experts_without_rows_are_not_copied(ranks: int, in_lane: bool) -> None:
-    """Once a step has shown who they are; of ranks none copies them. When one is chosen again, servers
-    compute it, or in the lane its bytes are copied alone, by the rank that has it.
+    """Experts without rows are not copied once a step has shown who they are; of ranks none copies them.
+
+    When one is chosen again, servers compute it, or in the lane its bytes are copied alone, by the rank that
+    has it.
     """
     few, most = (0, 2, 3, 5), (0, 1, 2, 3, 5)
     copied, asked = [0, 0, 0], 0
@@ -335,7 +337,9 @@ def test_ranks_plan_by_what_all_of_them_counted() -> None:
 
 
 def test_products_are_measured_for_the_longest_steps() -> None:
-    """Up to the rows of a step that streams, not of a usual one: beyond the last point a curve is a line."""
+    """Products are measured up to the rows of a step that streams, not of a usual one: beyond the last point
+    a curve is a line.
+    """
     found = streaming(made(tensor_split(SHAPE, 1)), experts_per_buffer=3)
     (kind,) = {stored.kind for stored in found.source.segments().stored[0]}  # type: ignore[union-attr]
     curve = measure_products(found.streamer, kind, torch.float32, 600)

@@ -60,7 +60,7 @@ class Tiny:
         return made
 
     def run(self, setup: Setup) -> list[list[int]]:
-        """All at once in an engine on the host's twins of stream and graphs."""
+        """Returns all at once in an engine on the host's twins of stream and graphs."""
         tower = build_tower(self.model.config, self.directory, HOST)
         load_tower(tower, self.directory, self.model.config.model_type)
         with tiny_engine(

@@ -70,7 +70,7 @@ SHAPES: dict[str, Shape] = {
 
 
 def backend_for(case: Case, name: str, **options: Any) -> AttentionBackend:
-    """The backend by name; skips where it cannot serve the case, and says why."""
+    """Returns the backend by name; skips where it cannot serve the case, and says why."""
     layers = case.geometry.config().layers
     entry = ATTENTION_BACKENDS[name]
     reason = entry.missing(case.cache.device) or entry.load().unsupported(layers, case.cache)

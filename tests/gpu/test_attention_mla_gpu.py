@@ -37,7 +37,7 @@ SHAPES: dict[str, Shape] = {
 
 
 def backend_for(case: MlaCase, name: str) -> MlaAttentionBackend:
-    """The backend by name; skips where it cannot serve the case, and says why."""
+    """Returns the backend by name; skips where it cannot serve the case, and says why."""
     entry = MLA_BACKENDS[name]
     reason = entry.missing(case.cache.device) or entry.load().unsupported(case.dimensions, case.cache)
     if reason:

@@ -36,7 +36,9 @@ def make(shape: Shape) -> MlaCase:
 
 
 def checked(case: MlaCase, selection: torch.Tensor) -> list[list[int]]:
-    """As many tokens as allowed, ascending, none of them worse than one left out by more than rounding."""
+    """Returns as many tokens as allowed, ascending, none of them worse than one left out by more than
+    rounding.
+    """
     rows = []
     for row, scores in zip(selection.tolist(), naive_scores(case), strict=True):
         chosen = [position for position in row if position >= 0]
@@ -82,8 +84,8 @@ def test_equal_scores_go_to_the_earliest_tokens() -> None:
     assert backend.select(case.index_query, case.head_weights, 0)[0].tolist() == list(range(TOP_K))
 
 
-def test_replays_choose_anew() -> None:
-    """Captured on the dummy page, with sequences of one token."""
+def test_replays_choose_again() -> None:
+    """A graph that was captured on the dummy page, with sequences of one token, chooses for each replay."""
     case = make([(1, 1), (63, 1), (3000, 1)])
     attention = TritonMlaAttention(DEEPSEEK_SPARSE, case.cache)
     static = as_capturable(make([(0, 1)] * 3).inputs)

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_service.core.limits import SchedulerLimits
-from gpu_service.core.request import Request, SamplingParams
+from gpu_service.core.request import Request, SamplingParams, SchedulerLimits
 from gpu_service.core.step import tensors_of, with_tensors
 from gpu_service.device.graphs import CudaGraphs
 from gpu_service.device.stream import (
@@ -20,8 +19,8 @@ from gpu_service.device.stream import (
     own_pages,
     page_lock,
 )
+from gpu_service.engine.input_builder import build_sampling_plan
 from gpu_service.engine.sampler import PenaltyCounts, Sampler
-from gpu_service.engine.sampling_plan import build_sampling_plan
 from gpu_service.ops.ngrams import table_rows
 
 pytestmark = pytest.mark.gpu
@@ -176,7 +175,9 @@ def test_penalty_counts_take_back_what_they_counted(stream: CudaDeviceStream) ->
 
 @pytest.mark.parametrize("kind", ["bfloat16", "e4m3"])
 def test_kernels_read_tables_in_the_hosts_memory(stream: CudaDeviceStream, kind: str) -> None:
-    """Eagerly and in a graph that is replayed with other rows; a table that is gone can be locked again."""
+    """Kernels read them eagerly and in a graph that is replayed with other rows; a table that is gone can be
+    locked again.
+    """
     from gpu_service.ops.triton.ngrams import table_rows as compute
 
     device = stream.device

@@ -32,7 +32,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def config_for(cluster: Cluster, transport: str, gpu: dict[str, Any], **placement: Any) -> MoebiusConfig:
-    """The cluster's settings, and a small pool."""
+    """Returns the cluster's settings, and a small pool."""
     small = {"num_pages": 128, "page_size": 4, "max_num_seqs": 8, "cuda_graph_max_batch_size": 8}
     document = cluster.config.model_dump()
     document["gpu"] |= small | gpu
@@ -42,7 +42,7 @@ def config_for(cluster: Cluster, transport: str, gpu: dict[str, Any], **placemen
 
 
 def workload(max_tokens: int = 16) -> list[Request]:
-    """Greedy ones and others with seeds and penalties, of different lengths."""
+    """Returns greedy ones and others with seeds and penalties, of different lengths."""
     sampled = {"temperature": 0.9, "top_p": 0.95, "presence_penalty": 0.8, "repetition_penalty": 1.2}
     return [
         Request(
@@ -61,7 +61,7 @@ def workload(max_tokens: int = 16) -> list[Request]:
 
 @pytest.fixture(scope="module")
 def expected(cluster: Cluster) -> list[list[int]]:
-    """The CPU path, with experts in process."""
+    """Returns the CPU path, with experts in process."""
     with running_engine(config_for(cluster, "local", {"device": "cpu"})) as engine:
         return engine.run(workload())
 
@@ -70,7 +70,7 @@ def expected(cluster: Cluster) -> list[list[int]]:
 def test_expert_servers_over_doorbells(
     cluster: Cluster, expected: list[list[int]], gpu: dict[str, Any]
 ) -> None:
-    """Captured and eager, overlapped and not, and twice in a row."""
+    """Tokens agree captured and eager, overlapped and not, and twice in a row."""
     with running_engine(config_for(cluster, "mailbox", {"device": "cuda"} | gpu)) as engine:
         assert engine.built.experts is not None
         assert engine.built.experts.is_device_driven

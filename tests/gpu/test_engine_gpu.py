@@ -29,11 +29,13 @@ from gpu_service.engine.decode_graphs import DecodeGraph, DecodeGraphs
 from gpu_service.ops import backends
 from moebius.errors import UserError
 from moebius.models.layers.layer import Layers
+from moebius.models.layers.recurrent import Recurrent
 from moebius.models.read import read_model_config
 from tests.helpers.constraints import constrain_some
 from tests.helpers.device_experts import DenseExperts
 from tests.helpers.drafters import AnswerDrafter
 from tests.helpers.family_answers import assert_as_close, errors, logprobs_of, scored_by
+from tests.helpers.layer_values import mixers_of
 from tests.helpers.tiny_engine import Setup, TinyEngine, tiny_engine, tiny_model
 from tests.helpers.tiny_models import TINY_MODELS, write_tiny_model
 
@@ -70,7 +72,7 @@ def no_reduced_precision() -> None:
 
 
 def requests(count: int, params: dict[str, Any], max_tokens: int = 16) -> list[Request]:
-    """Prompts of different lengths, one of them longer than a step's budget."""
+    """Returns the prompts of different lengths, one of them longer than a step's budget."""
     return [
         Request(
             f"r{i}",
@@ -92,7 +94,7 @@ def gpu_engine(
 
     def make(layers: Layers, cache: KVCache) -> AttentionBackend:
         try:
-            return make_attention(layers, cache, device, attention)
+            return make_attention(layers, cache, device, attention)  # type: ignore[return-value]
         except UserError as error:
             pytest.skip(str(error))
 
@@ -114,13 +116,13 @@ def gpu_engine(
 
 
 def on_gpu(directory: Path, setup: Setup, wanted: list[Request], **kind: str) -> list[list[int]]:
-    """All tokens of the requests, on the GPU."""
+    """Returns all tokens of the requests, on the GPU."""
     with gpu_engine(directory, setup, **kind) as engine:
         return engine.run(wanted)
 
 
 def on_cpu(directory: Path, wanted: list[Request]) -> list[list[int]]:
-    """All tokens of the requests, by the reference in float32."""
+    """Returns all tokens of the requests, by the reference in float32."""
     device = torch.device("cpu")
     experts = DenseExperts(directory, NUM_EXPERTS)
     with tiny_engine(
@@ -138,7 +140,7 @@ def test_float32_tokens_are_those_of_the_cpu(directory: Path, attention: str, pa
 
 
 def scored_on_cpu(directory: Path, answered: list[Request], dtype: str) -> list[list[float]]:
-    """Log-probability of each token of the answers on the CPU path, all before it given."""
+    """Returns the log-probability of each token of the answers on the CPU path, all before it given."""
     device = torch.device("cpu")
     model, experts = tiny_model(directory, device, dtype), DenseExperts(directory, NUM_EXPERTS)
     with tiny_engine(model, experts, HostDeviceStream(), TorchReferenceAttention, Setup()) as engine:
@@ -192,7 +194,7 @@ def test_scheduling_does_not_show(directory: Path, largest_graph: int) -> None:
 def test_verified_drafts_do_not_show(directory: Path, attention: str, params: dict[str, Any]) -> None:
     """Right and wrong drafts as rows of eager decode steps and of captured graphs: the tokens of the CPU."""
     config = read_model_config(directory)
-    if config.linear is not None:
+    if mixers_of(config, Recurrent):
         pytest.skip("states can not be taken back: refused at start")
     expected = on_cpu(directory, requests(5, params))
     drafter = AnswerDrafter({f"r{i}": tokens for i, tokens in enumerate(expected)}, config.vocab_size, 4)
@@ -206,7 +208,7 @@ def test_verified_drafts_do_not_show(directory: Path, attention: str, params: di
 
 
 def masked(directory: Path, count: int, params: dict[str, Any]) -> list[Request]:
-    """As `requests`, every other one with a constraint."""
+    """Returns what `requests` does, every other one with a constraint."""
     return constrain_some(requests(count, params), read_model_config(directory).vocab_size)
 
 
@@ -253,7 +255,7 @@ def test_the_host_runs_ahead_of_the_device(directory: Path, largest_graph: int) 
         stream = engine.stream
         # Held by a word, not for a time: how long the host takes depends on what else the machine does.
         go_on = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-        driver.wait_until_equal(go_on.data_ptr(), 1, stream.stream.cuda_stream)
+        driver.wait_until_equal(go_on.data_ptr(), 1, stream.stream.cuda_stream)  # type: ignore[attr-defined]
         try:
             (request,) = requests(1, GREEDY)
             engine.engine.submit([request])

@@ -85,7 +85,9 @@ def test_all_on_the_device_in_float16(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("in_graphs", [True, False], ids=["graphs", "eager"])
 def test_a_float16_overflow_ends_one_request(in_graphs: bool, tmp_path: Path) -> None:
-    """In a prompt and in an output; the layer is named, and the others go on as without it."""
+    """The request ends by an overflow in its prompt or output; the layer is named, and the others go on as
+    without it.
+    """
     make_overflowing(tmp_path)
     config = family_config(tmp_path, "cuda", "float16", cuda_graphs=in_graphs)
     with running_engine(config) as engine:

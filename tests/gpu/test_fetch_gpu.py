@@ -139,7 +139,7 @@ def cheap_copies(fetcher: ExpertFetcher, segments: ExpertSegments | None) -> Non
 
 @pytest.mark.parametrize("changes", [{}, {"cuda_graphs": False}, {"overlap_scheduling": False}], ids=str)
 def test_engines_agree(cluster: Cluster, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Captured and eager; a server that is killed and replaced in the middle does not show."""
+    """Captured and eager engines agree; a server that is killed and replaced in the middle does not show."""
     with running_engine(gpu_settings(cluster, fetch_experts="off")) as engine:
         assert engine.built.fetcher is None
         wanted = engine.run(requests())

@@ -13,11 +13,11 @@ import torch
 
 from gpu_service.experts.resident.experts import TorchResidentKernels
 from gpu_service.experts.resident.make import make_kernels
-from gpu_service.ops import kv, linear, norm_linear
+from gpu_service.ops import kv, linear
 from gpu_service.ops.registry import Implementation
 from gpu_service.ops.rope import rope_table
 from gpu_service.ops.rope_frequencies import inverse_frequencies
-from moebius.models.config import RouterConfig
+from moebius.models.layers.router import RouterConfig
 from tests import tolerances
 from tests.helpers.ops import assert_same_op
 from tests.helpers.resident_layers import Shape, resident_layer, routed
@@ -76,7 +76,9 @@ def test_addition_norm_and_product(
     update_dtype: torch.dtype | None,
     device: torch.device,
 ) -> None:
-    """As after experts, whose sum is float32, and at the beginning, where nothing is added."""
+    """The kernel is right as after experts, whose sum is float32, and at the beginning, where nothing is
+    added.
+    """
 
     def arguments() -> tuple[Any, ...]:
         residual = _random(device, dtype, rows, columns)
@@ -84,7 +86,7 @@ def test_addition_norm_and_product(
         weight = _random(device, dtype, features, columns, seed=2) * columns**-0.5
         return residual, update, _random(device, dtype, columns, seed=3), 1e-6, weight, None
 
-    _compare(norm_linear.add_norm_linear, arguments, dtype)
+    _compare(linear.add_norm_linear, arguments, dtype)
 
 
 def test_a_row_is_computed_alone(device: torch.device) -> None:
@@ -110,7 +112,7 @@ def test_addition_norm_and_choice(rows: int, experts: int, device: torch.device)
         return residual, update, scale, 1e-6, weight, None, None, config, None
 
     given = [arguments(seed) for seed in range(2)]
-    wanted = [norm_linear.add_norm_route.reference(*arguments(seed)) for seed in range(2)]
+    wanted = [linear.add_norm_route.reference(*arguments(seed)) for seed in range(2)]
     streams = [torch.cuda.Stream(device) for _ in range(2)]
     graphs, found = [], []
     for stream, own in zip(streams, given, strict=True):

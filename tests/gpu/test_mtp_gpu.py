@@ -19,6 +19,7 @@ from gpu_service.speculation.mtp import MtpDrafter
 from moebius.errors import UserError
 from moebius.models.layers.layer import Layers
 from tests.helpers.device_experts import DenseExperts
+from tests.helpers.layer_values import router_of
 from tests.helpers.mtp_models import make_foreseen, write_mtp_model
 from tests.helpers.tiny_engine import Setup, tiny_engine, tiny_model
 from tests.helpers.tiny_models import TINY_MODELS
@@ -51,7 +52,7 @@ def test_drafts_change_no_token(name: str, attention: str, largest_graph: int, t
 
     def make(layers: Layers, cache: KVCache) -> AttentionBackend:
         try:
-            return make_attention(layers, cache, device, attention)
+            return make_attention(layers, cache, device, attention)  # type: ignore[return-value]
         except UserError as error:
             pytest.skip(str(error))
 
@@ -63,7 +64,7 @@ def test_drafts_change_no_token(name: str, attention: str, largest_graph: int, t
             )
             with stream.active():
                 model = tiny_model(tmp_path, device, mtp_heads=heads)
-                experts = DenseExperts(tmp_path, model.config.moe.router.num_experts, device)
+                experts = DenseExperts(tmp_path, router_of(model.config).num_experts, device)
                 with tiny_engine(model, experts, stream, make, setup, CudaGraphs(stream)) as engine:
                     found.append(engine.run(_requests()))
                     accepted = 0 if engine.speculation is None else engine.speculation.num_accepted

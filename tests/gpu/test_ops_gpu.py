@@ -18,7 +18,7 @@ from gpu_service.ops.registry import Implementation
 from gpu_service.ops.rope import RopeTable, rope_table
 from gpu_service.ops.rope_frequencies import inverse_frequencies
 from gpu_service.ops.sampling import mask_logits, truncate_probabilities
-from moebius.models.config import RouterConfig
+from moebius.models.layers.router import RouterConfig
 from tests.helpers.ops import assert_same_op, example
 
 pytestmark = pytest.mark.gpu
@@ -248,7 +248,7 @@ def test_routers(name: str, rows: int, device: torch.device, tables: dict[str, A
     _compare(tables, "triton", "route", arguments, torch.float32)
 
 
-def test_rows_of_padding_choose_nobody(device: torch.device, tables: dict[str, Any]) -> None:
+def test_rows_of_padding_choose_no_expert(device: torch.device, tables: dict[str, Any]) -> None:
     route = _implementation(tables, "triton", "route").function
     logits = _random(device, torch.float32, 8, 128)
     valid = torch.arange(8, device=device) < 5
@@ -274,7 +274,7 @@ def test_greedy_choice(rows: int, size: int, device: torch.device, tables: dict[
 @pytest.mark.parametrize("rows", [1, 32])
 @pytest.mark.parametrize("size", [7, 151_936, 201_088])
 def test_masks(rows: int, size: int, device: torch.device, tables: dict[str, Any]) -> None:
-    """As the reference on the host, for rows in any order; rows without a mask stay."""
+    """Masks are the reference's on the host, for rows in any order; rows without a mask stay."""
     mask = _implementation(tables, "triton", "mask_logits").function
     logits = _random(device, torch.float32, rows + 1, size)
     words = torch.randint(-(2**31), 2**31, (rows, -(-size // 32)), dtype=torch.int32)

@@ -62,7 +62,7 @@ Cases = dict[str, list[Outcome]]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny float32 checkpoint."""
+    """Returns a tiny float32 checkpoint."""
     directory = tmp_path_factory.mktemp("model")
     write_tiny_model(MODEL, directory, seed=21)
     return directory
@@ -70,7 +70,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def one_gpu(model: Path) -> Callable[[str], Cases]:
-    """What one GPU says, by dtype."""
+    """Returns what one GPU says, by dtype."""
 
     @cache
     def run(dtype: str) -> Cases:
@@ -113,7 +113,7 @@ def assert_close_in_the_median(found: Cases, expected: Cases) -> None:
 
 
 def assert_same_tokens(found: Cases, expected: Cases) -> None:
-    """Of all cases, and as much of each prompt found in the cache."""
+    """Compares the tokens of all cases, and as much of each prompt found in the cache."""
     # A first stage without routed experts has nothing to record.
     assert expected.keys() - found.keys() <= {"recorded"}
     for case, outcomes in ((case, expected[case]) for case in found):
@@ -154,7 +154,7 @@ FAMILIES = pytest.mark.parametrize(
 
 @pytest.fixture(scope="module")
 def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tuple[Path, Cases]]:
-    """A tiny model by name, and what one GPU says in a dtype."""
+    """Returns a tiny model by name, and what one GPU says in a dtype."""
 
     @cache
     def make(name: str, dtype: str) -> tuple[Path, Cases]:
@@ -182,7 +182,7 @@ def test_families_on_two_gpus_equal_one_in_float32(
 def test_families_on_two_gpus_are_close_to_one_in_bfloat16(
     family: Callable[[str, str], tuple[Path, Cases]], name: str, tp: int, pp: int
 ) -> None:
-    """In the median: tiny random routers turn to other experts at one rounding."""
+    """The median is close: tiny random routers turn to other experts at one rounding."""
     directory, expected = family(name, "bfloat16")
     assert_close_in_the_median(run_group(in_dtype(directory, "bfloat16", tp, pp)), expected)
 

@@ -53,7 +53,7 @@ def requests(count: int, params: dict[str, Any], round_: int = 0) -> list[Reques
 
 
 def on_cpu(directory: Path, wanted: list[Request]) -> list[list[int]]:
-    """All tokens of the requests, without a lane."""
+    """Returns all tokens of the requests, without a lane."""
     experts, setup = DenseExperts(directory, NUM_EXPERTS), Setup(overlap=False)
     model = tiny_model(directory, torch.device("cpu"))
     with tiny_engine(model, experts, HostDeviceStream(), TorchReferenceAttention, setup) as engine:
@@ -102,7 +102,7 @@ def test_a_lane_does_not_show(directory: Path, params: dict[str, Any], overlap: 
 
 
 def test_few_pages_change_hands_between_lanes(directory: Path) -> None:
-    """With preemptions: what one lane gives up is the other's, and never too early."""
+    """With preemptions, what one lane gives up is the other's, and never too early."""
     setup = replace(LANE, num_pages=40)
     with engine_with_lane(directory, setup) as (engine, _):
         for round_ in range(4):

@@ -52,8 +52,8 @@ def error(shape: Shape, slots: LayerSlots, rows: int, dtype: torch.dtype) -> flo
 @pytest.mark.parametrize("weight_format", ALL_FORMATS)
 @pytest.mark.parametrize("shape", [Shape(), REAL], ids=["odd", "real"])
 def test_bfloat16_rows(shape: Shape, weight_format: str) -> None:
-    """Both ways of computing, every format; weights are decoded exactly, intermediate channels rounded
-    once.
+    """Both ways of computing agree in every format; weights are decoded exactly, intermediate channels
+    rounded once.
     """
     slots = resident_layer(shape, weight_format, (4, 1, 2, 3), "cuda")
     for rows in ROWS:
@@ -70,7 +70,7 @@ def test_float32_rows(weight_format: str) -> None:
 
 @pytest.mark.parametrize("activation", ["silu_clamped", "gpt_oss", "clamped_silu", "relu2"])
 def test_other_activations(activation: str) -> None:
-    """With biases."""
+    """Activations with biases give the reference's sums."""
     shape = Shape(hidden=256, intermediate=96, activation=activation, has_bias=True)
     slots = resident_layer(shape, "mxfp4", (0, 2, 4), "cuda")
     for rows in (3, 50):

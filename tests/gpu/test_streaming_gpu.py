@@ -52,7 +52,7 @@ class Refusing(Registrar):
 def on_gpu(
     shape: Shape, weight_format: str, split: Any, registrar: Registrar | None = None, **options: Any
 ) -> tuple[Streaming, SegmentSource]:
-    """A streamer whose segments are registered as the servers' are."""
+    """Returns a streamer whose segments are registered as the servers' are."""
     device = torch.device("cuda", torch.cuda.current_device())
     servers = [MadeServer(shape, weight_format, part, LAYERS, n) for n, part in enumerate(split(shape, 2))]
     transfers = CudaTransfers(device)
@@ -89,7 +89,9 @@ def assert_served(found: Streaming, shape: Shape, rows: int, dtype: torch.dtype,
 @pytest.mark.parametrize("weight_format", ALL_FORMATS)
 @pytest.mark.parametrize("split", [tensor_split, expert_split])
 def test_every_format(weight_format: str, split: Any) -> None:
-    """Of few, some and many rows; whole layers and half of each; several steps, so that the ring wraps."""
+    """Few, some and many rows agree, with whole layers and half of each, over several steps, so that the ring
+    wraps.
+    """
     for share in (SHARES, SHARES // 2):
         found, source = on_gpu(SHAPE, weight_format, split, share=share)
         for rows in (5, 40, 700, 41):
@@ -101,7 +103,7 @@ def test_every_format(weight_format: str, split: Any) -> None:
 
 
 def test_what_can_not_be_registered_is_staged() -> None:
-    """Through page-locked memory: slower, the same."""
+    """Experts are staged through page-locked memory, which is slower and gives the same."""
     found, _ = on_gpu(SHAPE, "int4_g32", tensor_split, Refusing())
     for rows in (5, 700):
         assert_served(found, SHAPE, rows, torch.bfloat16, tolerances.RESIDENT_BFLOAT16)

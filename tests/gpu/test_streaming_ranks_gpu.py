@@ -9,7 +9,7 @@ import pytest
 from moebius.config import MoebiusConfig
 from tests.helpers.expert_cluster import Cluster
 from tests.helpers.rank_group import Outcome, run_group
-from tests.service.test_streaming_ranks import LANE, cluster, fetched, routing, served, settings, streamed
+from tests.service.test_streaming_ranks import LANE, cluster, fetched, routing, served, settings, streamed  # type: ignore[attr-defined]
 
 pytestmark = pytest.mark.multigpu
 # Found by its name.
@@ -23,7 +23,7 @@ def on_gpus(cluster: Cluster, tp: int, **gpu: Any) -> MoebiusConfig:
 
 @pytest.fixture(scope="module")
 def wanted_on_gpu(cluster: Cluster) -> list[Outcome]:
-    """What one GPU answers that streams nothing."""
+    """Returns what one GPU answers that streams nothing."""
     return run_group(on_gpus(cluster, 1, prefill_experts="cpu"), cases=served)["answers"]
 
 
@@ -37,12 +37,12 @@ def test_a_lane_of_two_gpus(overlap: bool, cluster: Cluster, wanted_on_gpu: list
 
 
 def defer_most() -> None:
-    """Of this process: after a step few experts are copied before the layer's router has chosen them."""
+    """Changes this process: after a step few experts are copied before the layer's router has chosen them."""
     routing._LEAST_EXPECTED = 1e9
 
 
 def test_a_lane_that_waits_for_its_routers(cluster: Cluster, wanted_on_gpu: list[Outcome]) -> None:
-    """Within layers, with turns of the main lane, as many on each GPU."""
+    """The lane waits within layers, with turns of the main lane, as many on each GPU."""
     config = on_gpus(cluster, 2, prefill_experts="stream", **LANE)
     found = run_group(config, defer_most, fetched)
     assert [answer.token_ids for answer in found["answers"]] == [one.token_ids for one in wanted_on_gpu]

@@ -153,7 +153,7 @@ def requests() -> list[Request]:
 
 @pytest.fixture(scope="module")
 def wanted(cluster: Cluster) -> list[list[int]]:
-    """What an engine with fixed parts says, one request after another."""
+    """Returns what an engine with fixed parts says, one request after another."""
     options = OPTIONS | FIXED | {"prefill_experts": "cpu"}
     with running_engine(settings(cluster, 4, **options)) as engine:
         assert engine.built.elastic is None
@@ -168,7 +168,7 @@ def test_a_long_prompt_takes_memory_from_experts_and_gives_it_back(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With captured graphs, and with a lane that streams: the outputs are those of fixed parts."""
+    """With captured graphs, and with a lane that streams, the outputs are those of fixed parts."""
     make_restless(monkeypatch, str(tmp_path / "cache"))
     monkeypatch.setattr(assembly, "chunk_bytes", lambda granularity, shape: granularity)
     options = OPTIONS | ELASTIC | {"kv_cache_gib": 0.008, "prefill_experts": prefill_experts}

@@ -41,7 +41,7 @@ STEPS: dict[str, Shape] = {
 
 
 def device_us(step: Callable[[], torch.Tensor]) -> float:
-    """Median microseconds of a launch in a queue of launches."""
+    """Returns median microseconds of a launch in a queue of launches."""
     times = []
     for _ in range(ROUNDS):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -56,7 +56,7 @@ def device_us(step: Callable[[], torch.Tensor]) -> float:
 
 
 def host_us(plan: Callable[[], None]) -> float:
-    """Median microseconds of a plan, with nothing else queued."""
+    """Returns median microseconds of a plan, with nothing else queued."""
     times = []
     for _ in range(50):
         torch.cuda.synchronize()

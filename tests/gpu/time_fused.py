@@ -45,7 +45,7 @@ def _separate(residual: torch.Tensor, update: torch.Tensor, scale: torch.Tensor,
 
 
 def times(rows: int, features: int, columns: int) -> str:
-    """One line: torch, Triton; the seam apart, the seam as one."""
+    """Returns one line: torch, Triton; the seam apart, the seam as one."""
     weights = _weights(features, columns)
     x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
     update, scale = torch.randn(rows, columns, device="cuda"), torch.ones_like(x[0])

@@ -30,7 +30,7 @@ STEPS = {
 
 
 def least_us(sizes: LinearSizes, lengths: list[int]) -> tuple[float, float]:
-    """Of the bytes, and of the products."""
+    """Returns the least time of the bytes, and of the products."""
     tokens, heads = sum(lengths), sizes.value_heads
     state = heads * sizes.key_dim * sizes.value_dim
     rows = 2 * tokens * (sizes.conv_size + heads * (sizes.value_dim + 2))
@@ -50,7 +50,7 @@ def kernels_us(step: Callable[[], torch.Tensor]) -> dict[str, float]:
 
 
 def steps(case: DeltaCase) -> dict[str, Callable[[], torch.Tensor]]:
-    """The four things that are timed."""
+    """Returns the four things that are timed."""
     channels = case.qkv.shape[1]
     taps = torch.randn(channels, 4, device="cuda", dtype=case.qkv.dtype)
     recent = torch.zeros(case.states.shape[0], 3, channels, device="cuda", dtype=case.qkv.dtype)

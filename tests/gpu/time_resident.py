@@ -32,7 +32,7 @@ _cuda: Any = torch.cuda
 
 
 def graph_us(calls: Sequence[Callable[[], torch.Tensor]]) -> float:
-    """Median microseconds of a call."""
+    """Returns median microseconds of a call."""
     stream = _cuda.Stream()
     with torch.cuda.stream(stream):
         for call in calls:
@@ -54,7 +54,7 @@ def graph_us(calls: Sequence[Callable[[], torch.Tensor]]) -> float:
 
 
 def measure(slots: LayerSlots, rows: int, few_rows: int, count: int = CALLS) -> str:
-    """One cell: microseconds, GB/s and TFLOP/s."""
+    """Returns one cell: microseconds, GB/s and TFLOP/s."""
     kernels = TritonResidentKernels(SHAPE.geometry, few_rows)
     inputs = [routed(SHAPE, rows, seed=n, device="cuda", dtype=torch.bfloat16) for n in range(count)]
     calls = [partial(kernels.forward, slots, *given, None) for given in inputs]
@@ -68,11 +68,11 @@ def measure(slots: LayerSlots, rows: int, few_rows: int, count: int = CALLS) -> 
 
 def dense(slots: LayerSlots, weight_format: str) -> None:
     """Many rows."""
-    tiles, least = launch.dense_tiles, launch.UNPACK_FROM
+    tiles, least = launch.dense_tiles, launch.UNPACK_FROM  # type: ignore[attr-defined]
     for rows in (1024, 2048, 4096, 16384):
-        launch.UNPACK_FROM = ALWAYS
+        launch.UNPACK_FROM = ALWAYS  # type: ignore[attr-defined]
         print(f"{weight_format:10s} {rows:5d} rows, packed: {measure(slots, rows, NEVER, 2)}", flush=True)
-        launch.UNPACK_FROM = least
+        launch.UNPACK_FROM = least  # type: ignore[attr-defined]
         for height, columns, chunk, warps, stages in (
             (64, 128, 64, 4, 3),
             (64, 256, 64, 4, 3),

@@ -31,7 +31,7 @@ STEPS: dict[str, Shape] = {
 
 
 def least_us(shape: Shape) -> tuple[float, float]:
-    """Of the indexer's products, and of the attention's."""
+    """Returns the least time of the indexer's products, and of the attention's."""
     assert SIZES.index is not None
     seen = [old + row + 1 for old, new in shape for row in range(new)]
     scored = 2 * SIZES.index.num_heads * SIZES.index.head_dim * sum(seen)

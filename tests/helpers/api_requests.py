@@ -22,7 +22,7 @@ from tests.helpers.tiny_tokenizer import byte_level_tokenizer, write_tokenizer
 
 
 def served_model(directory: Path, reasoning_parser: str = "qwen3") -> ServedModel:
-    """A model as the prompt processes know it."""
+    """Returns a model as the prompt processes know it."""
     tokenizer = byte_level_tokenizer()
     write_tokenizer(directory, tokenizer)
     info = engine_pb2.GetModelInfoResponse(
@@ -36,7 +36,7 @@ def served_model(directory: Path, reasoning_parser: str = "qwen3") -> ServedMode
 
 
 def delta(*events: OutputEvent, finish: Finish | None = None) -> ParsedDelta:
-    """One message of an engine, parsed."""
+    """Returns one message of an engine, parsed."""
     return ParsedDelta(0, events, (), (), 1, finish=finish)
 
 

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 
 from gpu_service.attention.base import PLAIN, AttentionBackend, AttentionLayer
 from gpu_service.cache.kv_cache import KVCache
 from gpu_service.core.step import ForwardInputs
-from moebius.models.config import ModelConfig, MoeConfig, RopeConfig, RouterConfig
+from moebius.models.config import ModelConfig
+from moebius.models.layers.gqa import Window
+from moebius.models.layers.rope import RopeConfig
+from moebius.models.layers.router import RouterConfig
+from tests.helpers.layer_values import common_sizes
 
 # (earlier tokens, new tokens) of each request.
 Shape = list[tuple[int, int]]
@@ -47,26 +52,19 @@ class Geometry:
     block_size: int = 0
     chunk: int | None = None
 
-    def config(self) -> ModelConfig:
-        """A model of these heads; nothing else of it matters."""
-        return ModelConfig(
-            "qwen3_moe",
-            vocab_size=10,
-            hidden_size=12,
-            intermediate_size=5,
-            num_layers=2,
+    def config(self, **attention: Any) -> ModelConfig:
+        """A model of these heads; nothing else of it matters. `attention`: further fields of `GQA`."""
+        common = common_sizes(
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
-            rms_norm_eps=1e-5,
-            activation="silu",
-            rope=RopeConfig(1e4, self.head_dim),
-            moe=MoeConfig(RouterConfig(4, 2, "softmax"), 3, 0, frozenset((0, 1))),
-            dtype="float32",
             max_model_len=4096,
-            attention_windows=(self.window, self.window) if self.window is not None else (),
-            attention_sinks=self.sinks,
         )
+        window = None if self.window is None else Window(self.window)
+        mixer = common.gqa(
+            RopeConfig(1e4, self.head_dim), **({"sight": window, "has_sinks": self.sinks} | attention)
+        )
+        return common.model(mixer, common.moe(RouterConfig(4, 2, "softmax"), 3))
 
 
 @dataclass
@@ -82,7 +80,7 @@ class Case:
     layer: AttentionLayer = PLAIN
 
     def fresh_cache(self) -> KVCache:
-        """A copy of the cache as it was before the step."""
+        """Returns a copy of the cache as it was before the step."""
         other = KVCache(
             self.geometry.config().layers,
             self.cache.num_pages,
@@ -98,7 +96,7 @@ class Case:
 
 
 def make_case(geometry: Geometry, shape: Shape, seed: int = 0) -> Case:
-    """Random keys, values and queries; pages of each request scattered over the pool."""
+    """Returns random keys, values and queries; pages of each request scattered over the pool."""
     generator = torch.Generator().manual_seed(seed)
     page_size, device = geometry.page_size, geometry.device
     counts = [-(-(old + new) // page_size) for old, new in shape]
@@ -142,7 +140,7 @@ def make_case(geometry: Geometry, shape: Shape, seed: int = 0) -> Case:
 def _random_blocks(
     geometry: Geometry, inputs: ForwardInputs, generator: torch.Generator
 ) -> tuple[torch.Tensor | None, int]:
-    """A third of the blocks before a row's own, and its own."""
+    """Returns a third of the blocks before a row's own, and its own."""
     if not geometry.block_size:
         return None, 0
     num_blocks = -(-max(inputs.seq_lens) // geometry.block_size)
@@ -154,7 +152,7 @@ def _random_blocks(
 
 
 def make_inputs(shape: Shape, table: torch.Tensor, slots: torch.Tensor) -> ForwardInputs:
-    """The step's tensors next to its lists."""
+    """Returns the step's tensors next to its lists."""
     starts = [0]
     for _, new in shape:
         starts.append(starts[-1] + new)
@@ -180,7 +178,9 @@ def run(case: Case, backend: AttentionBackend) -> torch.Tensor:
 
 
 def naive(case: Case) -> torch.Tensor:
-    """One request at a time in float64, from what the cache holds after the step; float64 `[T, H * D]`."""
+    """Returns one request at a time in float64, from what the cache holds after the step; float64 `[T, H *
+    D]`.
+    """
     cache = case.fresh_cache()
     cache.append(LAYER, case.key, case.value, case.inputs.slot_mapping)
     geometry, inputs = case.geometry, case.inputs

@@ -17,7 +17,9 @@ def _context_of(file: str, _modified_ns: int) -> ssl.SSLContext:
 
 
 def _shared_context(verify: Any = True, cert: Any = None, trust_env: bool = True) -> ssl.SSLContext:
-    """What `httpx.create_ssl_context` gives; the same object where only the default file is asked for."""
+    """Returns what `httpx.create_ssl_context` gives; the same object where only the default file is asked
+    for.
+    """
     named = os.environ if trust_env else {}
     file = named.get("SSL_CERT_FILE") or ("" if named.get("SSL_CERT_DIR") else certifi.where())
     if verify is not True or cert is not None or not file:
@@ -31,4 +33,4 @@ def share_contexts() -> None:
     httpx makes one for each client and each call like `httpx.get`, plain HTTP or not. That takes a processor
     20 ms, and was most of what waiting for a server took.
     """
-    httpx._transports.default.create_ssl_context = _shared_context
+    httpx._transports.default.create_ssl_context = _shared_context  # type: ignore[attr-defined]

@@ -31,7 +31,7 @@ class RunningEngine:
         return self.wait(requests)
 
     def wait(self, requests: Sequence[Request]) -> list[list[int]]:
-        """The tokens of each request once `count` have ended without an error."""
+        """Returns the tokens of each request once `count` have ended without an error."""
         for _ in requests:
             assert self.ended.acquire(timeout=WAIT_S)
         assert [request.error_message for request in requests] == [""] * len(requests)

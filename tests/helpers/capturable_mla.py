@@ -71,14 +71,16 @@ class CapturableMlaAttention(TorchMlaAttention):
 
 
 def _history(pages: torch.Tensor, inputs: ForwardInputs) -> torch.Tensor:
-    """All slots of each request's block table, `[R, columns * page_size, row]`."""
+    """Returns all slots of each request's block table, `[R, columns * page_size, row]`."""
     return pages[inputs.block_table.long()].flatten(1, 2)
 
 
 def make_capturable_attention(
     layers: Layers, cache: PagedCache, *_: object
 ) -> CapturableAttention | CapturableMlaAttention:
-    """The one that belongs to the cache; called as `gpu_service.attention.registry.make_attention` is."""
+    """Returns the one that belongs to the cache; called as `gpu_service.attention.registry.make_attention`
+    is.
+    """
     if isinstance(cache, MlaCache):
         return CapturableMlaAttention(mla_dimensions(layers), cache)
     return CapturableAttention(layers, cache)

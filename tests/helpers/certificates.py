@@ -99,7 +99,7 @@ def grpc_security(directory: Path, mode: str = "mutual") -> SecurityConfig:
 
 
 def grpc_flags(directory: Path) -> list[str]:
-    """The same as flags of `moebius serve`."""
+    """Returns the same as flags of `moebius serve`."""
     security = grpc_security(directory).model_dump()
     wanted = ("grpc_tls", "grpc_cert_file", "grpc_key_file", "grpc_ca_file")
     return [part for name in wanted for part in (f"--{name.replace('_', '-')}", str(security[name]))]

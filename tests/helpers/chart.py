@@ -60,7 +60,7 @@ class Refused(Exception):
 
 
 def render(values: Values, name: str = "moebius", namespace: str = "moebius") -> list[Manifest]:
-    """Manifests of a release, in the order of their files. Raises Refused."""
+    """Returns the manifests of a release, in the order of their files. Raises Refused."""
     from helm_python import HelmError
 
     try:
@@ -78,13 +78,13 @@ def render(values: Values, name: str = "moebius", namespace: str = "moebius") ->
 
 
 def helm_cli() -> str | None:
-    """The real `helm`, where there is one: on the path, or fetched by `make helm`."""
+    """Returns the real `helm`, where there is one: on the path, or fetched by `make helm`."""
     fetched = ROOT / "build" / "helm" / "helm"
     return str(fetched) if fetched.exists() else shutil.which("helm")
 
 
 def shape_values(name: str) -> Values:
-    """Of one shape."""
+    """Returns the shape values of one shape."""
     values: Values = yaml.safe_load(SHAPES[name].read_text())
     return values
 
@@ -94,7 +94,7 @@ NO_NAMESPACE = "namespace-of-the-release"
 
 
 def base_text(name: str) -> str:
-    """A kustomize base's manifests, without what only Helm looks at, and without a namespace.
+    """Returns a kustomize base's manifests, without what only Helm looks at, and without a namespace.
 
     Certificates lose the names that have it in them: in bases they are for `tls.grpc.serverName`. Alerts tell
     releases apart by the label that Prometheus adds.
@@ -114,14 +114,14 @@ def base_text(name: str) -> str:
 
 
 def _rules(document: Manifest) -> list[dict[str, Any]]:
-    """Alerts of a PrometheusRule."""
+    """Returns the alerts of a PrometheusRule."""
     if document["kind"] != "PrometheusRule":
         return []
     return [rule for group in document["spec"]["groups"] for rule in group["rules"]]
 
 
 def kustomization_text(name: str) -> str:
-    """Of a base."""
+    """Returns the kustomization text of a base."""
     first = next(
         line.removeprefix("# ") for line in SHAPES[name].read_text().splitlines() if line.startswith("# ")
     )
@@ -143,7 +143,7 @@ def generate() -> None:
 
 
 def kubectl_kustomize(directory: Path) -> str:
-    """What `kubectl kustomize` makes of a directory, without a cluster."""
+    """Returns what `kubectl kustomize` makes of a directory, without a cluster."""
     command = ["kubectl", "kustomize", str(directory)]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
 

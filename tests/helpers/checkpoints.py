@@ -53,7 +53,7 @@ def write_sharded(directory: Path, tensors: Mapping[str, Array], shards: int) ->
 
 
 def to_bfloat16(array: Array) -> npt.NDArray[np.uint16]:
-    """float32 to bfloat16 bits, by truncation."""
+    """Returns float32 to bfloat16 bits, by truncation."""
     return (array.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
 
 
@@ -77,7 +77,7 @@ class TinyMoe:
         return list(range(1 if self.family == "glm4_moe" else 0, self.num_layers))
 
     def config(self) -> dict[str, Any]:
-        """What config.json says."""
+        """Returns what config.json says."""
         common = {
             "model_type": self.family,
             "hidden_size": self.hidden_size,

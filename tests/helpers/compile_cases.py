@@ -32,11 +32,12 @@ from gpu_service.experts.resident.triton_kernels.backend import TritonResidentKe
 from gpu_service.ops.example_sizes import SMALL, Sizes, sizes_of
 from gpu_service.ops.examples import example
 from gpu_service.ops.triton.table import IMPLEMENTATIONS
-from moebius.models.config import ModelConfig, RouterConfig
+from moebius.models.config import ModelConfig
 from moebius.models.layers.compressed import CompressedAttention
 from moebius.models.layers.gqa import GQA
 from moebius.models.layers.latent import MLA
 from moebius.models.layers.layer import cached
+from moebius.models.layers.router import RouterConfig
 from moebius.models.read import read_model_config
 from tests.helpers.attention_cases import Geometry, make_case, run
 from tests.helpers.fused_decode import Options, attend
@@ -84,7 +85,7 @@ class Case:
 
 @cache
 def published(name: str) -> ModelConfig:
-    """The configuration of a published model."""
+    """Returns the configuration of a published model."""
     with tempfile.TemporaryDirectory() as directory:
         config = json.loads((FIXTURES / f"{name}.json").read_text())["config"]
         (Path(directory) / "config.json").write_text(json.dumps(config))
@@ -220,9 +221,9 @@ _ATTEND = {GQA: _attend, MLA: _attend_latents, CompressedAttention: _attend_comp
 
 def _layer(config: ModelConfig) -> Shape:
     """The routed experts of a model; of them two, because their number changes nothing."""
-    moe = config.moe
-    hidden = moe.latent_size or config.hidden_size
-    return Shape(hidden, moe.intermediate_size, 2, 1, moe.expert_activation, has_bias=moe.expert_bias)
+    moe = next(iter(config.routed.values()))
+    experts, hidden = moe.experts, moe.expert_input_size(config.hidden_size)
+    return Shape(hidden, experts.intermediate_size, 2, 1, experts.activation, has_bias=experts.has_bias)
 
 
 def _experts(shape: Shape, weights: str) -> None:

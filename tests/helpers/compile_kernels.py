@@ -23,7 +23,7 @@ _LARGE = 8192
 
 
 def rows(architecture: int, chosen: list[Case]) -> Iterator[dict[str, Any]]:
-    """Each kernel once: the case that needed it first, and what it takes; or why a case failed."""
+    """Yields each kernel once: the case that needed it first, and what it takes; or why a case failed."""
     with launches_compile(architecture) as compiled:
         for case in chosen:
             seen = len(compiled)

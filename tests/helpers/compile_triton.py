@@ -43,7 +43,7 @@ _OPTIONS = {"num_warps", "num_stages", "launch_pdl", "maxnreg"}
 
 
 def limits_of(architecture: int) -> limits.DeviceLimits:
-    """What the code under test sees of the device."""
+    """Returns what the code under test sees of the device."""
     shared_kib, num_sms = ARCHITECTURES[architecture]
     return limits.DeviceLimits(architecture, shared_kib * 1024, num_sms)
 
@@ -67,7 +67,7 @@ def _is_aligned(value: Any) -> bool:
 
 
 def _source(kernel: Any, values: dict[str, Any]) -> ASTSource:
-    """What a launch with these arguments compiles."""
+    """Returns what a launch with these arguments compiles."""
     fixed = {param.name for param in kernel.params if param.do_not_specialize}
     # Launches take whole numbers that are 1 for constants too.
     constants = {

@@ -41,22 +41,22 @@ def new_compiler() -> ConstraintCompiler:
 
 @functools.cache
 def compiler() -> ConstraintCompiler:
-    """The one that all tests of a process share."""
+    """Returns the one that all tests of a process share."""
     return new_compiler()
 
 
 def ids_of(text: str) -> list[int]:
-    """Tokens of a text."""
+    """Returns the tokens of a text."""
     return [1 + _CHARACTERS.index(character) for character in text]
 
 
 def text_of(token_ids: list[int]) -> str:
-    """What tokens spell; the end of the output spells nothing."""
+    """Returns what tokens spell; the end of the output spells nothing."""
     return "".join(_CHARACTERS[token - 1] for token in token_ids if token != EOS)
 
 
 def constrained(name: str, prompt: list[int], constraint: Constraint, **params: Any) -> Request:
-    """A request whose output follows a constraint."""
+    """Returns a request whose output follows a constraint."""
     request = make_request(name, prompt, **{"max_tokens": 40, "ignore_eos": False, **params})
     (request.constraint,) = compiler().make(constraint)
     return request
@@ -69,7 +69,9 @@ def byte_compiler(vocab_size: int) -> ConstraintCompiler:
 
 
 def constrain_some(requests: Sequence[Request], vocab_size: int) -> list[Request]:
-    """The same requests, every other one with a constraint: an endless text, or one after a short thought."""
+    """Returns the same requests, every other one with a constraint: an endless text, or one after a short
+    thought.
+    """
     thought: dict[str, Any] = {"after_token_ids": [9], "max_reasoning_tokens": 3}
     sources = [Constraint(regex="[a-z ]{2,90}"), Constraint(regex="([A-F]{3}-)+", **thought)]
     for number, request in enumerate(requests[::2]):

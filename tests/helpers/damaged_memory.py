@@ -15,12 +15,12 @@ FORGOTTEN = "an expert was damaged: requests are computed again"
 
 
 def segment_of(state_dir: Path, server: int) -> WeightSegment:
-    """Of expert server `server` of a `moebius serve` with that state directory."""
+    """Returns the segment of expert server `server` of a `moebius serve` with that state directory."""
     return WeightSegment.open(next(iter(state_dir.rglob(f"expert-{server}.weights"))))
 
 
 def place_of(segment: WeightSegment, layer: int, expert: int) -> tuple[int, int]:
-    """Where the expert's bytes begin in the segment, and how many there are."""
+    """Returns where the expert's bytes begin in the segment, and how many there are."""
     found = segment.layers[layer]
     return found.offset + found.experts.index(expert) * found.expert_bytes, found.expert_bytes
 

@@ -35,7 +35,7 @@ def demo_model(top_k: int | None = None) -> CausalLM:
 
 
 def one_request(ids: list[int]) -> ForwardInputs:
-    """Inputs of one step that prefills one request of T ids whole, with logits for every row."""
+    """Returns the inputs of one step that prefills one request of T ids whole, with logits for every row."""
     count = len(ids)
     num_pages = -(-count // PAGE_SIZE)
     rows = torch.arange(count)

@@ -95,7 +95,9 @@ def perplexity(model: ReferenceModel, ids: list[int]) -> float:
 
 
 def perplexity_of_logits(logits: torch.Tensor, ids: list[int]) -> float:
-    """As `perplexity`, from logits float32 [T, V] of a forward pass over all T ids."""
+    """Returns the perplexity, as `perplexity`, from logits float32 [T, V] of a forward pass over all
+    T ids.
+    """
     targets = torch.tensor(ids[1:])
     loss = torch.nn.functional.cross_entropy(logits[:-1].double(), targets)
     return math.exp(loss.item())

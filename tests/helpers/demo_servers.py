@@ -55,7 +55,7 @@ class RunningFleet:
 
 
 def demo_config(top_k: int | None) -> MoebiusConfig:
-    """The demo model in fp32, small mailbox slots so that a prefill takes several."""
+    """Returns the demo model in fp32, small mailbox slots so that a prefill takes several."""
     model = ModelConfigSection(model=str(demo_checkpoint()), dtype="float32", experts_per_token=top_k)
     experts = ExpertConfig(mailbox_slots=3, mailbox_rows=24, expert_threads=1, mailbox_deadline_ms=60_000)
     return MoebiusConfig(model=model, experts=experts)

@@ -15,9 +15,8 @@ from gpu_service.cache.kv_cache import KVCache
 from gpu_service.cache.radix_cache import RadixCache
 from gpu_service.cache.request_cache import PagePool, RequestCache
 from gpu_service.core.interface import OutputDelta
-from gpu_service.core.limits import SchedulerLimits
-from gpu_service.core.request import Request, SamplingParams
-from gpu_service.core.token_pool import TokenPool
+from gpu_service.core.request import Request, SamplingParams, SchedulerLimits
+from gpu_service.core.step import TokenPool
 from gpu_service.engine.engine import Engine
 from gpu_service.engine.host_runner import CpuStream, HostRunner, InlineStream
 from gpu_service.engine.input_builder import InputBuilder
@@ -105,7 +104,7 @@ def demo_engine(experts: Any, serving: Serving) -> Iterator[tuple[Engine, Collec
 
 
 def greedy_request(name: str, answer: GoldenAnswer) -> Request:
-    """A request for the recorded answer."""
+    """Returns a request for the recorded answer."""
     params = SamplingParams(
         temperature=0.0, repetition_penalty=answer.repetition_penalty, max_tokens=MAX_NEW_TOKENS
     )

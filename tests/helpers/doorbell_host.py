@@ -37,7 +37,7 @@ DTYPE_CODES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 
 @cache
 def _library() -> Path:
-    """The compiled kernels; built once per process."""
+    """Returns the compiled kernels; built once per process."""
     directory = Path(tempfile.mkdtemp(prefix="moebius-doorbell-"))
     source, library = directory / "doorbell.cc", directory / "doorbell.so"
     shim, entry = ((HERE / name).read_text() for name in ("doorbell_shim.h", "doorbell_entry.h"))
@@ -48,7 +48,9 @@ def _library() -> Path:
 
 
 def host_kernels() -> ctypes.CDLL:
-    """A device of its own: another copy of the library, as blocks keep shared memory in its globals."""
+    """Returns a device of its own: another copy of the library, as blocks keep shared memory in its
+    globals.
+    """
     global _devices
     _devices += 1
     library = shutil.copy(_library(), _library().with_name(f"device-{_devices}.so"))

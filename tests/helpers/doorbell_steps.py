@@ -53,15 +53,15 @@ class Layer:
         self.partial.copy_(draw(-9, 10, self.partial))
 
     def submit(self, client: ExpertClient) -> Ticket:
-        """The ticket."""
+        """Returns the ticket."""
         return client.submit(self.layer, self.hidden_states, self.topk_ids, self.topk_weights)
 
     def run(self, client: ExpertClient) -> torch.Tensor:
-        """A copy of `partial` with the answer added."""
+        """Returns a copy of `partial` with the answer added."""
         return client.collect(self.submit(client), self.partial.clone())
 
     def routed(self, num_servers: int) -> torch.Tensor:
-        """What the routing adds to every element of a row; float32 `[T, 1]`."""
+        """Returns what the routing adds to every element of a row; float32 `[T, 1]`."""
         pairs = self.topk_weights * (self.topk_ids + 1)
         return pairs.sum(dim=1, keepdim=True) * (self.layer + 1) * num_servers
 

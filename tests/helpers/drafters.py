@@ -23,7 +23,7 @@ class AnswerDrafter:
         self._wrong_every = wrong_every
 
     def propose(self, request: Request, count: int) -> list[int]:
-        """As many as the answer still has."""
+        """Returns as many as the answer still has."""
         said = len(request.output_token_ids)
         draft_tokens = list(self._answers.get(request.request_id, ())[said : said + count])
         for index in range(len(draft_tokens)):
@@ -41,7 +41,7 @@ class ScatteredDrafter(AnswerDrafter):
         self.wrong_places: set[int] = set()
 
     def propose(self, request: Request, count: int) -> list[int]:
-        """As many as the answer still has."""
+        """Returns as many as the answer still has."""
         draft_tokens = super().propose(request, count)
         place = (len(request.output_token_ids) * 7919 + request.prompt_len * 31) % (count + 1)
         if place < len(draft_tokens):
@@ -57,7 +57,7 @@ class FixedDrafter:
         self._token_ids = token_ids
 
     def propose(self, request: Request, count: int) -> list[int]:
-        """The first of them."""
+        """Returns the first of them."""
         return list(self._token_ids[:count])
 
 
@@ -83,7 +83,7 @@ class DeviceAnswerDrafter:
         next_ids: torch.Tensor,
         last_rows: torch.Tensor,
     ) -> torch.Tensor | None:
-        """What follows the newest token in the first text that has it there; 0 if none does."""
+        """Returns what follows the newest token in the first text that has it there; 0 if none does."""
         assert hidden_states.shape[0] == next_ids.shape[0] == plan.positions.shape[0]
         assert context.inputs is plan
         self.rows.append(hidden_states.shape[0])

@@ -31,14 +31,14 @@ def make_restless(monkeypatch: pytest.MonkeyPatch, cache: str) -> None:
 
 
 def settings(cluster: Cluster, gpu_experts: int, **gpu: Any) -> MoebiusConfig:
-    """An engine of the cluster's model and servers, `gpu_experts` of each layer on its device."""
+    """Returns an engine of the cluster's model and servers, `gpu_experts` of each layer on its device."""
     config = streaming_settings(cluster, **({"prefix_caching": True, "prefill_experts": "cpu"} | gpu))
     placement = config.placement.model_copy(update={"gpu_experts": gpu_experts})
     return config.model_copy(update={"placement": placement})
 
 
 def request(name: str, length: int, outputs: int, topic: int = 0) -> Request:
-    """A prompt of its own, and greedy output."""
+    """Returns a prompt of its own, and greedy output."""
     tokens = [3 + (k * k * 5 + k * 7 + topic * 11) % 200 for k in range(length)]
     return Request(name, tokens, SamplingParams(max_tokens=outputs, temperature=0.0, ignore_eos=True))
 
@@ -61,8 +61,8 @@ def check_memory(engine: RunningEngine) -> None:
 
 
 def run_with_long_prompt(engine: RunningEngine, streams: list[Request], long: Request) -> tuple[int, int]:
-    """Streams and a prompt that needs more room than there is at first; the most pages meanwhile, and the
-    fewest bytes of experts.
+    """Returns streams and a prompt that needs more room than there is at first; the most pages meanwhile, and
+    the fewest bytes of experts.
     """
     resident, pool = engine.built.resident, engine.built.engine.scheduler.cache.pool
     assert resident is not None

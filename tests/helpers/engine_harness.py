@@ -14,9 +14,8 @@ from gpu_service.cache.radix_cache import RadixCache
 from gpu_service.cache.request_cache import PagePool, RequestCache
 from gpu_service.cache.request_states import SLOTS_PER_REQUEST, RequestStates, StatePool
 from gpu_service.core.interface import EngineObserver, OutputDelta
-from gpu_service.core.limits import SchedulerLimits
-from gpu_service.core.request import Request, SamplingParams
-from gpu_service.core.token_pool import TokenPool
+from gpu_service.core.request import Request, SamplingParams, SchedulerLimits
+from gpu_service.core.step import Batch, TokenPool
 from gpu_service.device.stream import HostDeviceStream
 from gpu_service.engine.device_runner import DeviceRunner
 from gpu_service.engine.engine import Engine
@@ -28,6 +27,7 @@ from gpu_service.engine.step_runner import StepRunner
 from gpu_service.experts.client import ExpertUnavailable
 from gpu_service.experts.resident.watch import ResidentWatch
 from gpu_service.scheduler.scheduler import Scheduler
+from gpu_service.scheduler.supply import PageSupply, Queues
 from gpu_service.speculation.drafter import DeviceDrafter, HostDrafter
 from gpu_service.speculation.policy import Speculation
 from tests.helpers.fake_model import VOCAB, FakeModel, NullAttention, fake_cache, fake_config
@@ -58,6 +58,26 @@ class Knobs:
     watch: ResidentWatch | None = None
 
 
+class LateSupply(PageSupply):
+    """Counts how often it is asked for pages; those that it withheld are there from the first time on."""
+
+    def __init__(self, scheduler: Scheduler, withheld: Sequence[int] = ()) -> None:
+        self.asked = 0
+        self._pool, self._withheld = scheduler.cache.pool, list(withheld)
+        self._pool.withdraw(self._withheld)
+
+    def before_step(self, queues: Queues) -> None:
+        self.asked += 1
+        pages, self._withheld = self._withheld, []
+        self._pool.add(pages)
+
+    def planned(self, batch: Batch) -> None:
+        """Steps in flight hinder nothing."""
+
+    def ended(self, batch: Batch) -> None:
+        """Does what `planned` does."""
+
+
 # Changes of the knobs: every order in which an engine can do the same steps.
 LOOPS = pytest.mark.parametrize(
     "loop",
@@ -85,11 +105,11 @@ class FlakyExperts:
         self.interrupted = threading.Event()
 
     def problem(self) -> str:
-        """Whether the servers are there."""
+        """Returns whether the servers are there."""
         return "" if self.present.is_set() else "expert server 0 is dead"
 
     def damages(self) -> int:
-        """As a test says."""
+        """Returns what a test has set."""
         return self.found
 
     def interrupt(self) -> None:
@@ -140,7 +160,7 @@ class Harness:
         assert done, f"{request.key} emitted {len(self.tokens(request))} tokens"
 
     def tokens(self, request: Request) -> list[int]:
-        """All tokens emitted so far."""
+        """Returns all tokens emitted so far."""
         return [token for delta in self.deltas.get(request.key, []) for token in delta.token_ids]
 
     def run(self, requests: Sequence[Request], *, together: bool = False) -> list[list[int]]:
@@ -159,7 +179,7 @@ class Harness:
 
 
 def build_scheduler(knobs: Knobs, prefill_chunk_max: int = 0) -> Scheduler:
-    """A scheduler with its own pool and tree; a lane's learns when it may open."""
+    """Returns a scheduler with its own pool and tree; a lane's learns when it may open."""
     limits = SchedulerLimits(
         max_num_seqs=knobs.max_num_seqs,
         max_num_batched_tokens=knobs.budget,
@@ -243,5 +263,5 @@ def make_request(name: str, prompt: list[int], **params: object) -> Request:
 
 
 def prompt_of(seed: int, length: int) -> list[int]:
-    """A fixed prompt without the end-of-sequence token."""
+    """Returns a fixed prompt without the end-of-sequence token."""
     return [1 + (seed * 31 + i * i * 7 + i) % (VOCAB - 1) for i in range(length)]

@@ -13,7 +13,7 @@ from tests.helpers.stack import ROOT
 
 
 def write_one_layer(directory: Path) -> Path:
-    """A tiny checkpoint of one layer with random weights and a tokenizer."""
+    """Returns a tiny checkpoint of one layer with random weights and a tokenizer."""
     with contextlib.suppress(SystemExit):
         cli(["models", "random", str(directory), "--shape", "tiny", "--layers", "1"])
     return directory

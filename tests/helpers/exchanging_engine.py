@@ -76,7 +76,9 @@ class Engine(ExchangingRank):
             self.exchanges.advance(wanted + [each for each in self.refills() if self.rng.random() < 0.3])
 
     def launch(self, step: Step, is_lane: bool = False) -> None:
-        """As a step of the engine: per layer it routes, asks servers, and computes what is resident."""
+        """Launches as a step of the engine: per layer it routes, asks servers, and computes what is
+        resident.
+        """
         self.device.current = "lane" if is_lane else "main"
         for layer, ids in enumerate(step.ids):
             self.device.launch(lambda layer=layer, ids=ids: self.ask_servers(step, layer, ids, is_lane))
@@ -115,7 +117,9 @@ class Engine(ExchangingRank):
         self.launch(self.lane, is_lane=True)
 
     def new_step(self) -> Step:
-        """Of as many rows as requests are decoding; those of requests that ended are gone."""
+        """Returns a new step of as many rows as requests are decoding; those of requests that ended are
+        gone.
+        """
         self.rows = self.rng.choice([1, max(1, self.rows - 1), min(6, self.rows + 1)])
         ids = [
             torch.tensor(

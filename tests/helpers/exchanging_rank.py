@@ -115,7 +115,7 @@ class ExchangingRank:
         ]
 
     def refills(self) -> list[Wanted]:
-        """An expert for each empty slot."""
+        """Returns an expert for each empty slot."""
         found = []
         for layer, slots in self.resident.slots.items():
             absent = sorted({*range(SHAPE.experts)} - {*slots.experts})

@@ -44,7 +44,7 @@ READY_S = 60.0
 
 
 def make_config(model: Path | str, directory: Path, **experts: Any) -> MoebiusConfig:
-    """A configuration of `split_count` servers whose sockets are in `directory`."""
+    """Returns a configuration of `split_count` servers whose sockets are in `directory`."""
     count = experts.get("split_count", 1)
     settings = {
         "expert_threads": 1,
@@ -58,7 +58,7 @@ def make_config(model: Path | str, directory: Path, **experts: Any) -> MoebiusCo
 
 
 def start_expert(config: MoebiusConfig, log: Path) -> subprocess.Popen[bytes]:
-    """One expert process; its log is appended to `log`."""
+    """Returns one expert process; its log is appended to `log`."""
     with log.open("ab") as sink:
         command = [sys.executable, "-c", SCRIPT, config.model_dump_json()]
         return subprocess.Popen(command, cwd=ROOT, stderr=sink)
@@ -74,7 +74,7 @@ class Cluster:
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def own_config(self, index: int) -> MoebiusConfig:
-        """What the server `index` is started with."""
+        """Returns what the server `index` is started with."""
         addresses = self.config.experts.expert_addresses
         update = {"split_index": index, "expert_address": addresses[index]}
         return self.config.model_copy(update={"experts": self.config.experts.model_copy(update=update)})
@@ -99,7 +99,7 @@ class Cluster:
         client.begin_step = counted  # type: ignore[method-assign]
 
     def client(self, transport: str, **experts: Any) -> ExpertClient:
-        """A ready client."""
+        """Returns a ready client."""
         settings = self.config.experts.model_copy(update={"expert_transport": transport, **experts})
         client = make_expert_client(self.config.model_copy(update={"experts": settings}), self.geometry)
         client.wait_ready(READY_S)
@@ -184,7 +184,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Largest difference, as a fraction of the largest expected magnitude."""
+    """Returns largest difference, as a fraction of the largest expected magnitude."""
     return float((found - expected).abs().max() / expected.abs().max())
 
 

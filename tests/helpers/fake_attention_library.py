@@ -106,7 +106,9 @@ class PagedWrapper(PlanningWrapper):
     """Both paged wrappers: requests' pages from indptr, indices and last_page_len."""
 
     def set_pages(self, indptr: torch.Tensor, indices: torch.Tensor, last: torch.Tensor) -> None:
-        """As the originals: graph mode copies into its own buffers, else the arguments are kept."""
+        """Sets pages as the originals: graph mode copies into its own buffers, else the arguments
+        are kept.
+        """
         assert len(indices) == int(indptr[-1])
         if not self.graph:
             self._paged_kv_indptr_buf, self._paged_kv_indices_buf = host(indptr).clone(), indices
@@ -126,11 +128,11 @@ class PagedWrapper(PlanningWrapper):
         k_scale: float | None,
         v_scale: float | None,
     ) -> torch.Tensor:
-        """Every request over its pages."""
+        """Returns every request over its pages."""
         self.check_ready()
         keys, values = pages
         assert keys.stride() == values.stride(), "FlashInfer takes one set of strides for both"
-        assert (query.dtype, keys.dtype) == self.types
+        assert (query.dtype, keys.dtype) == self.types  # type: ignore[attr-defined]
         bounds = self._paged_kv_indptr_buf.tolist()
         for request, last in enumerate(self._paged_kv_last_page_len_buf.tolist()):
             assert 1 <= last <= keys.shape[1]
@@ -139,7 +141,7 @@ class PagedWrapper(PlanningWrapper):
             rows = slice(starts[request], starts[request + 1])
             key = keys.float()[own].flatten(0, 1)[:length] * (k_scale or 1.0)
             value = values.float()[own].flatten(0, 1)[:length] * (v_scale or 1.0)
-            out[rows] = causal_attention(query[rows], key, value, self.scale).to(out.dtype)
+            out[rows] = causal_attention(query[rows], key, value, self.scale).to(out.dtype)  # type: ignore[attr-defined]
         return out
 
 
@@ -246,7 +248,7 @@ def fast_decode_plan(
     kv_data_type: torch.dtype, sm_scale: float, disable_split_kv: bool = False,
     global_override_indptr_cpu: torch.Tensor,
 ) -> None:  # fmt: skip
-    """As FlashInfer: for a wrapper planned before; the caller has filled the device's copies."""
+    """Plans as FlashInfer for a wrapper planned before; the caller has filled the device's copies."""
     assert self.graph
     assert self.num_plans > 0
     assert len(last_page_len) == len(self._paged_kv_last_page_len_buf), "the batch size is frozen"

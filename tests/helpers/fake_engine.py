@@ -34,7 +34,9 @@ WORDS = ["fox", "dog", "hill", "lazy", "brown", "runs", "über", "東京", "😀
 
 
 def pooled_states(prompt: Sequence[int], pooling: int) -> list[float]:
-    """The states that it returns for a prompt: sines of its last id, or the mean of those of all ids."""
+    """Returns the states that it returns for a prompt: sines of its last id, or the mean of those
+    of all ids.
+    """
     chosen = prompt if pooling == pb.POOLING_MEAN else prompt[-1:]
     return [sum(math.sin(token * (at + 1)) for token in chosen) / len(chosen) for at in range(HIDDEN)]
 
@@ -91,11 +93,11 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
         self.script, self.seen = Script(), Seen()
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of a prompt, special tokens included."""
+        """Returns the text of a prompt, special tokens included."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
     def GetModelInfo(self, request: Any, context: Any) -> pb.GetModelInfoResponse:
-        """Facts of the pretended model."""
+        """Returns the facts of the pretended model."""
         return pb.GetModelInfoResponse(
             model_path=str(self._directory),
             is_generation=True,
@@ -113,7 +115,7 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
         )
 
     def GetLive(self, request: Any, context: Any) -> pb.GetLiveResponse:
-        """Figures as tests set them."""
+        """Returns figures as tests set them."""
         self.live_calls += 1
         return self.live
 
@@ -172,7 +174,7 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
         yield from self.Generate(gathered.finish(), context)
 
     def GenerateMany(self, requests: Iterator[pb.GenerateManyRequest], context: Any) -> Any:
-        """Each call of the stream as Generate would answer it, in a thread of its own."""
+        """Returns each call of the stream as Generate would answer it, in a thread of its own."""
         if not self.has_many:
             context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
         return many_calls(self.Generate, requests, context)
@@ -185,7 +187,7 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
             seen.cancelled.set()
 
     def _output(self, script: Script, request: pb.GenerateRequest, index: int) -> tuple[list[int], str]:
-        """Token ids of one output and why it ends."""
+        """Returns token ids of one output and why it ends."""
         params = request.sampling_params
         limit = params.max_tokens
         if script.token_ids is not None:
@@ -203,7 +205,7 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
 
     @staticmethod
     def _words(params: pb.SamplingParams, index: int) -> str:
-        """Words that depend on the seed and index when sampling, and on nothing when greedy."""
+        """Returns the words that depend on the seed and index when sampling, and on nothing when greedy."""
         if params.temperature == 0:
             return "The quick brown fox jumps over the lazy dog."
         seed = params.seed if params.HasField("seed") else random.randrange(2**62)
@@ -234,7 +236,9 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
         return self.script.fail_after is None and not self.script.error_message
 
     def _scored(self, ids: Sequence[int], params: pb.SamplingParams, index: int) -> pb.OutputLogProbs:
-        """As scripted for the output; after the alternatives the ids that the request names."""
+        """Returns the log-probabilities as scripted for the output; after the alternatives the ids that the
+        request names.
+        """
         value = self.script.logprobs[min(index, len(self.script.logprobs) - 1)]
         top = [_top(token, params.logprobs) for token in ids]
         for row in top:
@@ -277,7 +281,7 @@ class CallContext:
         self._active = True
 
     def invocation_metadata(self) -> list[tuple[str, str]]:
-        """The trace context, which has no other place here."""
+        """Returns the trace context, which has no other place here."""
         return list(self._metadata.items())
 
     def add_callback(self, callback: Callable[[], None]) -> bool:
@@ -371,7 +375,7 @@ class ExplainedHealth(health.HealthServicer):
     not_ready = ""
 
     def Check(self, request: Any, context: Any) -> Any:
-        """As the standard says."""
+        """Answers as the standard says."""
         if self.not_ready:
             context.set_trailing_metadata(((NOT_READY_METADATA, self.not_ready.encode()),))
         return super().Check(request, context)

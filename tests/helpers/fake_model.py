@@ -15,30 +15,27 @@ from gpu_service.attention.base import AttentionBackend
 from gpu_service.cache.kv_cache import KVCache
 from gpu_service.core.step import ForwardInputs
 from gpu_service.layers.context import ForwardContext
-from moebius.models.config import ModelConfig, MoeConfig, RopeConfig, RouterConfig
+from moebius.models.config import ModelConfig
+from moebius.models.layers.rope import RopeConfig
+from tests.helpers.layer_values import common_sizes
 
 VOCAB = 97
 
 
 def fake_config(vocab_size: int = VOCAB, max_model_len: int = 256) -> ModelConfig:
     """One layer, one KV head of two elements: token id + 1 (key) and position (value)."""
-    return ModelConfig(
+    common = common_sizes(
         model_type="fake",
         vocab_size=vocab_size,
         hidden_size=2,
-        intermediate_size=4,
         num_layers=1,
         num_heads=1,
         num_kv_heads=1,
         head_dim=2,
-        rms_norm_eps=1e-6,
-        activation="silu",
-        rope=RopeConfig(theta=1e4, rotary_dim=2),
-        moe=MoeConfig(RouterConfig(2, 1, "softmax"), 4, 0, frozenset()),
-        dtype="float32",
         max_model_len=max_model_len,
         eos_token_ids=(0,),
     )
+    return common.model(common.gqa(RopeConfig(theta=1e4, rotary_dim=2)), common.dense())
 
 
 class NullAttention(AttentionBackend):
@@ -80,7 +77,7 @@ class FakeModel:
         slots[inputs.slot_mapping[rows], 1, 0] = inputs.positions[rows].float()
 
     def read(self, context: ForwardContext) -> torch.Tensor:
-        """The hashes; all rows are stored."""
+        """Returns the hashes; all rows are stored."""
         inputs, cache = context.inputs, context.kv_cache
         slots, rows = cache.slots(0), []
         for index, seq_len in enumerate(inputs.seq_lens):
@@ -99,7 +96,7 @@ class FakeModel:
         return hidden
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Pseudo-random logits in [-4, 4): [L, V] float32."""
+        """Returns pseudo-random logits in [-4, 4): [L, V] float32."""
         bad = torch.isnan(hidden_states).any(dim=1)
         clean = hidden_states.nan_to_num(0.0).long()
         state = clean[:, 0] | (clean[:, 1] << 32)
@@ -151,7 +148,9 @@ def fake_hidden_states(token_ids: list[int]) -> torch.Tensor:
 
 
 def _hashes(ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Of each token and all before it, float64 `[T, 2]`; `ids` are one more than the tokens'."""
+    """Returns a digest of each token and all before it, float64 `[T, 2]`; `ids` are one more than the
+    tokens'.
+    """
     return _halves(_mix(ids * 1_000_003 + positions).cumsum(0))
 
 
@@ -160,7 +159,7 @@ def _halves(state: torch.Tensor) -> torch.Tensor:
 
 
 def _mix(values: torch.Tensor) -> torch.Tensor:
-    """A cheap 64-bit hash with wrap-around int64 arithmetic."""
+    """Returns a cheap 64-bit hash with wrap-around int64 arithmetic."""
     values = values * -7046029254386353131
     values = values ^ (values >> 29)
     values = values * -4658895280553007687

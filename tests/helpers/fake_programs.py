@@ -69,13 +69,13 @@ def spec(name: str, program: str, marks: Path, stop_stage: int = 0) -> ProcessSp
 
 
 def plan(directory: Path, *processes: ProcessSpec, segment: str = "") -> Plan:
-    """A plan, with a shared-memory segment of that name if one is given."""
+    """Returns a plan, with a shared-memory segment of that name if one is given."""
     segments = (Segment(segment, Path("/dev/shm", segment).touch),) if segment else ()
     return Plan(directory / "run", tuple(processes), segments)
 
 
 def alive(pid: int) -> bool:
-    """Whether the process runs (a zombie does not)."""
+    """Returns whether the process runs (a zombie does not)."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

@@ -39,7 +39,7 @@ IN_PROCESS = {"expert_transport": "local"}
 def family_config(
     directory: Path, device: str, dtype: str, experts: dict[str, Any] | None = None, **gpu: Any
 ) -> MoebiusConfig:
-    """A small pool; `experts`: how they are reached, None: all of them are resident on the device."""
+    """Returns a small pool; `experts`: how they are reached, None: all of them are resident on the device."""
     small = {"num_pages": 160, "page_size": 4, "max_num_seqs": 6, "gpu_threads": 1}
     steps = {"max_num_batched_tokens": TOKEN_BUDGET, "cuda_graph_max_batch_size": LARGEST_GRAPH}
     return MoebiusConfig.model_validate(
@@ -59,12 +59,14 @@ def expert_dtype_of(dtype: str) -> str:
 
 
 def reference_config(directory: Path, dtype: str = "float32", **gpu: Any) -> MoebiusConfig:
-    """The CPU path, at parity with transformers, its experts by the reference in process."""
+    """Returns the CPU path, at parity with transformers, its experts by the reference in process."""
     return family_config(directory, "cpu", dtype, IN_PROCESS, **gpu)
 
 
 def workload(logprobs: int | None) -> list[Request]:
-    """Five greedy requests of different lengths; they end one after another, so batches shrink to one."""
+    """Returns five greedy requests of different lengths; they end one after another, so batches shrink to
+    one.
+    """
     return [
         Request(
             f"r{i}",
@@ -84,7 +86,7 @@ class Answers:
 
     @property
     def tokens(self) -> list[list[int]]:
-        """Of the scored requests."""
+        """Returns the tokens of the scored requests."""
         return [request.output_token_ids for request in self.scored]
 
     @property
@@ -94,7 +96,7 @@ class Answers:
 
 
 def answers(config: MoebiusConfig) -> Answers:
-    """The workload twice, on one engine."""
+    """Returns the workload twice, on one engine."""
     scored = workload(2)
     with running_engine(config) as engine:
         engine.run(scored)
@@ -102,13 +104,13 @@ def answers(config: MoebiusConfig) -> Answers:
 
 
 def scores(config: MoebiusConfig, answered: Answers) -> list[list[float]]:
-    """Log-probability that the engine gives to each token of each answer, all before it given."""
+    """Returns the log-probability that the engine gives to each token of each answer, all before it given."""
     with running_engine(config) as engine:
         return scored_by(engine.run, answered.scored)
 
 
 def scored_by(run: Callable[[list[Request]], object], answered: Sequence[Request]) -> list[list[float]]:
-    """The same by an engine that runs: prompt and answer of each request as one prompt."""
+    """Returns the same by an engine that runs: prompt and answer of each request as one prompt."""
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=0)
     known = [[*request.prompt_token_ids, *request.output_token_ids] for request in answered]
     scored = [Request(f"s{i}", tokens, params) for i, tokens in enumerate(known)]
@@ -143,7 +145,7 @@ class Errors:
 
 
 def errors(found: Sequence[Sequence[float]], exact: Sequence[Sequence[float]]) -> Errors:
-    """Of one engine's log-probabilities against another's."""
+    """Returns the errors of one engine's log-probabilities against another's."""
     differences = {
         (request, token): abs(a - b)
         for request, pair in enumerate(zip(found, exact, strict=True))
@@ -166,7 +168,9 @@ def check_float32(directory: Path, config: MoebiusConfig) -> None:
 
 
 def first_difference(reference: Answers, tokens: list[list[int]]) -> str:
-    """Where an answer first is not the reference's, and by how much it liked its own best; empty: nowhere."""
+    """Returns where an answer first is not the reference's, and by how much it liked its own best; empty:
+    nowhere.
+    """
     for request, (expected, found) in enumerate(zip(reference.scored, tokens, strict=True)):
         for place, record in enumerate(expected.output_logprobs):
             if found[place] == record.token_id:

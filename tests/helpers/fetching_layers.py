@@ -22,7 +22,9 @@ def fetch_state(
     segments: ExpertSegments | None = None,
     prices: tuple[float, float] = (SERVER_SECONDS, LINK_SECONDS),
 ) -> tuple[FetchState, ExpertSegments]:
-    """Of all layers, with addresses and prices; `segments`: those to copy from, which have to be kept."""
+    """Returns the state of all layers, with addresses and prices; `segments`: those to copy from, which have
+    to be kept.
+    """
     shape, layers = servers[0].shape, range(servers[0].num_layers)
     found = segments or ExpertSegments([server.segment() for server in servers], layers)
     is_tensor = servers[0].part.experts == servers[-1].part.experts
@@ -57,5 +59,5 @@ def check_layer(layer: FetchLayer, number: int, segments: ExpertSegments) -> Non
 
 
 def reference_kernels() -> FetchKernels:
-    """Those that define what a step fetches."""
+    """Returns those that define what a step fetches."""
     return TorchFetchKernels()

@@ -22,7 +22,7 @@ class Options:
 
 
 def unrotated(case: Case, options: Options) -> Unrotated:
-    """The case's queries and keys side by side, as a projection leaves them, with random norms."""
+    """Returns the case's queries and keys side by side, as a projection leaves them, with random norms."""
     geometry, positions = case.geometry, case.inputs.positions
     rotary_dim = options.rotary_dim or geometry.head_dim
     exponents = torch.arange(rotary_dim // 2, device=positions.device) / (rotary_dim // 2)

@@ -17,7 +17,7 @@ from tests.helpers import tls_everywhere
 
 
 def gateway_config(engine_address: str, **gateway: Any) -> MoebiusConfig:
-    """A configuration for tests; keyword arguments are leaves of the `gateway` section."""
+    """Returns a configuration for tests; keyword arguments are leaves of the `gateway` section."""
     settings = {"engine_address": engine_address, "port": 0, "prompt_workers": 1, **gateway}
     return MoebiusConfig.model_validate({"gateway": settings})
 

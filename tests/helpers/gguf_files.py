@@ -54,7 +54,7 @@ class GgufTypes:
     up: str = ""  # Where it is not `gate_up`.
 
     def of(self, name: str, shape: tuple[int, ...]) -> str:
-        """The type of a GGUF tensor."""
+        """Returns the type of a GGUF tensor."""
         is_plain = ".ffn_gate_inp." in name or ".ssm_conv1d" in name or name.endswith("_norm.weight")
         if len(shape) == 1 or is_plain or not name.endswith(".weight"):
             return "F32"
@@ -68,7 +68,9 @@ class GgufTypes:
 
 
 def random_blocks(kind: str, rows: int, cols: int, random: np.random.Generator) -> NDArray[np.uint8]:
-    """uint8 `[rows, bytes]` of a type that only dequantises, its values about as large as a layer's."""
+    """Returns uint8 `[rows, bytes]` of a type that only dequantises, its values about as large as a
+    layer's.
+    """
     weights, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     blocks = random.integers(0, 256, (rows * cols // weights, nbytes), np.uint8)
     factor = np.float32(1)
@@ -82,7 +84,7 @@ def random_blocks(kind: str, rows: int, cols: int, random: np.random.Generator) 
 
 
 def encode(kind: str, values: NDArray[np.float32], random: np.random.Generator) -> NDArray[Any]:
-    """What a file stores: rows of blocks, near `values` unless the type only dequantises."""
+    """Returns what a file stores: rows of blocks, near `values` unless the type only dequantises."""
     if kind in _FACTORS:
         rows = values.size // values.shape[-1]
         blocks = random_blocks(kind, rows, values.shape[-1], random)
@@ -159,7 +161,7 @@ def _named(names: Any, one: Converted) -> str:
 def _converted(
     values: torch.Tensor, one: Converted, types: GgufTypes, names: Any, random: np.random.Generator
 ) -> tuple[NDArray[Any], str]:
-    """What is stored, which the model's weights are rounded to."""
+    """Returns what is stored, which the model's weights are rounded to."""
     kind = types.of(_named(names, one), tuple(one.places.shape))
     array = encode(kind, one.forward(values.flatten()[one.places]).numpy(), random)
     exact = torch.from_numpy(np.array(quants.dequantize(array, GGMLQuantizationType[kind])))
@@ -168,14 +170,14 @@ def _converted(
 
 
 def _text_config(model: Any) -> Any:
-    """Of the language model, which transformers may have inside of another."""
+    """Returns the text config of the language model, which transformers may have inside of another."""
     inner = model.config.get_text_config()
     is_inside = model.config.model_type == "step3p7" or inner.model_type in ARCHITECTURES_OF_TODAY
     return inner if is_inside else model.config
 
 
 def _gguf_names(config: Any, architecture: str) -> Any:
-    """The package's table of the architecture; None: it has none."""
+    """Returns the package's table of the architecture; None: it has none."""
     if config.model_type in ARCHITECTURES_OF_TODAY:
         return None
     return get_tensor_name_map(_package_architecture(config, architecture), config.num_hidden_layers)
@@ -192,7 +194,7 @@ def _architecture(config: Any, architecture: str) -> str:
 
 
 def _text_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names of the language model by itself."""
+    """Yields the names of the language model by itself."""
     for name, values in model.state_dict().items():
         if not name.startswith(("model.vision", "model.visual", "model.multi_modal_projector")):
             yield name.replace("model.language_model.", "model."), values
@@ -202,7 +204,7 @@ def _text_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 def gguf_tensors(
     model: Any, types: GgufTypes, *, latent_split: bool = True, architecture: str = ""
 ) -> dict[str, tuple[NDArray[Any], str]]:
-    """Stored arrays and their types by GGUF name; rounds the model's own weights to what they say."""
+    """Returns stored arrays and their types by GGUF name; rounds the model's own weights to what they say."""
     random = np.random.default_rng(7)
     config = _text_config(model)
     names = _gguf_names(config, architecture)
@@ -255,7 +257,7 @@ def _fused(tensors: dict[str, tuple[NDArray[Any], str]]) -> dict[str, tuple[NDAr
 def _prediction_layer(
     tensors: dict[str, tuple[NDArray[Any], str]], position: int
 ) -> dict[str, tuple[NDArray[Any], str]]:
-    """The last decoder layer once more, and the tensors that join it to the model."""
+    """Returns the last decoder layer once more, and the tensors that join it to the model."""
     last, block = f"blk.{position - 1}.", f"blk.{position}."
     found = {name.replace(last, block): stored for name, stored in tensors.items() if name.startswith(last)}
     norm = tensors["output_hc_norm.weight" if "output_hc_norm.weight" in tensors else "output_norm.weight"]

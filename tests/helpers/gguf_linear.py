@@ -175,7 +175,7 @@ def _mamba2_tensors(config: Any, name: str, places: torch.Tensor) -> Iterator[Co
 
 
 def _lfm2_tensors(name: str, places: torch.Tensor) -> Iterator[Converted]:
-    """Experts by names that most families have, one number per tap and channel."""
+    """Yields the experts by names that most families have, one number per tap and channel."""
     block, (stem, _, last) = (
         f"blk.{name.removeprefix('model.layers.').partition('.')[0]}",
         name.rpartition("."),

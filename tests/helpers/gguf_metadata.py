@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from gguf import ExpertGatingFuncType, GGUFValueType, GGUFWriter, RopeScalingType
 
-from moebius.models.attention_config import NGramConfig
+from moebius.models.layers.residual import NGramConfig
 from moebius.models.ngrams import hash_factors, hash_primes
 from tests.helpers.gguf_newer import ARCHITECTURES_OF_TODAY, write_newer
 
@@ -398,12 +398,14 @@ def _write_streams_and_ngrams(writer: GGUFWriter, config: Any) -> None:
 
 
 def _by_layer(config: Any, kind: str, value: int) -> list[int]:
-    """The value for the layers of a kind, 0 for all others."""
+    """Returns the value for the layers of a kind, 0 for all others."""
     return [value if found == kind else 0 for found in config.layer_types]
 
 
 def write_mamba2(writer: GGUFWriter, config: Any) -> None:
-    """Of layers with Mamba-2: heads are called time steps, and lists have zeros for layers without."""
+    """Writes the keys of layers with Mamba-2: heads are called time steps, and lists have zeros for layers
+    without.
+    """
     is_granite = config.model_type == "granitemoehybrid"
     full = _by_layer(config, "full_attention", config.num_key_value_heads)
     writer.add_head_count_kv(full)

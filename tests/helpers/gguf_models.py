@@ -638,6 +638,6 @@ def cached_gguf_files(root: Path) -> Callable[[str], GgufFile]:
 
 @torch.inference_mode()
 def reference_logits(reference: Any, tokens: list[int]) -> torch.Tensor:
-    """float32 `[tokens, vocabulary]`."""
+    """Returns float32 `[tokens, vocabulary]`."""
     logits: torch.Tensor = reference(torch.tensor([tokens])).logits[0]
     return logits

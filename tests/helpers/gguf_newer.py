@@ -156,7 +156,7 @@ def _rotated_last(config: Any, module: str, places: torch.Tensor) -> torch.Tenso
 
 
 def newer_tensors(config: Any, name: str, shape: torch.Size) -> Iterator[Converted]:
-    """One tensor of the model as its architecture's files have it: whole, or in parts."""
+    """Yields one tensor of the model as its architecture's files have it: whole, or in parts."""
     kind, places = config.model_type, torch.arange(shape.numel()).reshape(shape)
     stem = name.removesuffix(".weight").removesuffix(".bias")
     functions: tuple[Function, Function] = same, same
@@ -184,7 +184,7 @@ def newer_tensors(config: Any, name: str, shape: torch.Size) -> Iterator[Convert
 
 
 def _alternating(config: Any, module: str, places: torch.Tensor) -> torch.Tensor:
-    """Rows of a head, whose pairs are halves in memory, as neighbours."""
+    """Returns the rows of a head, whose pairs are halves in memory, as neighbours."""
     heads = config.num_attention_heads if "q_proj" in module else config.num_key_value_heads
     by_head = places.view(heads, 2, -1, *places.shape[1:])
     return by_head.transpose(1, 2).reshape(places.shape)
@@ -212,7 +212,7 @@ _KINDS = {
 
 
 def _parts(config: Any, module: str, places: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Of what is one tensor in memory and several in the file."""
+    """Yields the parts of what is one tensor in memory and several in the file."""
     if module in _OWN.get(config.model_type, {}):
         return
     if module.endswith(("gate_up_proj", "input_linear")):

@@ -47,7 +47,7 @@ def _byte_level(tokenizer: Tokenizer) -> tuple[list[str], list[int], list[str]]:
 
 
 def write_byte_level(path: Path, tokenizer: Tokenizer, pre: str, **values: Any) -> Path:
-    """The vocabulary and merges of a byte-level tokenizer under the name of a way to cut text."""
+    """Returns the vocabulary and merges of a byte-level tokenizer under the name of a way to cut text."""
     tokens, types, merges = _byte_level(tokenizer)
     return _write(path, "gpt2", tokens, types, {"tokenizer_pre": pre, "token_merges": merges} | values)
 

@@ -15,12 +15,12 @@ def heavy_gbnf(seed: int = 0) -> str:
 
 
 def heavy_regex(seed: int = 0) -> str:
-    """Repetitions of repetitions: four million letters."""
+    """Returns the repetitions of repetitions: four million letters."""
     return f"((ab?){{2000}}){{{2000 + seed % 100}}}{seed}"
 
 
 def heavy_schema(seed: int = 0) -> dict[str, Any]:
-    """Properties whose lengths are all different, and so are their lexemes."""
+    """Returns properties whose lengths are all different, and so are their lexemes."""
     properties = {
         f"{seed} {number}": {"type": "string", "minLength": number, "maxLength": 9 * number}
         for number in range(900)
@@ -29,7 +29,7 @@ def heavy_schema(seed: int = 0) -> dict[str, Any]:
 
 
 def heavy_requests(seed: int = 0) -> list[dict[str, Any]]:
-    """Fields of requests, none of which has been seen before with this seed."""
+    """Returns the fields of requests, none of which has been seen before with this seed."""
     tool = {"name": "f", "strict": True, "parameters": heavy_schema(seed)}
     return [
         {"ebnf": heavy_gbnf(seed)},

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 def idle_share(cpu_seconds: Callable[[], float], *, windows: int = 6, window_s: float = 0.5) -> float:
-    """The smallest share of one core over several windows.
+    """Returns the smallest share of one core over several windows.
 
     What spins does so in every window; what sleeps is quiet in at least one, however busy the machine and
     whatever else the same process still had to do. Ends early once a window is quiet altogether.

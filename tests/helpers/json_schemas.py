@@ -38,7 +38,7 @@ class SuiteSchema:
 
 @functools.cache
 def suite() -> tuple[SuiteSchema, ...]:
-    """All of them, in the suite's order."""
+    """Returns all of them, in the suite's order."""
     groups = json.loads(_FILE.read_text())["schemas"]
     return tuple(
         SuiteSchema(f"{group['file']}: {group['description']}", group["schema"], group["invalid"])

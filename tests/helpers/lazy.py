@@ -20,7 +20,10 @@ class _Lazy:
 
 
 def lazy(name: str) -> Any:
-    """The module, imported when something of it is first used. Raises ImportError when there is none."""
+    """Returns the module, imported when something of it is first used.
+
+    Raises ImportError when there is none.
+    """
     if importlib.util.find_spec(name) is None:
         raise ImportError(f"no module named {name!r}", name=name)
     return _Lazy(name)

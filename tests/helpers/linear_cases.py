@@ -68,7 +68,7 @@ def slots(lengths: list[int], device: torch.device | str) -> tuple[torch.Tensor,
 
 
 def sequences_of(lengths: list[int], device: torch.device | str) -> Sequences:
-    """Requests with the given numbers of new tokens."""
+    """Returns requests with the given numbers of new tokens."""
     starts = [0, *accumulate(lengths)]
     return make_sequences(starts, torch.tensor(starts, dtype=torch.int32, device=device))
 
@@ -76,7 +76,7 @@ def sequences_of(lengths: list[int], device: torch.device | str) -> Sequences:
 def make_delta_case(
     sizes: LinearSizes, lengths: list[int], dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> DeltaCase:
-    """Random rows, decays from almost none to almost all, states that are not zero."""
+    """Returns random rows, decays from almost none to almost all, states that are not zero."""
     generator = torch.Generator().manual_seed(len(lengths))
 
     def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
@@ -103,7 +103,7 @@ def make_kimi_case(
     device: torch.device | str = "cpu",
     bound: float | None = None,
 ) -> KimiCase:
-    """The same with decays of elements, from almost none to almost all within one head."""
+    """Returns the same with decays of elements, from almost none to almost all within one head."""
     case = make_delta_case(sizes, lengths, dtype, device)
     generator, size = torch.Generator().manual_seed(1), sizes.value_heads * sizes.key_dim
     a = (2 * torch.randn(sum(lengths), size, generator=generator)).to(device, dtype)
@@ -117,7 +117,7 @@ def naive_delta(case: DeltaCase) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def naive_kimi(case: KimiCase) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same with decays of elements."""
+    """Returns the same with decays of elements."""
     return _naive(kimi_delta_rows(*case[:6], case.states.shape[2]), case)
 
 

@@ -26,7 +26,7 @@ def project() -> dict[str, Any]:
 
 
 def pythons() -> list[str]:
-    """The supported versions."""
+    """Returns the supported versions."""
     names = (
         re.fullmatch(r"Programming Language :: Python :: (3\.\d+)", one) for one in project()["classifiers"]
     )
@@ -34,7 +34,7 @@ def pythons() -> list[str]:
 
 
 def asked_for(python: str, is_building: bool) -> dict[str, set[str]]:
-    """Package -> who asks for it, by the files' comments; `pyproject.toml` for ourselves.
+    """Returns package -> who asks for it, by the files' comments; `pyproject.toml` for ourselves.
 
     What builds is resolved apart from the rest.
     """
@@ -51,7 +51,7 @@ def asked_for(python: str, is_building: bool) -> dict[str, set[str]]:
 
 
 def locked(python: str, *kinds: str) -> dict[str, str]:
-    """Name -> version. Raises AssertionError for a package that two of the files have."""
+    """Returns name -> version. Raises AssertionError for a package that two of the files have."""
     found: dict[str, str] = {}
     for kind in kinds:
         text = (LOCKS / f"python{python}" / f"{kind}.txt").read_text()

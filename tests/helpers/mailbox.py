@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def geometry(num_servers: int = 1, **changes: Any) -> MailboxGeometry:
-    """A small geometry of distinct sizes."""
+    """Returns a small geometry of distinct sizes."""
     sizes: dict[str, Any] = {
         "num_layers": 5,
         "hidden_size": 48,
@@ -37,7 +37,7 @@ def geometry(num_servers: int = 1, **changes: Any) -> MailboxGeometry:
 
 
 def header_word(content: bytes, field: str) -> int:
-    """A field of the Header, of a segment's content, as an unsigned integer."""
+    """Returns a field of the Header, of a segment's content, as an unsigned integer."""
     offset, nbytes = _kernels.mailbox_layout()["Header"][1][field]
     return int.from_bytes(content[offset : offset + nbytes], "little")
 
@@ -72,7 +72,9 @@ def served_mailbox(shape: MailboxGeometry, **backend: Any) -> Iterator[Mailbox]:
 def spawn_server(
     box: Mailbox, index: int, scale: float = 1.0, identity: str = "", delay_us: int = 0
 ) -> subprocess.Popen[bytes]:
-    """An echo server in a process of its own, which serves until it is killed or the mailbox shut down."""
+    """Returns an echo server in a process of its own, which serves until it is killed or the mailbox shut
+    down.
+    """
     program = (
         "import sys, time\n"
         "from moebius._kernels import MailboxServer\n"
@@ -99,7 +101,7 @@ class Killer(threading.Thread):
         self.servers = [self.spawn(index) for index in range(box.geometry.num_servers)]
 
     def spawn(self, index: int) -> subprocess.Popen[bytes]:
-        """A server of the index."""
+        """Returns a server of the index."""
         return spawn_server(self.box, index, scale=1.0 + index)
 
     def run(self) -> None:
@@ -132,18 +134,18 @@ class Call:
         self.values = random.integers(-64, 65, (rows, shape.hidden_size)).astype(np.float32)
         bits = (self.values.view(np.uint32) >> 16).astype(np.uint16)
         typed = {"float32": self.values, "bfloat16": bits, "float16": self.values.astype(np.float16)}
-        self.hidden_states: NDArray[Any] = typed[shape.dtype]
+        self.hidden_states: NDArray[Any] = typed[shape.dtype]  # type: ignore[assignment]
         self.topk_ids = random.integers(-1, 32, (rows, shape.top_k)).astype(np.int32)
         self.topk_weights = random.integers(0, 5, (rows, shape.top_k)).astype(np.float32) / 4
         self.output = np.full((rows, shape.hidden_size), np.nan, np.float32)
 
     def submit(self, slot: int = 0) -> int:
-        """The epoch."""
+        """Returns the epoch."""
         arrays = (self.hidden_states, self.topk_ids, self.topk_weights)
         return self.box.submit(slot, self.layer, *(array.ctypes.data for array in arrays), self.rows)
 
     def collect(self, epoch: int, slot: int = 0, deadline_ms: int = 60_000) -> NDArray[np.float32]:
-        """The summed answer."""
+        """Returns the summed answer."""
         times = self.box.collect(slot, epoch, self.output.ctypes.data, deadline_ms)
         assert len(times) == self.box.geometry.num_servers
         return self.output

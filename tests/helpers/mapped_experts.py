@@ -36,7 +36,7 @@ def mapped_cluster(directory: Path, split: str, **experts: Any) -> Iterator[Clus
 
 
 def gpu_settings(cluster: Cluster, **gpu: Any) -> MoebiusConfig:
-    """The settings of a small engine on the GPU; `gpu`: more of them."""
+    """Returns the settings of a small engine on the GPU; `gpu`: more of them."""
     small: dict[str, Any] = {
         "num_pages": 128,
         "page_size": 4,

@@ -54,7 +54,7 @@ class MlaCase:
         return torch.cat((self.key_weight, self.value_weight), dim=1)
 
     def fresh_cache(self) -> MlaCache:
-        """A copy of the cache as it was before the step."""
+        """Returns a copy of the cache as it was before the step."""
         cache = self.cache
         other = _make_cache(
             self.dimensions, cache.num_pages, cache.page_size, cache.dtype, cache.device, cache.storage_dtype
@@ -89,7 +89,7 @@ def make_mla_case(
     device: str = "cpu",
     spare_pages: int = 1,
 ) -> MlaCase:
-    """Random latents, queries and projections; pages scattered over the pool.
+    """Returns random latents, queries and projections; pages scattered over the pool.
 
     Of sparse attention, the cache has the step's index keys as well.
     """
@@ -134,7 +134,7 @@ def make_mla_case(
 
 
 def run_absorbed(case: MlaCase, backend: MlaAttentionBackend, planned: bool = False) -> torch.Tensor:
-    """The step in the latent space; `[T, H, value_dim]`."""
+    """Returns the step in the latent space; `[T, H, value_dim]`."""
     if not planned:
         backend.plan(case.inputs)
     selection = backend.select(case.index_query, case.head_weights, 0) if backend.selects else None
@@ -145,7 +145,7 @@ def run_absorbed(case: MlaCase, backend: MlaAttentionBackend, planned: bool = Fa
 
 
 def run_non_absorbed(case: MlaCase, backend: MlaAttentionBackend) -> torch.Tensor:
-    """The step with keys written out; `[T, H, value_dim]`."""
+    """Returns the step with keys written out; `[T, H, value_dim]`."""
     backend.plan(case.inputs)
     assert backend.non_absorbed
     key, value = up_project(case.latent, case.key_rope, case.weight, case.dimensions.nope_dim)
@@ -154,7 +154,7 @@ def run_non_absorbed(case: MlaCase, backend: MlaAttentionBackend) -> torch.Tenso
 
 
 def naive_scores(case: MlaCase) -> list[torch.Tensor]:
-    """Of each row's tokens, itself included, float64."""
+    """Returns the naive scores of each row's tokens, itself included, float64."""
     index_keys, rows = case.cache.index_keys, []
     assert index_keys is not None
     for request, (begin, end) in enumerate(pairwise(case.inputs.query_start_loc)):
@@ -167,7 +167,7 @@ def naive_scores(case: MlaCase) -> list[torch.Tensor]:
 
 
 def naive_selection(case: MlaCase) -> list[list[int]]:
-    """The tokens that each row attends to: the highest scores, then the earliest."""
+    """Returns the tokens that each row attends to: the highest scores, then the earliest."""
     index, chosen = case.dimensions.index, []
     assert index is not None
     for row in naive_scores(case):
@@ -178,7 +178,8 @@ def naive_selection(case: MlaCase) -> list[list[int]]:
 
 
 def naive_mla(case: MlaCase, chosen: list[list[int]] | None = None) -> torch.Tensor:
-    """Plain attention in float64 over keys and values written out from the cache; `[T, H, value_dim]`.
+    """Returns plain attention in float64 over keys and values written out from the cache; `[T, H,
+    value_dim]`.
 
     `chosen`: the tokens that each row attends to; None: all.
     """

@@ -68,7 +68,7 @@ def _int8_codes(weights: Floats, group_size: int) -> tuple[Array, Array, Floats]
 
 
 def _words_of_bytes(codes: Array, axis: int) -> Array:
-    """Four of value + 128 to an int32 along `axis`, the first in the lowest bits."""
+    """Returns the four of value + 128 to an int32 along `axis`, the first in the lowest bits."""
     moved = np.moveaxis(codes.astype(np.int32) + 128, axis, -1).astype(np.uint32)
     moved = np.pad(moved, [(0, 0), (0, -moved.shape[-1] % 4)]).reshape(len(moved), -1, 4)
     words = sum(moved[..., byte] << np.uint32(8 * byte) for byte in range(4))
@@ -86,7 +86,7 @@ def _int8_groups(weights: Floats) -> Encoded:
 
 
 def _gptq_int8(weights: Floats, group_size: int) -> Encoded:
-    """Version 1: zero points are 128 less one."""
+    """Returns version 1: zero points are 128 less one."""
     size = weights.shape[1] if group_size == -1 else group_size
     codes, scales, meant = _int8_codes(weights, size)
     tensors = {
@@ -109,7 +109,7 @@ def _int4_rows(weights: Floats) -> Encoded:
 
 
 def _int4_float32_scales(weights: Floats) -> Encoded:
-    """Scales that neither bfloat16 nor float16 holds."""
+    """Returns the scales that neither bfloat16 nor float16 holds."""
     int4 = int4_codes(weights, 32, zeros=False, float16=False)
     scales = int4.scales * np.float32(1 + 2**-15)
     codes = int4.codes.astype(np.float32) - 8
@@ -156,7 +156,7 @@ def _deepseek_fp4(weights: Floats, suffix: str = "scale") -> Encoded:
 
 
 def _kimi_int4(weights: Floats) -> Encoded:
-    """Groups of 32 with `weight_shape` as int32."""
+    """Returns the groups of 32 with `weight_shape` as int32."""
     found = compressed_int4(weights, 32)
     return {**found.tensors, "weight_shape": np.array(weights.shape, np.int32)}, found.weights
 
@@ -179,7 +179,7 @@ _AUTO_ROUND = {"bits": 4, "group_size": 32, "sym": True, "data_type": "int"}
 
 
 def _act_order(weights: Floats, group_size: int, seed: int) -> tuple[Array, Floats, NDArray[np.int64]]:
-    """Columns sorted into groups in an order of their own, and the place of each."""
+    """Returns columns sorted into groups in an order of their own, and the place of each."""
     cols = weights.shape[1]
     order = np.random.default_rng([cols, seed]).permutation(cols)
     places = np.empty(cols, np.int64)
@@ -233,7 +233,7 @@ _ACT_ORDERS: dict[str, tuple[Callable[[Floats, int], Encoded], dict[str, Any]]] 
 
 
 def act_ordered(name: str, seed: int) -> ModelFormat:
-    """A format whose columns are in the order of activations: another order for each seed."""
+    """Returns a format whose columns are in the order of activations: another order for each seed."""
     encode, config = _ACT_ORDERS[name]
     return ModelFormat(lambda weights: encode(weights, seed), config)
 
@@ -249,7 +249,7 @@ def _fp8_blocks(weights: Floats, height: int, width: int, suffix: str = "weight_
 
 
 def _modelopt_blocks(weights: Floats) -> Encoded:
-    """Scales with axes of 1 within blocks."""
+    """Returns scales with axes of 1 within blocks."""
     tensors, meant = _fp8_blocks(weights, 128, 128)
     return {**tensors, "weight_scale": tensors["weight_scale"][:, None, :, None]}, meant
 

@@ -53,7 +53,7 @@ def golden(routed: Routed, experts: dict[int, Expert]) -> NDArray[np.float64]:
 
 
 def relative_error(actual: Float32, wanted: NDArray[np.float64]) -> float:
-    """Largest absolute error over the largest wanted magnitude; 0 for no elements."""
+    """Returns largest absolute error over the largest wanted magnitude; 0 for no elements."""
     if wanted.size == 0:
         return 0.0
     return float(np.abs(actual - wanted).max() / max(np.abs(wanted).max(), 1e-30))
@@ -65,7 +65,7 @@ def load_layer(engine: ExpertEngine, layer: int, experts: dict[int, Expert]) -> 
 
 
 def to_bfloat16(values: Float32) -> NDArray[np.uint16]:
-    """Bits of bfloat16, rounded to nearest even (finite values only)."""
+    """Returns the bits of bfloat16, rounded to nearest even (finite values only)."""
     bits = values.view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 

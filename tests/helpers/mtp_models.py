@@ -28,7 +28,8 @@ class MtpReference:
 
     @torch.inference_mode()
     def logits(self, tokens: Sequence[int], num_heads: int = 1) -> list[torch.Tensor]:
-        """Of each head in turn, `[len(tokens) - 1 - head, V]`: row p of head h scores the token at p + h + 2.
+        """Returns the logits of each head in turn, `[len(tokens) - 1 - head, V]`: row p of head h scores the
+        token at p + h + 2.
 
         A head after the last one is the last once more, on what it made itself.
         """
@@ -100,7 +101,7 @@ def head_logits(
 
 
 def write_mtp_model(name: str | TinyModel, directory: Path, num_heads: int = 1) -> MtpReference:
-    """A tiny model with layers of multi-token prediction after its last."""
+    """Returns a tiny model with layers of multi-token prediction after its last."""
     tiny = TINY_MODELS[name] if isinstance(name, str) else name
     tiny = replace(tiny, shard_bytes=None)
     seed = sum(tiny.model_type.encode()) + num_heads

@@ -98,7 +98,7 @@ def _code_values(code: Code, codes: NDArray[np.uint32]) -> Floats:
 
 
 def unpack_codes(layout: PanelLayout, panel: Bytes) -> NDArray[np.uint32]:
-    """The elements' bits [k_padded, 16], padding included."""
+    """Returns the elements' bits [k_padded, 16], padding included."""
     bits = layout.bits
     if bits in (2, 3, 5, 6):
         return _unpack_planes(layout, panel)
@@ -130,7 +130,7 @@ def _unpack_planes(layout: PanelLayout, panel: Bytes) -> NDArray[np.uint32]:
 
 
 def unpack_panel(layout: PanelLayout, panel: Bytes) -> Floats:
-    """The weights [16, k] of one panel's bytes."""
+    """Returns the weights [16, k] of one panel's bytes."""
     weights = _code_values(layout.code, unpack_codes(layout, panel)[: layout.k])
     group = np.arange(layout.k) // max(layout.group_size, 1)
     if layout.zeros:
@@ -149,7 +149,7 @@ def unpack_panel(layout: PanelLayout, panel: Bytes) -> Floats:
 
 
 def _group_values(layout: PanelLayout, scale: ScaleType, panel: Bytes, begin: int) -> Floats:
-    """Scales or mins [groups, 16], or [groups, 1] where one serves the whole panel."""
+    """Returns scales or mins [groups, 16], or [groups, 1] where one serves the whole panel."""
     columns = 1 if layout.panel_scale else PANEL_COLUMNS
     nbytes = layout.groups * columns * SCALE_BYTES[scale]
     if scale == "products":
@@ -166,7 +166,7 @@ def _group_values(layout: PanelLayout, scale: ScaleType, panel: Bytes, begin: in
 
 
 def unpack_bias(layout: PanelLayout, panel: Bytes) -> Floats:
-    """The biases [16] of one panel's bytes; zeros where the matrix has none."""
+    """Returns the biases [16] of one panel's bytes; zeros where the matrix has none."""
     if not layout.has_bias:
         return np.zeros(PANEL_COLUMNS, np.float32)
     return _columns(panel, layout.bias_offset)
@@ -177,7 +177,7 @@ def _columns(panel: Bytes, offset: int) -> Floats:
 
 
 def unpack_matrix(layout: PanelLayout, packed: NDArray[Any], rows: int) -> Floats:
-    """The weights [rows, k] of consecutive panels."""
+    """Returns the weights [rows, k] of consecutive panels."""
     panels = packed.reshape(-1, layout.panel_bytes)
     return np.concatenate([unpack_panel(layout, panel) for panel in panels])[:rows]
 

@@ -13,7 +13,9 @@ PROMPT = "The quick brown fox"
 
 
 def client_for(base_url: str, api_key: str = "none") -> openai.OpenAI:
-    """A client that shows errors instead of retrying; `base_url` is the server's root, without /v1."""
+    """Returns a client that shows errors instead of retrying; `base_url` is the server's root,
+    without /v1.
+    """
     return openai.OpenAI(base_url=f"{base_url}/v1", api_key=api_key, max_retries=0, timeout=60)
 
 

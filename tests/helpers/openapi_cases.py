@@ -32,7 +32,7 @@ def described_gateway(directory: Path, **gateway: Any) -> Iterator[tuple[str, An
 
 
 def operations(schema: Any) -> list[Any]:
-    """All operations of a document."""
+    """Returns all operations of a document."""
     return [result.ok() for result in schema.get_all_operations()]
 
 

@@ -58,5 +58,5 @@ def assert_same_op(
 
 
 def example(op: Op[..., Any], device: torch.device, dtype: torch.dtype) -> Callable[[], tuple[Any, ...]]:
-    """Maker of the op's example arguments."""
+    """Returns the maker of the op's example arguments."""
     return lambda: examples.example(op.name, device, dtype)

@@ -65,7 +65,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
             return [span for group in self._received for scope in group.scope_spans for span in scope.spans]
 
     def spans_by_service(self) -> list[tuple[str, Span]]:
-        """Every span with the `service.name` of its sender."""
+        """Returns every span with the `service.name` of its sender."""
         with self._lock:
             groups = list(self._received)
         pairs = []

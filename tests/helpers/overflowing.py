@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from gpu_service.core.request import FinishReason, Request, SamplingParams
-from gpu_service.engine.results import overflow_error
+from gpu_service.engine.sampler import overflow_error
 from tests.helpers.tiny_models import make_tiny_model
 
 MODEL, NUM_EXPERTS = "glm4_moe", 10
@@ -66,7 +66,7 @@ def _greedy(logit_bias: tuple[tuple[int, float], ...] = ()) -> SamplingParams:
 
 
 def _good() -> list[Request]:
-    """Prompts of several lengths that never meet the token."""
+    """Returns the prompts of several lengths that never meet the token."""
     prompts = [[3 + (i * 31 + k * 7) % 140 for k in range(5 + 9 * i)] for i in range(3)]
     return [Request(f"g{i}", prompt, _greedy(((POISON, -100.0),))) for i, prompt in enumerate(prompts)]
 

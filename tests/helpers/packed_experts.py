@@ -31,13 +31,13 @@ class Shape:
     limit: float = 7.0
 
     def engine(self, **options: object) -> ExpertEngine:
-        """An engine of one layer with random weights."""
+        """Returns an engine of one layer with random weights."""
         engine = self.empty_engine(**options)
         testing.fill_random(engine.backend, 0, 1)
         return engine
 
     def empty_engine(self, **options: object) -> ExpertEngine:
-        """An engine of one layer with nothing loaded."""
+        """Returns an engine of one layer with nothing loaded."""
         return ExpertEngine(
             self.hidden,
             self.intermediate,
@@ -86,7 +86,7 @@ def unpack_expert(packed: NDArray[np.uint8], shape: Shape) -> UnpackedExpert:
 
 
 def activate(gate: Float64, up: Float64, shape: Shape) -> Float64:
-    """The activations of kernels/gemm/gemm.h, in float64."""
+    """Returns the activations of kernels/gemm/gemm.h, in float64."""
     clipped = np.minimum(gate, shape.limit)
     clamped = np.clip(up, -shape.limit, shape.limit)
     if shape.activation == "relu2":
@@ -107,7 +107,7 @@ def same(rows: Float64) -> Float64:
 
 
 def quantised(rows: Float64) -> Float64:
-    """Rows as W8A8 sees them: rounded to 127 steps of each row's largest magnitude."""
+    """Returns rows as W8A8 sees them: rounded to 127 steps of each row's largest magnitude."""
     step = np.abs(rows).max(axis=1, keepdims=True) / 127
     return np.round(rows / np.where(step == 0, 1, step)) * step
 
@@ -133,5 +133,5 @@ def packed_golden(
 
 
 def root_mean_square_error(actual: NDArray[np.float32], wanted: Float64) -> float:
-    """Root of the mean squared error over that of the wanted values."""
+    """Returns the root of the mean squared error over that of the wanted values."""
     return float(np.sqrt(np.mean((actual - wanted) ** 2) / np.mean(wanted**2)))

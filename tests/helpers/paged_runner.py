@@ -38,7 +38,9 @@ class Decoding:
     states: dict[int, int] = field(default_factory=lambda: {0: 0})
 
     def shared(self, tokens: list[int], computed: int, page_size: int) -> Decoding:
-        """Another request that starts from this one's first `computed` tokens, after which a step ended."""
+        """Returns another request that starts from this one's first `computed` tokens, after which a step
+        ended.
+        """
         return Decoding(tokens, self.pages[: computed // page_size], computed, dict(self.states))
 
 
@@ -66,7 +68,7 @@ class PagedRunner:
         return logits
 
     def inputs(self, work: Sequence[tuple[Decoding, int]]) -> ForwardInputs:
-        """What a step of the next n tokens of each sequence reads; they are given pages."""
+        """Returns what a step of the next n tokens of each sequence reads; they are given pages."""
         page_size = self.kv_cache.page_size
         ids: list[int] = []
         positions: list[int] = []
@@ -134,7 +136,7 @@ def load_runner(
     page_size: int = 4,
     form: DenseForm = "dequantised",
 ) -> PagedRunner:
-    """A runner on a checkpoint; its experts are the torch reference's unless a client is given."""
+    """Returns a runner on a checkpoint; its experts are the torch reference's unless a client is given."""
     model = build_model(read_model_config(directory, overrides))
     load_weights(model, directory, form)
     return PagedRunner(model, experts or TorchExperts(directory), page_size=page_size)

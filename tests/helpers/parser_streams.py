@@ -92,14 +92,14 @@ def parsed(events: Iterable[OutputEvent]) -> Parsed:
 
 
 def plan_for(tools: str | None, reasoning: str | None = None, **more: Any) -> OutputPlan:
-    """A plan with the tools of the recorded outputs."""
+    """Returns a plan with the tools of the recorded outputs."""
     return OutputPlan(reasoning_parser=reasoning, tool_parser=tools, tools=TOOLS_SENT, **more)
 
 
 def read(
     plan: OutputPlan, pieces: Iterable[tuple[str, bool]], tokens: Sequence[str] = ()
 ) -> list[OutputEvent]:
-    """All events of an output in pieces (text, whether it is one token of `tokens`)."""
+    """Returns all events of an output in pieces (text, whether it is one token of `tokens`)."""
     parser = make_parser(plan, tokens)
     assert parser is not None
     events: list[OutputEvent] = []
@@ -113,23 +113,23 @@ def read(
 
 
 def whole(text: str) -> list[tuple[str, bool]]:
-    """One piece."""
+    """Returns one piece."""
     return [(text, False)]
 
 
 def in_characters(text: str) -> list[tuple[str, bool]]:
-    """A piece per character."""
+    """Returns a piece per character."""
     return [(character, False) for character in text]
 
 
 def in_bytes(text: str) -> list[tuple[str, bool]]:
-    """A piece per byte, decoded as they come: some are empty."""
+    """Returns a piece per byte, decoded as they come: some are empty."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     return [(decoder.decode(bytes((byte,))), False) for byte in text.encode()]
 
 
 def in_tokens(text: str, tokens: Iterable[str]) -> list[tuple[str, bool]]:
-    """A piece per token: those of the format, and words."""
+    """Returns a piece per token: those of the format, and words."""
     listed = sorted(tokens, key=len, reverse=True)
     pattern = "|".join([*map(re.escape, listed), r"\s?\w+|\s+|."])
     return [(piece, piece in listed) for piece in re.findall(pattern, text, re.DOTALL)]
@@ -176,7 +176,7 @@ def _minimax_m3() -> str:
 
 
 def _gemma(value: object) -> str:
-    """As Gemma 4's chat template writes it."""
+    """Returns the text as Gemma 4's chat template writes it."""
     if isinstance(value, str):
         return f'<|"|>{value}<|"|>'
     if isinstance(value, dict):
@@ -310,7 +310,7 @@ _WORDS = [
 
 
 def spoilt(name: str, plan: OutputPlan, draw: random.Random) -> str:
-    """An output of the format, recorded or made of its texts, with random faults."""
+    """Returns an output of the format, recorded or made of its texts, with random faults."""
     markers = [*tokens_of(plan), "<parameter=", "</function>", "</parameter>", "<think>", "</think>", "```"]
     if draw.random() < 0.4:
         parts = in_tokens(RECORDED[name], tokens_of(plan))

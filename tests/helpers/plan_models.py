@@ -32,7 +32,7 @@ PUBLISHED: Mapping[str, tuple[dict[str, Any], float]] = {
 
 
 def write_config(directory: Path, config: Mapping[str, Any]) -> Path:
-    """A directory with nothing but config.json."""
+    """Returns a directory with nothing but config.json."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
     return directory
@@ -56,12 +56,12 @@ def write_headers(directory: Path, tensors: Iterable[tuple[str, str, tuple[int, 
 
 
 def settings(model: Path, **flags: Any) -> MoebiusConfig:
-    """As `moebius plan MODEL --flag ...` reads them."""
+    """Returns the settings as `moebius plan MODEL --flag ...` reads them."""
     return load_config(None, {"model": str(model), **flags})
 
 
 def hardware(gpu: str | None = None, gpus: int = 1, ram_gib: float = 1024, **changes: Any) -> Hardware:
-    """A host with two sockets of 32 AMX cores, and GPUs of the table where one is named."""
+    """Returns a host with two sockets of 32 AMX cores, and GPUs of the table where one is named."""
     numbers: dict[str, Any] = {
         "gpus": gpus if gpu else 0,
         "gpu": find_gpu_model(gpu) if gpu else None,

@@ -15,7 +15,7 @@ _reserved: dict[int, socket.socket] = {}
 
 
 def free_port() -> int:
-    """A TCP port without a listener, given to no other caller while this process runs."""
+    """Returns a TCP port without a listener, given to no other caller while this process runs."""
     for _ in range(1000):
         port = _choice.choice(_PORTS)
         if port in _reserved or not _is_free(port):

@@ -48,7 +48,7 @@ def bursts(stack: Stack, model: str) -> Iterator[None]:
 
 
 def command(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """What `moebius …` prints; it has to end with status 0."""
+    """Returns what `moebius …` prints; it has to end with status 0."""
     with pytest.raises(SystemExit) as ended:
         main([*arguments])
     captured = capsys.readouterr()
@@ -142,13 +142,15 @@ def _interval(event: dict[str, Any]) -> Interval:
 
 
 def _noted_calls(spans: Sequence[dict[str, Any]]) -> list[Interval]:
-    """What the engine's host code noted, in one row of the trace."""
+    """Returns what the engine's host code noted, in one row of the trace."""
     pid = min(event["pid"] for event in spans if event.get("cat") == "experts")
     return sorted(_interval(event) for event in spans if (event["pid"], event["tid"]) == (pid, 0))
 
 
 def _kernel_calls(spans: Sequence[dict[str, Any]]) -> list[Interval]:
-    """Of the mailbox's kernels: from the first that rings to the last that waits before the next rings."""
+    """Returns the calls of the mailbox's kernels: from the first that rings to the last that waits before the
+    next rings.
+    """
     kernels = [event for event in spans if event.get("cat") == "kernel"]
     handing = sorted(
         (*_interval(event), RING in event["name"])
@@ -168,7 +170,7 @@ def _kernel_calls(spans: Sequence[dict[str, Any]]) -> list[Interval]:
 
 
 def _share_within(calls: Sequence[Interval], served: Sequence[Interval], shift: float, slack: float) -> float:
-    """Of `served`, moved by `shift`: what lies within the last call that had begun."""
+    """Returns the share of `served`, moved by `shift`, that lies within the last call that had begun."""
     begins = [begin for begin, _ in calls]
     within = 0
     for begin, end in served:

@@ -28,7 +28,7 @@ class Published:
 
     @staticmethod
     def load(name: str) -> Published:
-        """A fixture by its name."""
+        """Returns a fixture by its name."""
         content = json.loads((FIXTURES / f"{name}.json").read_text())
         return Published(
             content["config"], [(p, dtype, tuple(shape)) for p, dtype, shape in content["tensors"]]
@@ -40,7 +40,10 @@ class Published:
         return {int(match[1]) for pattern, _, _ in self.tensors for match in _EXPERTS.finditer(pattern)}
 
     def index(self, directory: Path) -> CheckpointIndex:
-        """All tensors, of experts with tensors of their own the first and the last. Writes config.json."""
+        """Returns all tensors, of experts with tensors of their own the first and the last.
+
+        Writes config.json.
+        """
         (directory / "config.json").write_text(json.dumps(self.config))
         tensors = {}
         for pattern, dtype, shape in self.tensors:

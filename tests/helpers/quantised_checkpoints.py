@@ -108,7 +108,7 @@ class QuantisedMoe:
     quantization: dict[str, Any] | None = None
 
     def shape(self, matrix: str) -> tuple[int, int]:
-        """Logical `[out, in]`."""
+        """Returns logical `[out, in]`."""
         size = (self.model.moe_intermediate_size, self.model.hidden_size)
         return size[::-1] if matrix == "down" else size
 

@@ -79,7 +79,7 @@ Models = Callable[[str], PlainModel]
 
 
 def write_plain(name: str, directory: Path) -> PlainModel:
-    """The float32 checkpoint that is quantised, and transformers' model of it."""
+    """Returns the float32 checkpoint that is quantised, and transformers' model of it."""
     reference = write_tiny_model(QUANTISED_MODELS[name], directory, seed=len(name))
     state = copy.deepcopy(reference.state_dict())
     weights = load_file(directory / "model.safetensors")
@@ -88,7 +88,7 @@ def write_plain(name: str, directory: Path) -> PlainModel:
 
 @torch.inference_mode()
 def reference_logits(reference: Any) -> torch.Tensor:
-    """`[len(PROMPT), V]`."""
+    """Returns `[len(PROMPT), V]`."""
     logits: torch.Tensor = reference(torch.tensor([PROMPT])).logits[0]
     return logits
 
@@ -104,7 +104,7 @@ def local_experts(directory: Path) -> LocalExpertClient:
 
 
 def our_logits(directory: Path) -> torch.Tensor:
-    """`[len(PROMPT), V]` of our float32 model, experts dequantised."""
+    """Returns `[len(PROMPT), V]` of our float32 model, experts dequantised."""
     runner = load_runner(directory, experts=local_experts(directory))
     _, logits = runner.prefill(PROMPT)
     return logits
@@ -129,13 +129,13 @@ class QuantisedModel:
     parts: set[str] = field(default_factory=set)
 
     def dequantised(self) -> QuantisedModel:
-        """The same weights as a plain checkpoint."""
+        """Returns the same weights as a plain checkpoint."""
         kept = {name: array for name, array in self.tensors.items() if name not in self.parts}
         config = {key: value for key, value in self.config.items() if key != "quantization_config"}
         return QuantisedModel({**kept, **self.meant}, {}, config)
 
     def write(self, directory: Path) -> Path:
-        """One safetensors file and config.json."""
+        """Returns one safetensors file and config.json."""
         directory.mkdir(parents=True, exist_ok=True)
         write_safetensors(directory / "model.safetensors", self.tensors, self.dtypes)
         (directory / "config.json").write_text(json.dumps(self.config))
@@ -176,7 +176,7 @@ def write_quantised(plain: PlainModel, directory: Path, choose: Choose, config: 
 
 
 def _parameter(reference: Any, name: str) -> torch.Tensor:
-    """The part of transformers' parameters that a checkpoint's matrix is: experts are fused there."""
+    """Returns the part of transformers' parameters that a checkpoint's matrix is: experts are fused there."""
     expert = _EXPERT.fullmatch(name)
     if expert is None:
         found: torch.Tensor = reference.get_parameter(name).data

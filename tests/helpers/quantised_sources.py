@@ -41,9 +41,9 @@ class Quantised:
 
 
 def random_weights(rng: np.random.Generator, rows: int, cols: int) -> Floats:
-    """Normal weights with rows of different size, as trained ones have."""
+    """Returns normal weights with rows of different size, as trained ones have."""
     return (
-        rng.standard_normal((rows, cols), np.float32) * rng.uniform(0.2, 2, (rows, 1)).astype(np.float32) / 16
+        rng.standard_normal((rows, cols), np.float32) * rng.uniform(0.2, 2, (rows, 1)).astype(np.float32) / 16  # type: ignore[return-value]
     )
 
 
@@ -159,14 +159,14 @@ def int8_channel(weights: Floats, *, quantised_rows: bool = False) -> Quantised:
 
 
 def half_scales(spans: Floats, float16: bool) -> tuple[Array, Floats]:
-    """Scales as stored, and in float32."""
+    """Returns scales as stored, and in float32."""
     spans = np.maximum(spans, 1e-6).astype(np.float32)
     stored = spans.astype(np.float16) if float16 else bfloat16_bits(spans)
     return stored, stored.astype(np.float32) if float16 else bfloat16_values(stored)
 
 
 def int8_group(weights: Floats, group_size: int, *, float16: bool = False) -> Quantised:
-    """Symmetric int8 with a scale per group (compressed-tensors, GGUF's Q8_0 and Q6_K)."""
+    """Returns symmetric int8 with a scale per group (compressed-tensors, GGUF's Q8_0 and Q6_K)."""
     rows, cols = weights.shape
     groups = in_groups(weights, group_size)
     stored, scales = half_scales(np.abs(groups).max(2) / 127, float16)
@@ -179,7 +179,9 @@ def int8_group(weights: Floats, group_size: int, *, float16: bool = False) -> Qu
 
 
 def with_mins(weights: Floats, bits: int, group_size: int = 32) -> Quantised:
-    """Codes of 4 or 5 bits times a float16 scale plus a float16 minimum per group (GGUF's Q4_1, Q5_1)."""
+    """Returns the codes of 4 or 5 bits times a float16 scale plus a float16 minimum per group (GGUF's Q4_1,
+    Q5_1).
+    """
     rows, cols = weights.shape
     groups = in_groups(weights, group_size)
     mins = groups.min(2).astype(np.float16)
@@ -230,7 +232,7 @@ def small_codes(name: str, weights: Floats) -> Quantised:
 
 
 def _products(values: Floats, sign: int, shared: int, most: int) -> tuple[NDArray[np.int32], Floats]:
-    """Words and what they mean, both `[rows, groups]`, `shared` of which have one factor.
+    """Returns words and what they mean, both `[rows, groups]`, `shared` of which have one factor.
 
     Whole numbers are at most `most`, every second one with `sign`; factors are negative where `most` is.
     """
@@ -353,7 +355,7 @@ def gptq_int4(
 
 
 def float4_codes(scaled: Floats) -> NDArray[np.uint8]:
-    """The nearest of the sixteen values."""
+    """Returns the nearest of the sixteen values."""
     distance = np.abs(scaled[..., None] - FLOAT4_VALUES)
     distance[..., 8] = np.inf  # zero has no sign
     return distance.argmin(-1).astype(np.uint8)
@@ -361,7 +363,7 @@ def float4_codes(scaled: Floats) -> NDArray[np.uint8]:
 
 def pack_bytes(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
     padded = np.pad(codes, [(0, 0), (0, codes.shape[1] % 2)])
-    return padded[:, ::2] | padded[:, 1::2] << 4
+    return padded[:, ::2] | padded[:, 1::2] << 4  # type: ignore[return-value]
 
 
 def mxfp4(weights: Floats) -> Quantised:

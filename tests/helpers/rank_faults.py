@@ -34,7 +34,7 @@ class StartedGroup:
     results: multiprocessing.connection.Connection
 
     def pid(self, rank: int) -> int:
-        """Of a rank's process."""
+        """Returns the process id of a rank's process."""
         return int(self.processes[rank].pid)
 
     def kill(self, rank: int, number: int) -> None:
@@ -42,18 +42,18 @@ class StartedGroup:
         os.kill(self.pid(rank), number)
 
     def exit_codes(self, but: int | None = None) -> list[int | None]:
-        """How all ended, or all but one, once those that still run had time to."""
+        """Returns how all ended, or all but one, once those that still run had time to."""
         waited = [process for rank, process in enumerate(self.processes) if rank != but]
         for process in waited:
             process.join(WAIT_S / 4)
         return [process.exitcode for process in waited]
 
     def log(self, rank: int) -> str:
-        """What a rank wrote to its standard error."""
+        """Returns what a rank wrote to its standard error."""
         return (self.logs / f"{rank}.log").read_text()
 
     def tokens(self) -> list[int]:
-        """What rank 0's request gave."""
+        """Returns what rank 0's request gave."""
         assert self.results.poll(WAIT_S), "no result came"
         tokens: list[int] = self.results.recv()
         return tokens

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 import gpu_service.assembly.build
-from gpu_service.core.limits import SchedulerLimits
 from gpu_service.core.parallel import ParallelContext
+from gpu_service.core.request import SchedulerLimits
 from gpu_service.device.graphs import CapturedGraph, GraphBackend
 from gpu_service.device.stream import DeviceStream, Uploader
 from gpu_service.engine.decode_graphs import DecodeGraphs, graph_sizes
@@ -47,7 +47,7 @@ class _Recording(host_graphs._Recording):
 
 
 def _tensors(result: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in host_graphs.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in host_graphs.tree_leaves(result) if isinstance(leaf, torch.Tensor)]  # type: ignore[attr-defined]
 
 
 class RankRecordings(GraphBackend):

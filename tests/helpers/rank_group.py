@@ -55,7 +55,7 @@ class Outcome:
 def rank_config(
     directory: Path, tp: int, pp: int, gpu_experts_ratio: float | None = None, **gpu: Any
 ) -> MoebiusConfig:
-    """A small pool, chunked prompts, experts in process; ranks meet at a free port."""
+    """Returns a small pool, chunked prompts, experts in process; ranks meet at a free port."""
     defaults: dict[str, Any] = {
         "num_pages": 64,
         "page_size": 4,
@@ -79,7 +79,7 @@ def rank_config(
 
 
 def with_rank(config: MoebiusConfig, rank: int) -> MoebiusConfig:
-    """The same settings for one rank."""
+    """Returns the same settings for one rank."""
     return config.model_copy(update={"parallel": config.parallel.model_copy(update={"rank": rank})})
 
 
@@ -120,7 +120,7 @@ class Script:
         constraint: Constraint | None = None,
         **params: Any,
     ) -> Request:
-        """A request."""
+        """Returns a request."""
         chosen = SamplingParams(**({"temperature": 0.0, "max_tokens": 16} | params))
         request = Request(name, prompt, chosen, vision=vision)
         if constraint is not None:
@@ -141,14 +141,14 @@ class Script:
 
     @property
     def prompts(self) -> list[list[int]]:
-        """Of the lengths `LENGTHS`."""
+        """Returns the prompts of the lengths `LENGTHS`."""
         return [
             [(i * 37 + k * k * 5 + k) % (self.vocab_size - 3) + 3 for k in range(n)]
             for i, n in enumerate(LENGTHS)
         ]
 
     def run_constrained(self) -> list[Outcome]:
-        """Outputs with grammars, one of them after a thought, and one without."""
+        """Returns outputs with grammars, one of them after a thought, and one without."""
         pattern, after = Constraint(regex="[a-f]{2,4}-[0-9]{3}"), {"after_token_ids": [70]}
         thought = Constraint(regex="(ab|cd){3}", max_reasoning_tokens=4, **after)
         grammars = [pattern, None, thought, pattern]
@@ -165,8 +165,8 @@ class Script:
         cases = {"chunked": self.wait([self.submit(f"a{i}", p) for i, p in enumerate(prompts)])}
         cases["prefix"] = self.wait([self.submit(f"b{i}", [*p, 5, 6]) for i, p in enumerate(prompts)])
         sampled = {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "repetition_penalty": 1.3}
-        sampled |= {"frequency_penalty": 0.3, "logit_bias": ((9, 2.0),), "min_tokens": 3}
-        sampled |= {"allowed_token_ids": tuple(range(5, 60)), "bad_words": ((7,), (9, 8), (8, 8, 9))}
+        sampled |= {"frequency_penalty": 0.3, "logit_bias": ((9, 2.0),), "min_tokens": 3}  # type: ignore[dict-item]
+        sampled |= {"allowed_token_ids": tuple(range(5, 60)), "bad_words": ((7,), (9, 8), (8, 8, 9))}  # type: ignore[dict-item]
         cases["sampled"] = self.wait(
             [self.submit(f"c{i}", p, seed=i + 1, **sampled) for i, p in enumerate(prompts)]
         )
@@ -243,7 +243,9 @@ def _nothing() -> None:
 def run_group(
     config: MoebiusConfig, prepare: Callable[[], None] = _nothing, cases: Cases = Script.run_cases
 ) -> dict[str, list[Outcome]]:
-    """All cases on a group of fresh processes, which call `prepare` first; every rank must end in order."""
+    """Returns all cases on a group of fresh processes, which call `prepare` first; every rank must end in
+    order.
+    """
     size = config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size
     receiving, sending = CONTEXT.Pipe(duplex=False)
     ranks = [
@@ -254,10 +256,10 @@ def run_group(
         rank.start()
     sending.close()
     try:
-        cases: dict[str, list[Outcome]] = receiving.recv()
+        cases: dict[str, list[Outcome]] = receiving.recv()  # type: ignore[no-redef]
     finally:
         for rank in ranks:
             rank.join(WAIT_S)
             rank.kill()
     assert [rank.exitcode for rank in ranks] == [0] * size
-    return cases
+    return cases  # type: ignore[return-value]

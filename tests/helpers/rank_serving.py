@@ -23,14 +23,14 @@ LIMIT_S = 180.0
 def generate(
     address: str, prompt_len: int = 25, tokens: int = TOKENS, begun: threading.Event | None = None
 ) -> list[int]:
-    """Greedy tokens; `begun` is set once the first of them is there."""
+    """Returns greedy tokens; `begun` is set once the first of them is there."""
     return list(complete(address, prompt_len, tokens, begun).output_ids)
 
 
 def complete(
     address: str, prompt_len: int = 25, tokens: int = TOKENS, begun: threading.Event | None = None
 ) -> pb.GenerateComplete:
-    """How such a request ends."""
+    """Returns how such a request ends."""
     request = pb.GenerateRequest(
         request_id=f"r{prompt_len}",
         tokenized=pb.TokenizedInput(input_ids=[5 + (k * 7 + k // 9) % 90 for k in range(prompt_len)]),
@@ -47,7 +47,7 @@ def complete(
 
 
 def planned(model: Path, state: Path, ranks: int, **changes: str) -> ServePlan:
-    """Tensor-parallel ranks and one expert server, which they reach through one mailbox."""
+    """Returns tensor-parallel ranks and one expert server, which they reach through one mailbox."""
     flags = {"model": str(model), "port": "0", "state_dir": str(state), "dtype": "float32"}
     flags |= {"tensor_parallel_size": str(ranks), "num_pages": "64", "expert_servers": "1"}
     flags |= {"restart_backoff_s": "0.05", "mailbox_deadline_ms": "2000", **changes}
@@ -64,5 +64,5 @@ def watch(supervisor: Supervisor, condition: Callable[[], bool]) -> None:
 
 
 def back(processes: list[ManagedProcess]) -> Callable[[], bool]:
-    """Whether each of them was restarted once and is ready."""
+    """Returns whether each of them was restarted once and is ready."""
     return lambda: all(process.restarts == 1 and process.ready for process in processes)

@@ -67,7 +67,7 @@ class Shape:
         )
 
     def engine(self, weight_format: str) -> ExpertEngine:
-        """An expert server's engine of the layer, with random weights."""
+        """Returns an expert server's engine of the layer, with random weights."""
         engine = ExpertEngine(
             self.hidden,
             self.intermediate,
@@ -85,7 +85,7 @@ class Shape:
 
 
 def with_down(weight_format: str) -> tuple[str, str]:
-    """Formats of gate and up, and of down, which is never ordered."""
+    """Returns the formats of gate and up, and of down, which is never ordered."""
     return weight_format, weight_format.removesuffix("_ordered")
 
 
@@ -96,7 +96,7 @@ def resident_layer(
     device: str = "cpu",
     pool: PhysicalPool | None = None,
 ) -> LayerSlots:
-    """Random weights of a packed format; `experts` in slots, in that order, and one empty slot.
+    """Returns random weights of a packed format; `experts` in slots, in that order, and one empty slot.
 
     `pool`: what the slots' memory is mapped from; slots of no expert have none then. Where the format is
     ordered each expert has another order.
@@ -118,7 +118,7 @@ def resident_layer(
 def routed(
     shape: Shape, rows: int, *, seed: int = 0, device: str = "cpu", dtype: torch.dtype = torch.float32
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Hidden states, ids (a tenth of them -1) and weights of random rows."""
+    """Returns hidden states, ids (a tenth of them -1) and weights of random rows."""
     generator = torch.Generator().manual_seed(seed)
 
     def put(tensor: torch.Tensor) -> Any:

@@ -47,7 +47,7 @@ def without(*names: str) -> Edit:
 
 
 def reshaped(name: str, *shape: int) -> Edit:
-    """Of ones, in the type it had."""
+    """Returns an edit to a tensor of ones, in the type it had."""
 
     def spoil(model: QuantisedModel) -> None:
         model.tensors[name] = np.ones(shape, model.tensors[name].dtype)
@@ -56,7 +56,7 @@ def reshaped(name: str, *shape: int) -> Edit:
 
 
 def filled(name: str, value: Any) -> Edit:
-    """One element of it changed."""
+    """Returns one element of it changed."""
 
     def spoil(model: QuantisedModel) -> None:
         array = model.tensors[name].copy()
@@ -83,7 +83,7 @@ def typed(name: str, dtype: str) -> Edit:
 
 
 def configured(**changes: Any) -> Edit:
-    """Of quantization_config."""
+    """Returns an edit of quantization_config."""
 
     def spoil(model: QuantisedModel) -> None:
         model.config["quantization_config"] = {**model.config["quantization_config"], **changes}
@@ -92,7 +92,7 @@ def configured(**changes: Any) -> Edit:
 
 
 def weights_configured(**changes: Any) -> Edit:
-    """Of the one group's weights in compressed-tensors."""
+    """Returns an edit of the one group's weights in compressed-tensors."""
 
     def spoil(model: QuantisedModel) -> None:
         config = json.loads(json.dumps(model.config["quantization_config"]))
@@ -127,7 +127,7 @@ def header_too_long(directory: Path) -> None:
 
 
 def header_of(text: str) -> FileEdit:
-    """A whole header that is this text, before the data of another."""
+    """Returns a whole header that is this text, before the data of another."""
 
     def spoil(directory: Path) -> None:
         raw = text.encode()
@@ -143,7 +143,7 @@ def longer(directory: Path) -> None:
 
 
 def header_changed(name: str, **changes: Any) -> FileEdit:
-    """One entry of the header, whatever follows; data stay where they are."""
+    """Returns one entry of the header, whatever follows; data stay where they are."""
 
     def spoil(directory: Path) -> None:
         file = directory / SINGLE
@@ -171,7 +171,7 @@ def sharded(edit: FileEdit) -> FileEdit:
 
 
 def indexed(changes: dict[str, str]) -> FileEdit:
-    """Names of tensors that the index file puts elsewhere."""
+    """Returns the names of tensors that the index file puts elsewhere."""
 
     def spoil(directory: Path) -> None:
         content = json.loads((directory / INDEX).read_text())

@@ -107,12 +107,12 @@ def scripted_server(events: list[Any], **options: Any) -> Iterator[ScriptedServe
 
 
 def text_event(text: str) -> dict[str, Any]:
-    """A completion chunk."""
+    """Returns a completion chunk."""
     return {"choices": [{"index": 0, "text": text, "finish_reason": None}]}
 
 
 def delta_event(text: str) -> dict[str, Any]:
-    """A chat chunk."""
+    """Returns a chat chunk."""
     return {"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": None}]}
 
 

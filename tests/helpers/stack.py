@@ -32,7 +32,7 @@ class Stack:
     metrics_url: str  # without /metrics
 
     def children(self, command: str) -> list[psutil.Process]:
-        """The live child processes running `moebius <command>`, oldest first."""
+        """Returns the live child processes running `moebius <command>`, oldest first."""
         found = []
         for child in psutil.Process(self.process.pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):

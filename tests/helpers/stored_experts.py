@@ -39,7 +39,7 @@ class MadeSegment:
     closed: bool = False
 
     def digest(self, layer: int, slot: int) -> int:
-        """Of what it holds now, as a server computes it."""
+        """Returns the digest of what it holds now, as a server computes it."""
         found = self.layers[layer]
         begin = found.offset + slot * found.expert_bytes
         return _kernels.weight_digest(self.data[begin : begin + found.expert_bytes], digest_seed(layer, slot))
@@ -59,7 +59,7 @@ class Part:
 
 
 def tensor_split(shape: Shape, count: int) -> list[Part]:
-    """All experts, and a part of the channels of each."""
+    """Returns all experts, and a part of the channels of each."""
     bounds = [shape.intermediate * number // count // 8 * 8 for number in range(count)] + [shape.intermediate]
     return [Part(tuple(range(shape.experts)), *bounds[i : i + 2]) for i in range(count)]
 
@@ -71,7 +71,7 @@ def expert_split(shape: Shape, count: int) -> list[Part]:
 
 
 def geometry(shape: Shape, num_layers: int) -> MoeGeometry:
-    """A checkpoint of `layers` layers, all of them with experts."""
+    """Returns a checkpoint of `layers` layers, all of them with experts."""
     return MoeGeometry(
         "qwen3_moe",
         shape.hidden,
@@ -115,7 +115,7 @@ class MadeServer:
             self.engines.append(engine)
 
     def segment(self) -> MadeSegment:
-        """Its experts as a segment holds them."""
+        """Returns its experts as a segment holds them."""
         layers, pieces, end = {}, [], _ALIGNMENT
         for layer, engine in enumerate(self.engines):
             packed = [np.array(engine.packed_expert(0, expert)) for expert in self.part.experts]
@@ -209,7 +209,7 @@ class MadeSource:
         self._device.copy(target, data[run.source : run.source + run.nbytes])
 
     def address(self, segments: ExpertSegments, stored: StoredExperts) -> int:
-        """Memory of this process."""
+        """Returns the memory of this process."""
         return segments.data[stored.segment].data_ptr() + stored.offset
 
     def time_copy(self, segments: ExpertSegments, target: torch.Tensor, piece: Piece, run: CopyRun) -> float:
@@ -283,7 +283,7 @@ def streaming(
     largest: Callable[[torch.Tensor], torch.Tensor] = lambda values: values,
     asks_servers: bool = False,
 ) -> Streaming:
-    """Everything but the model; small buffers, so that layers are cut."""
+    """Returns everything but the model; small buffers, so that layers are cut."""
     device = device or HostTransfers()
     client = MadeExperts(servers)
     segments = [server.segment() for server in servers]

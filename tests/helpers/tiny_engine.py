@@ -16,9 +16,8 @@ from gpu_service.cache.kv_cache import PagedCache, make_cache
 from gpu_service.cache.request_cache import make_request_cache
 from gpu_service.cache.request_states import allocate_states
 from gpu_service.core.interface import OutputDelta
-from gpu_service.core.limits import SchedulerLimits
-from gpu_service.core.request import Request
-from gpu_service.core.token_pool import TokenPool
+from gpu_service.core.request import Request, SchedulerLimits
+from gpu_service.core.step import TokenPool
 from gpu_service.device.graphs import GraphBackend
 from gpu_service.device.stream import DeviceStream, Uploader
 from gpu_service.engine.decode_graphs import DecodeGraphs, graph_sizes
@@ -26,7 +25,8 @@ from gpu_service.engine.device_runner import DeviceLane, DeviceRunner
 from gpu_service.engine.engine import Engine
 from gpu_service.engine.input_builder import InputBuilder
 from gpu_service.engine.model_runner import LaneModelRunner, ModelRunner
-from gpu_service.engine.prefill_lane import LanePace, PrefillLane
+from gpu_service.engine.pacing import LanePace
+from gpu_service.engine.prefill_lane import PrefillLane
 from gpu_service.engine.sampler import Sampler
 from gpu_service.loader.load import load_weights
 from gpu_service.models.common import CausalLM
@@ -80,7 +80,7 @@ class TinyEngine:
         return self.wait(requests)
 
     def wait(self, requests: Sequence[Request]) -> list[list[int]]:
-        """The tokens of each request once `count` have ended without an error."""
+        """Returns the tokens of each request once `count` have ended without an error."""
         for _ in requests:
             assert self._ended.acquire(timeout=120)
         assert [request.error_message for request in requests] == [""] * len(requests)
@@ -88,7 +88,7 @@ class TinyEngine:
 
 
 def tiny_model(directory: Path, device: torch.device, dtype: str = "float32", mtp_heads: int = 0) -> CausalLM:
-    """The checkpoint's model without its routed experts."""
+    """Returns the checkpoint's model without its routed experts."""
     overrides = ModelOverrides(dtype=dtype, mtp_heads=mtp_heads)
     model = build_model(read_model_config(directory, overrides), device=device)
     load_weights(model, directory)

@@ -164,7 +164,7 @@ TINY_MODELS |= {name: TinyModel(**fields) for name, fields in WINDOW_MODELS.item
 
 
 def attending_to_all(name: str, num_tokens: int) -> TinyModel:
-    """The configuration with room for `top_k` tokens in what sparse attention chooses.
+    """Returns the configuration with room for `top_k` tokens in what sparse attention chooses.
 
     A choice may turn with one rounding, and much with it: what is compared in fewer bits must leave none.
     """
@@ -172,7 +172,7 @@ def attending_to_all(name: str, num_tokens: int) -> TinyModel:
 
 
 def choosing_at_most(tiny: TinyModel, num_tokens: int) -> TinyModel:
-    """The same with `pool` tokens per choice; without sparse attention as it is."""
+    """Returns the same with `pool` tokens per choice; without sparse attention as it is."""
     if "indexer_budget" in tiny.changes:
         whole = -(-num_tokens // (ratio := tiny.changes["indexer_compress_ratio"])) * ratio
         return replace(tiny, changes=tiny.changes | {"indexer_budget": whole})
@@ -184,7 +184,9 @@ def choosing_at_most(tiny: TinyModel, num_tokens: int) -> TinyModel:
 
 
 def common_sizes(tiny: TinyModel) -> dict[str, Any]:
-    """All values of the configuration, also those of transformers' defaults where its class can be asked."""
+    """Returns all values of the configuration, also those of transformers' defaults where its class can be
+    asked.
+    """
     values, tower = _COMMON | tiny.changes, TEXT_TOWERS.get(tiny.model_type)
     if tower is not None:
         whole = tower.config(values).to_dict()
@@ -261,7 +263,7 @@ def tiny_config(name: str) -> Any:
 
 
 def write_tiny_model(tiny: TinyModel, directory: Path, *, seed: int, publish: bool = True) -> Any:
-    """The same for any configuration."""
+    """Returns the same for any configuration."""
     values, tower = _COMMON | tiny.changes, TEXT_TOWERS.get(tiny.model_type)
     if tower is not None:
         model = tower.model(tower.config(values)).eval()
@@ -286,7 +288,7 @@ def write_tiny_model(tiny: TinyModel, directory: Path, *, seed: int, publish: bo
 def greedy_answer(
     model: Any, prompt: list[int], count: int, proposed: Sequence[int] | None = None
 ) -> list[int]:
-    """The tokens that transformers' whole forward finds best, one after another.
+    """Returns the tokens that transformers' whole forward finds best, one after another.
 
     One whole forward judges all that is `proposed`, the tested engine's answer. A token that is not the
     judge's is replaced; from there on, and where nothing is proposed, transformers' decoding with its cache

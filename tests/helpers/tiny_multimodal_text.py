@@ -219,7 +219,7 @@ class TextModel(TextTower):
 
 
 def _ernie_config(written: dict[str, Any], text: dict[str, Any]) -> dict[str, Any]:
-    """As Baidu writes it: in one level, sizes of either kind of experts in lists."""
+    """Returns the ernie config as Baidu writes it: in one level, sizes of either kind of experts in lists."""
     inner, vision = dict(written["text_config"]), dict(written["vision_config"])
     kinds, ropes = inner.pop("mlp_layer_types"), inner.pop("rope_parameters")
     sparse = [index for index, kind in enumerate(kinds) if kind == "sparse"]
@@ -256,7 +256,7 @@ class LongcatModel(TextModel):
 
 
 def _longcat_config(written: dict[str, Any], text: dict[str, Any]) -> dict[str, Any]:
-    """As Meituan writes it."""
+    """Returns the longcat config as Meituan writes it."""
     own = {"attention_method": "MLA", "mla_scale_q_lora": True, "mla_scale_kv_lora": True}
     return written | own | {"zero_expert_type": "identity"}
 
@@ -313,7 +313,7 @@ def _deepseek_v4_names(name: str, tensor: Tensor) -> tuple[str, Tensor]:
 
 
 def _deepseek_v4_config(written: dict[str, Any], text: dict[str, Any]) -> dict[str, Any]:
-    """As DeepSeek writes it, where transformers has other keys since."""
+    """Returns the deepseek v4 config as DeepSeek writes it, where transformers has other keys since."""
     rates, ropes = written["compress_rates"], written["rope_parameters"]
     new = ("compress_rates", "rope_parameters", "partial_rotary_factor", "mlp_layer_types")
     kept = {key: value for key, value in written.items() if key not in new}

@@ -21,7 +21,9 @@ CHAT_TEMPLATE = (
 
 
 def byte_level_tokenizer(vocab_size: int = 400) -> Tokenizer:
-    """Byte-level BPE with three special tokens (ids 0, 1, 2) and one added token that is not special."""
+    """Returns byte-level BPE with three special tokens (ids 0, 1, 2) and one added token that is
+    not special.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -37,7 +39,7 @@ def byte_level_tokenizer(vocab_size: int = 400) -> Tokenizer:
 
 
 def metaspace_tokenizer() -> Tokenizer:
-    """Character BPE with `▁` for spaces and byte fallback, decoded as SentencePiece models are."""
+    """Returns character BPE with `▁` for spaces and byte fallback, decoded as SentencePiece models are."""
     characters = sorted(set("".join(CORPUS)) - {" ", "😀", "東"})
     pieces = ["<unk>", BOS, EOS, *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", *characters]
     vocabulary = {piece: number for number, piece in enumerate(dict.fromkeys(pieces))}

@@ -330,7 +330,7 @@ def write_vision_model(name: str, directory: Path, *, publish: bool = True) -> A
 
 
 def word_tokenizer(tokens: dict[str, int], vocab_size: int = 211) -> Tokenizer:
-    """Words `w0`, `w1`, ... and special tokens by name."""
+    """Returns words `w0`, `w1`, ... and special tokens by name."""
     numbers = set(tokens.values())
     words = {f"w{index}": index for index in range(vocab_size) if index not in numbers} | tokens
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
@@ -351,7 +351,7 @@ def _put_patches_right(directory: Path) -> None:
 
 @functools.cache
 def noise(seed: int, width: int, height: int) -> bytes:
-    """A PNG of random coarse blocks, different for every seed."""
+    """Returns a PNG of random coarse blocks, different for every seed."""
     generator = np.random.default_rng(seed)
     blocks = generator.integers(0, 256, (height // 4, width // 4, 3), dtype=np.uint8)
     image = Image.fromarray(blocks).resize((width, height), Image.Resampling.BILINEAR)

@@ -62,7 +62,7 @@ def switch_on_for_others(directory: Path) -> None:
 
 
 def follow() -> None:
-    """Of a process of tests: speaks as its settings say; without `--tls` nothing happens."""
+    """Makes a process of tests speak as its settings say; without `--tls` nothing happens."""
     if is_on():
         from moebius.config import SecurityConfig
         from moebius.tls import configure_tls
@@ -100,12 +100,12 @@ def _make_certificates(directory: Path) -> None:
 
 
 def is_on() -> bool:
-    """Whether tests run with `--tls`."""
+    """Returns whether tests run with `--tls`."""
     return VARIABLE in os.environ
 
 
 def use_https(wanted: bool) -> None:
-    """Of servers that are started from now on, if tests run with `--tls` at all."""
+    """Uses HTTPS for servers that are started from now on, if tests run with `--tls` at all."""
     _State.https = wanted and is_on()
 
 
@@ -115,14 +115,14 @@ def scheme() -> str:
 
 
 def https_files() -> dict[str, str]:
-    """The settings of HTTPS, if that is on."""
+    """Returns the settings of HTTPS, if that is on."""
     directory = os.environ.get(VARIABLE, "")
     found = {"http_cert_file": f"{directory}/tls.crt", "http_key_file": f"{directory}/tls.key"}
     return found if _State.https else {}
 
 
 def with_https(config: MoebiusConfig) -> MoebiusConfig:
-    """The same settings, with HTTPS if that is on and the settings have no word about it."""
+    """Returns the same settings, with HTTPS if that is on and the settings have no word about it."""
     if config.security.http_cert_file:
         return config
     security = config.security.model_copy(update=https_files())

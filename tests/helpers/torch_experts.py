@@ -18,7 +18,7 @@ _STACKED = {"input_linear": "experts.gate_up_proj", "output_linear": "experts.do
 
 
 def _plain_name(name: str) -> str:
-    """The name as most families have it."""
+    """Returns the name as most families have it."""
     name = name.replace("language_model.model.", "model.").replace("model.language_model.", "model.")
     name = name.replace("backbone.", "model.").replace(".mixer.", ".mlp.").replace(".feed_forward.", ".mlp.")
     if re.match(r"layers\.\d+\.experts\.", name):
@@ -67,7 +67,7 @@ class TorchExperts:
         return output
 
     def collect(self, ticket: torch.Tensor, partial: torch.Tensor | None = None) -> torch.Tensor:
-        """The float32 `[T, H]` of the submit."""
+        """Returns the float32 `[T, H]` of the submit."""
         return ticket if partial is None else partial.add_(ticket)
 
     def _expert(self, layer: int, expert: int, hidden_state: torch.Tensor) -> torch.Tensor:
@@ -92,7 +92,9 @@ class TorchExperts:
         return down @ (functional.silu(gate @ x).clamp(max=limit) * (up @ x).clamp(-limit, limit))
 
     def _part(self, stem: str, expert: int) -> list[torch.Tensor]:
-        """Of ERNIE 4.5 VL, parts of the text's experts, then of those of images, all equally wide."""
+        """Returns, of ERNIE 4.5 VL, parts of the text's experts, then of those of images, all
+        equally wide.
+        """
         widths = self.config["moe_intermediate_size"] if "moe_k" in self.config else 0
         if not isinstance(widths, list):
             return self.matrices(stem, expert)
@@ -124,7 +126,9 @@ class TorchExperts:
         return [*gate_up.chunk(2), down]
 
     def _gpt_oss_expert(self, stem: str, expert: int, x: torch.Tensor) -> torch.Tensor:
-        """Matrices of all experts in one tensor, `[in, out]`, gate and up alternating; biases; clamped."""
+        """Returns the matrices of all experts in one tensor, `[in, out]`, gate and up alternating; biases;
+        clamped.
+        """
         alpha, limit = self.config["swiglu_alpha"], self.config["swiglu_limit"]
         gate_up, down, gate_up_bias, down_bias = (
             self.weights[stem + name][expert]

@@ -84,7 +84,7 @@ class Tracer:
         self._phase[0] = phase
 
     def visits(self) -> list[Visit]:
-        """What all processes have noted, by time."""
+        """Returns what all processes have noted, by time."""
         found = []
         for file in self._directory.glob("*.visits"):
             for line in file.read_text().splitlines():
@@ -132,7 +132,9 @@ def trace_this_process() -> None:
 
 
 def trace_walk(directory: Path) -> list[TracedFile]:
-    """The files that a streamed chat runs, in the order in which it first does; starts the demo for it."""
+    """Returns the files that a streamed chat runs, in the order in which it first does; starts the demo for
+    it.
+    """
     import psutil
 
     from tests.helpers.demo import EXACT_FLAGS, demo_checkpoint
@@ -162,7 +164,7 @@ def trace_walk(directory: Path) -> list[TracedFile]:
 
 
 def _phases(number: int) -> tuple[int, int]:
-    """Those of a round: all but its steady part, and that."""
+    """Returns those of a round: all but its steady part, and that."""
     return 2 + 2 * number, 3 + 2 * number
 
 
@@ -218,7 +220,7 @@ def _walk_of(visits: list[Visit], names: dict[int, str]) -> list[TracedFile]:
 
 
 def as_table(walk: list[TracedFile]) -> str:
-    """The table of docs/structures.md."""
+    """Returns the table of docs/structures.md."""
     rows = []
     for number, row in enumerate(walk, 1):
         processes, mark = ", ".join(row.processes), "x" if row.is_steady else ""
@@ -228,7 +230,7 @@ def as_table(walk: list[TracedFile]) -> str:
 
 
 def documented() -> dict[str, bool]:
-    """The files of the page's table, and whether each step runs them."""
+    """Returns the files of the page's table, and whether each step runs them."""
     table = PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
     cells = (line.split(" | ") for line in table.splitlines()[2:])
     return {row[1].strip("`"): row[3].strip() == "x" for row in cells}

@@ -1,4 +1,4 @@
-"""Mends Triton 3.6's interpreter for numpy 2.4: importing this lets kernels loop over bounds they loaded.
+"""Patches Triton 3.6's interpreter for numpy 2.4: importing this lets kernels loop over bounds they loaded.
 
 The interpreter holds scalars as arrays of one element and turns them into integers with `int`, which numpy
 now refuses.

@@ -16,16 +16,15 @@ import torch
 from gpu_service.core.interface import EngineObserver, Inbox, Message, OutputDelta
 from gpu_service.core.request import Request
 from gpu_service.core.results import StepResult
-from gpu_service.core.step import StepPlan
-from gpu_service.core.token_pool import TokenPool
+from gpu_service.core.step import StepPlan, TokenPool
 from gpu_service.device.stream import DeviceEvent
 from gpu_service.engine.engine import Engine
 from gpu_service.engine.input_builder import InputBuilder
 from gpu_service.engine.model_runner import ModelRunner
-from gpu_service.engine.prefill_lane import LanePace, LaneRunner, PrefillLane
-from gpu_service.engine.results import StepOutputs, to_result
-from gpu_service.engine.sampler import Sampler
-from gpu_service.engine.step_runner import Pending, StepRunner, StepsInFlight
+from gpu_service.engine.pacing import LanePace
+from gpu_service.engine.prefill_lane import LaneRunner, PrefillLane
+from gpu_service.engine.sampler import Sampler, StepOutputs, to_result
+from gpu_service.engine.step_runner import LaunchedStep, StepRunner, StepsInFlight
 from gpu_service.layers.context import ForwardContext
 from gpu_service.parallel.inbox import FollowerInbox, LeaderInbox
 from protos import ranks_pb2
@@ -121,7 +120,7 @@ class _Run:
     def __init__(self, runner: ModelRunner, plan: StepPlan, lost: Callable[[], bool]) -> None:
         self._runner, self._plan, self._lost = runner, plan, lost
         self._context: ForwardContext | None = None
-        self.outputs = StepOutputs(None)
+        self.outputs = StepOutputs()
 
     def layer(self, index: int, count: int) -> None:
         """The work of one layer."""
@@ -140,10 +139,10 @@ class _Run:
                     hidden_states = hidden_states.flip(1) + 12345
                 if plan.sampling is not None:
                     logits = model.compute_logits(hidden_states[plan.logits_indices])
-                    self.outputs = StepOutputs(runner.sample(plan, logits))
+                    self.outputs = runner.sample(plan, logits)
 
     def result(self) -> StepResult:
-        """Host values, once the run has ended."""
+        """Returns host values, once the run has ended."""
         return to_result(self._plan, self.outputs)
 
 
@@ -162,7 +161,7 @@ class VirtualSteps(StepRunner):
     def streamed_tokens(self) -> int:
         return self.useful_tokens if self.streams else 0
 
-    def launch(self, plan: StepPlan) -> Pending[StepResult]:
+    def launch(self, plan: StepPlan) -> LaunchedStep:
         return self._steps.launch(plan)
 
     def zero_pages(self, pages: list[int]) -> None:
@@ -223,7 +222,7 @@ class VirtualLane(LaneRunner):
     def is_ready(self) -> bool:
         return self.ready
 
-    def launch(self, plan: StepPlan) -> Pending[StepResult]:
+    def launch(self, plan: StepPlan) -> LaunchedStep:
         times, begun = self._times, self._device.now
         self.launched += 1
         run, error = _Run(self._runner, plan, lambda: False), None
@@ -245,7 +244,7 @@ class VirtualLane(LaneRunner):
         """Nothing to be done."""
 
 
-class _LanePending(Pending[StepResult]):
+class _LanePending(LaunchedStep):
     def __init__(
         self, lane: VirtualLane, end: VirtualEvent, run: _Run, error: Exception | None, begun: float
     ) -> None:
@@ -291,7 +290,9 @@ class Frames:
         self._frames.append(iteration.SerializeToString())
 
     def next_iteration(self) -> ranks_pb2.Iteration:
-        """Another rank's. Fails when rank 0 published no more: this one does something else than rank 0."""
+        """Returns another rank's. Fails when rank 0 published no more: this one does something else than rank
+        0.
+        """
         return ranks_pb2.Iteration.FromString(self._frames.popleft())
 
     def __len__(self) -> int:
@@ -299,7 +300,7 @@ class Frames:
 
 
 class VirtualLeader(VirtualInbox, LeaderInbox):
-    """Of rank 0, whose messages are a script's."""
+    """The inbox of rank 0, whose messages are a script's."""
 
     def __init__(self, device: VirtualDevice, frames: Frames) -> None:
         LeaderInbox.__init__(self, frames)  # type: ignore[arg-type]
@@ -308,7 +309,7 @@ class VirtualLeader(VirtualInbox, LeaderInbox):
 
 
 class VirtualFollower(VirtualInbox, FollowerInbox):
-    """Of another rank, which repeats what rank 0 did, at its own pace."""
+    """The inbox of another rank, which repeats what rank 0 did, at its own pace."""
 
     def __init__(self, device: VirtualDevice, frames: Frames) -> None:
         FollowerInbox.__init__(self, frames)  # type: ignore[arg-type]
@@ -377,7 +378,7 @@ class VirtualEngine:
         for _ in range(limit):
             if not self.engine.receive(wait=False):
                 break
-            idle = not self.scheduler.has_work and self.scheduler.lane.batch is None
+            idle = not self.scheduler.has_work and self.scheduler.pacing.batch is None
             if idle and not self.engine._in_flight:
                 self.scheduler.check_integrity()
                 if not self.inbox.script:
@@ -402,12 +403,12 @@ class VirtualEngine:
         scheduler = self.scheduler
         scheduler.check_integrity()
         pool, tree = scheduler.cache.pool, scheduler.cache.tree
-        assert scheduler.lane.batch is None
+        assert scheduler.pacing.batch is None
         assert pool.available + tree.evictable_pages == pool.usable
         assert len(scheduler._free_slots) == scheduler.limits.max_num_seqs
 
     def tokens(self, request: Request) -> list[int]:
-        """All tokens emitted."""
+        """Returns all tokens emitted."""
         return [token for _, delta in self.emitted.get(request.key, []) for token in delta.token_ids]
 
     def token_times(self, request: Request) -> list[float]:

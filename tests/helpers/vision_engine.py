@@ -40,7 +40,9 @@ class SeeingEngine:
         self._count = 0
 
     def run(self, prompts: Sequence[Prompt], *, may_fail: bool = False) -> list[Request]:
-        """All at once; the requests after their end, which has to be a good one unless they `may_fail`."""
+        """Returns all at once; the requests after their end, which has to be a good one unless they
+        `may_fail`.
+        """
         requests = [self._request(*prompt) for prompt in prompts]
         for request in requests:
             self.built.engine.submit([request])

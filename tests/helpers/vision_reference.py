@@ -26,7 +26,7 @@ from tests.helpers.tiny_vision_models import ERNIE_TOKENS, IMAGE_TOKEN, VISION_M
 
 
 def reference_inputs(name: str, prompt: list[int], files: list[bytes]) -> dict[str, torch.Tensor]:
-    """What transformers' model is given for a prompt with one placeholder for each file."""
+    """Returns what transformers' model is given for a prompt with one placeholder for each file."""
     if name.startswith("llama4"):
         return _llama4_inputs(name, prompt, files)
     if name.startswith("gemma4"):
@@ -127,7 +127,10 @@ def _with_texts(name: str, prompt: list[int], texts: Iterator[str]) -> torch.Ten
 
 
 def _step_inputs(name: str, prompt: list[int], files: list[bytes]) -> dict[str, Any]:
-    """Crops of all images together. What transformers' own makes of images is in `image_pixels.json`."""
+    """Returns the crops of all images together.
+
+    What transformers' own makes of images is in `image_pixels.json`.
+    """
     from transformers.models.step3p7.processing_step3p7 import Step3p7Processor
 
     tiny = VISION_MODELS[name]
@@ -159,14 +162,14 @@ def _step_inputs(name: str, prompt: list[int], files: list[bytes]) -> dict[str, 
 
 
 def _unpatched(patches: torch.Tensor, side: int) -> torch.Tensor:
-    """`[N, 3, side, side]` of patches `[P, 3, 4, 4]`, row by row."""
+    """Returns `[N, 3, side, side]` of patches `[P, 3, 4, 4]`, row by row."""
     count = side // 4
     grid = patches.view(-1, count, count, 3, 4, 4).permute(0, 3, 1, 4, 2, 5)
     return grid.reshape(-1, 3, side, side)
 
 
 def _gemma4_inputs(name: str, prompt: list[int], files: list[bytes]) -> dict[str, torch.Tensor]:
-    """Padded to one length, as transformers' processor does it."""
+    """Returns the padded to one length, as transformers' processor does it."""
     processor = PooledImageProcessor.from_settings(VISION_MODELS[name].processor)
     size = processor.max_patches
     pixels, places, ids, left = [], [], list[int](), iter(files)
@@ -213,7 +216,7 @@ def _llama4_inputs(name: str, prompt: list[int], files: list[bytes]) -> dict[str
 
 @functools.cache
 def _taken_out(module: str, name: str) -> Callable[..., Any]:
-    """A function of a module of transformers that cannot be imported without torchvision."""
+    """Returns a function of a module of transformers that cannot be imported without torchvision."""
     import transformers
 
     file = Path(transformers.__file__).parent / "models" / module
@@ -226,7 +229,7 @@ def _taken_out(module: str, name: str) -> Callable[..., Any]:
 
 
 def kimi_sizes() -> Callable[..., tuple[tuple[int, int], tuple[int, int]]]:
-    """The rule of transformers."""
+    """Returns the rule of transformers."""
     return _taken_out("kimi_k25/image_processing_kimi_k25.py", "navit_resize")
 
 

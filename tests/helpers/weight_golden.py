@@ -28,7 +28,7 @@ class GoldenExpert:
 
 
 def golden_experts(encoder: str, shape: Shape, seed: int) -> list[GoldenExpert]:
-    """Random experts in the checkpoint format of that name."""
+    """Returns random experts in the checkpoint format of that name."""
     rng = np.random.default_rng(seed)
     sizes = {
         "gate": (shape.intermediate, shape.hidden),
@@ -78,7 +78,7 @@ class Golden:
 
 
 def golden_layer(experts: list[GoldenExpert], shape: Shape, routed: Routed) -> Golden:
-    """The layer in float64, from rows as they are."""
+    """Returns the layer in float64, from rows as they are."""
     output = np.zeros(routed.hidden_states.shape)
     int8, bfloat16 = np.zeros(len(output)), np.zeros(len(output))
     for index, expert in enumerate(experts):
@@ -102,19 +102,23 @@ def golden_layer(experts: list[GoldenExpert], shape: Shape, routed: Routed) -> G
 
 
 def int8_variance(rows: Float64) -> Float64:
-    """Variance of an element that is rounded to one of 127 steps of its row's largest: step^2 / 12."""
+    """Returns the variance of an element that is rounded to one of 127 steps of its row's largest: step^2 /
+    12.
+    """
     step: Float64 = np.abs(rows).max(axis=1, keepdims=True) / 127
     return step**2 / 12
 
 
 def bfloat16_variance(rows: Float64) -> Float64:
-    """The same for bfloat16, whose step is 2^-7 of the power of two below the value."""
+    """Returns the same for bfloat16, whose step is 2^-7 of the power of two below the value."""
     step: Float64 = np.ldexp(1.0, np.frexp(rows)[1] - 8)
     return step**2 / 12
 
 
 def step_variance(x: Float64, gate: Float64, up: Float64, expert: GoldenExpert, shape: Shape) -> Float64:
-    """Variance of the activation from rounding x, to first order: slopes of the activation by differences."""
+    """Returns the variance of the activation from rounding x, to first order: slopes of the activation by
+    differences.
+    """
     tiny = 1e-6
     by_up = (activate(gate, up + tiny, shape) - activate(gate, up - tiny, shape)) / (2 * tiny)
     variance = by_up**2 * (expert.up.weights.astype(np.float64) ** 2).sum(axis=1)
@@ -131,7 +135,9 @@ def row_norms(values: NDArray[Any]) -> Float64:
 
 
 def largest_row_error(actual: NDArray[np.float32], wanted: Float64) -> float:
-    """Largest over rows of the norm of the difference over the norm; rows that want zero must be zero."""
+    """Returns largest over rows of the norm of the difference over the norm; rows that want zero must be
+    zero.
+    """
     norms, errors = row_norms(wanted), row_norms(actual - wanted)
     assert not errors[norms == 0].any()
     return float((errors[norms > 0] / norms[norms > 0]).max(initial=0.0))

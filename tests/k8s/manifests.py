@@ -33,7 +33,7 @@ CRDS = ROOT / "build" / "crds"
 
 
 def obj(required: str = "", **fields: Any) -> dict[str, Any]:
-    """An object with these fields and no others."""
+    """Returns an object with these fields and no others."""
     return {
         "type": "object",
         "properties": fields,
@@ -235,7 +235,7 @@ def _checker() -> Any:
 
 
 def pod_specs(manifests: list[Manifest]) -> list[Manifest]:
-    """Pod templates, `{metadata, spec}`."""
+    """Returns pod templates, `{metadata, spec}`."""
     found = []
     for manifest in manifests:
         spec = manifest.get("spec", {})

@@ -31,7 +31,7 @@ class Pod:
     spec: dict[str, Any]
 
     def arguments(self) -> Iterator[str]:
-        """Of all containers."""
+        """Yields the arguments of all containers."""
         for container in (*(self.spec.get("initContainers") or ()), *self.spec["containers"]):
             for word in container.get("args", ()):
                 text = str(word)
@@ -46,7 +46,7 @@ class Pod:
 
 
 def pods_of(manifests: list[Manifest], namespace: str, groups: int = 2) -> list[Pod]:
-    """Pods with `groups` replicas of everything that was given no number."""
+    """Returns pods with `groups` replicas of everything that was given no number."""
     found = []
     for manifest in manifests:
         spec, name = manifest.get("spec", {}), manifest["metadata"]["name"]
@@ -88,7 +88,7 @@ def _pod(
 
 
 def services_of(manifests: list[Manifest]) -> dict[str, dict[str, Any]]:
-    """Name -> specification, of those that are rendered and those that LeaderWorkerSets make."""
+    """Returns name -> specification, of those that are rendered and those that LeaderWorkerSets make."""
     found = {one["metadata"]["name"]: one["spec"] for one in manifests if one["kind"] == "Service"}
     for one in manifests:
         name = one["metadata"]["name"]
@@ -98,7 +98,7 @@ def services_of(manifests: list[Manifest]) -> dict[str, dict[str, Any]]:
 
 
 def resolve(host: str, manifests: list[Manifest], namespace: str) -> list[Pod]:
-    """Pods whose addresses a name has there; none: it does not resolve."""
+    """Returns pods whose addresses a name has there; none: it does not resolve."""
     parts = host.removesuffix(".svc").split(".")
     assert parts[-1] == namespace, host
     pods, services = pods_of(manifests, namespace), services_of(manifests)

@@ -34,7 +34,7 @@ def environment() -> dict[str, str]:
 
 
 def podman(*arguments: str, check: bool = True, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    """One command; raises AssertionError with what it said."""
+    """Returns one command; raises AssertionError with what it said."""
     done = subprocess.run(
         ["podman", *arguments],
         env=environment(),
@@ -121,11 +121,11 @@ class PodmanPod:
             raise AssertionError(f"{error}\n{self.logs('preflight')}") from error
 
     def container(self, name: str) -> str:
-        """As podman calls it."""
+        """Returns the container as podman calls it."""
         return f"{self.name}-{name}"
 
     def inspect(self, name: str) -> Manifest:
-        """What podman knows of a container's state."""
+        """Returns what podman knows of a container's state."""
         found: list[Manifest] = json.loads(podman("inspect", self.container(name)).stdout)
         state: Manifest = found[0]["State"]
         return state
@@ -159,7 +159,7 @@ class PodmanPod:
             time.sleep(1.0)
 
     def kill_process(self, name: str) -> None:
-        """As by the kernel: podman did not ask for it, so its restart policy applies."""
+        """Kills the process as the kernel does: podman did not ask for it, so its restart policy applies."""
         os.kill(int(self.inspect(name)["Pid"]), 9)
 
     def remove(self) -> None:

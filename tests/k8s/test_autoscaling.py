@@ -43,7 +43,7 @@ CASES = {
 
 
 def scaler(nodes: int = 1) -> dict[str, Any]:
-    """The engines' ScaledObject."""
+    """Returns the engines' ScaledObject."""
     manifests = render(merged({"model": MODEL}, OPTIONS, {"engine": {"nodes": nodes}}))
     found = [one for one in manifests if one["kind"] == "ScaledObject"]
     return next(one for one in found if "gateway" not in one["metadata"]["name"])
@@ -67,7 +67,7 @@ def test_a_scaler_scales_what_there_is() -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_busy_engines_are_kept(name: str) -> None:
-    """Of every trigger KEDA asks for value / threshold engines, rounded up; the largest number counts."""
+    """For every trigger KEDA asks for value / threshold engines, rounded up; the largest number counts."""
     case = CASES[name]
     thresholds = [float(one["metadata"]["threshold"]) for one in scaler()["spec"]["triggers"]]
     wanted = [math.ceil(value / each) for value, each in zip(case.values, thresholds, strict=True)]
@@ -90,7 +90,7 @@ def test_queries_have_these_values(tmp_path: Path) -> None:
 
 
 def document(case: Case) -> dict[str, Any]:
-    """One test of promtool's."""
+    """Returns one test of promtool's."""
     series = []
     for namespace in ("moebius", "others"):
         for index in range(2):

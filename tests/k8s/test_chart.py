@@ -164,7 +164,7 @@ ALL = shapes()
 
 
 def test_there_are_enough_shapes() -> None:
-    """At least sixty."""
+    """There are at least sixty shapes."""
     assert len(ALL) >= 60
 
 
@@ -198,7 +198,7 @@ def has_experts(name: str) -> bool:
 
 
 def expected_servers(values: Values) -> int:
-    """Of all hosts of one engine."""
+    """Returns the number of servers expected on all hosts of one engine."""
     experts, nodes = values.get("experts", {}), values.get("engine", {}).get("nodes", 1)
     if experts.get("mode") == "none":
         return 0
@@ -234,7 +234,7 @@ def check_pod(pod: Manifest, drain_s: float) -> None:
     assert spec["terminationGracePeriodSeconds"] >= drain_s + 20
     assert spec["automountServiceAccountToken"] is False
     assert spec["securityContext"]["runAsNonRoot"]
-    ports = [port["containerPort"] for one in all_containers(pod) for port in one.get("ports", ())]
+    ports = [port["containerPort"] for one in all_containers(pod) for port in one.get("ports", ())]  # type: ignore[assignment]
     assert len(set(ports)) == len(ports)
 
 
@@ -280,7 +280,7 @@ def mounted_secrets(pod: Manifest) -> dict[str, set[str]]:
 
 
 def scheduling(manifests: list[Manifest]) -> dict[str, Manifest]:
-    """Component -> its Pods' specification."""
+    """Returns component -> its Pods' specification."""
     pods = pod_specs(manifests)
     return {pod["metadata"]["labels"]["app.kubernetes.io/component"]: pod["spec"] for pod in pods}
 
@@ -401,7 +401,7 @@ def test_kustomize_bases_are_the_chart_rendered(name: str) -> None:
 
 
 def test_kustomize_reads_its_bases() -> None:
-    """As many objects as in the file."""
+    """kustomize finds as many objects as are in the file."""
     try:
         text = kubectl_kustomize(KUSTOMIZE / "cpu-two-nodes")
     except FileNotFoundError:

@@ -42,7 +42,7 @@ DOCKERFILES = ("Dockerfile.cpu", "Dockerfile.cuda")
 
 
 def instructions(name: str) -> list[str]:
-    """Of a Dockerfile, each as one line."""
+    """Returns the instructions of a Dockerfile, each as one line."""
     text = re.sub(r"^#.*\n", "", (DEPLOY / name).read_text(), flags=re.MULTILINE)
     return [re.sub(r"\s+", " ", line) for line in text.replace("\\\n", " ").splitlines() if line.strip()]
 
@@ -132,7 +132,9 @@ def test_images_hold_what_is_needed_and_no_more() -> None:
 
 
 def test_compose_starts_what_its_settings_say(tmp_path: Path) -> None:
-    """As many expert servers as shares, in one network and with the same volumes; commands are ours."""
+    """There are as many expert servers as shares, in one network and with the same volumes; commands are
+    ours.
+    """
     document: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
     config = load_config(DEPLOY / "moebius.yaml")
     services = document["services"]

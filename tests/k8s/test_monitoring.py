@@ -35,7 +35,9 @@ SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_s
 
 
 def registries() -> Iterator[CollectorRegistry]:
-    """Of a gateway, an engine with a GPU and an expert server with everything loaded."""
+    """Yields the registries of a gateway, an engine with a GPU and an expert server with everything
+    loaded.
+    """
     yield GatewayMetrics().registry
     engine = CollectorRegistry()
     metrics = EngineMetrics("m", engine)
@@ -64,7 +66,7 @@ def registries() -> Iterator[CollectorRegistry]:
 
 
 def exported() -> set[str]:
-    """Names of all samples."""
+    """Returns the names of all samples."""
     return {
         family.name + suffix
         for registry in registries()
@@ -74,13 +76,13 @@ def exported() -> set[str]:
 
 
 def rendered(kind: str, name: str = "") -> Any:
-    """One object of a release with everything on."""
+    """Returns one object of a release with everything on."""
     found = [one for one in render(merged({"model": MODEL}, OPTIONS)) if one["kind"] == kind]
     return next(one for one in found if one["metadata"]["name"].endswith(name))
 
 
 def queries() -> dict[str, list[str]]:
-    """Where -> PromQL."""
+    """Returns where -> PromQL."""
     dashboard = json.loads((CHART / "files/dashboard.json").read_text())
     panels = {
         panel["title"]: [target["expr"] for target in panel["targets"]]
@@ -145,7 +147,7 @@ def test_the_dashboard_loads() -> None:
 
 
 def lost(before: Any, after: Any, path: str = "") -> Iterator[str]:
-    """Where `after` lacks or changes something of `before`."""
+    """Yields where `after` lacks or changes something of `before`."""
     if isinstance(before, dict) and isinstance(after, dict):
         for key, value in before.items():
             yield from lost(value, after.get(key), f"{path}/{key}")

@@ -22,7 +22,7 @@ MEETING_PORT = 29500
 
 
 def addresses(pods: list[Pod]) -> dict[str, set[int]]:
-    """Host -> ports, of all containers."""
+    """Returns host -> ports, of all containers."""
     found: dict[str, set[int]] = {}
     for pod in pods:
         for text in pod.arguments():
@@ -45,7 +45,9 @@ def check_names(manifests: list[Manifest], namespace: str) -> dict[str, set[int]
 
 @pytest.mark.parametrize("name", ALL)
 def test_every_name_resolves(name: str) -> None:
-    """Of engines, of expert servers, and of the hosts of one engine, in a namespace of any name."""
+    """Names of engines, of expert servers and of the hosts of one engine resolve in a namespace of
+    any name.
+    """
     manifests = render(merged({"model": MODEL}, ALL[name]), namespace="another")
     named = check_names(manifests, "another")
     hosts = [one for one in manifests if one["kind"] == "LeaderWorkerSet"]

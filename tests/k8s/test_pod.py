@@ -77,7 +77,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def values(models: Path) -> dict[str, Any]:
-    """Two expert servers, no GPU, the gateway in the Pod."""
+    """Returns two expert servers, no GPU, the gateway in the Pod."""
     return {
         "model": {
             "name": "tiny",
@@ -103,7 +103,7 @@ def values(models: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def secrets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Certificates of the processes, and of the HTTP server, by two CAs."""
+    """Returns the certificates of the processes, and of the HTTP server, by two CAs."""
     found = {}
     for name in ("processes", "web"):
         directory, authority = tmp_path_factory.mktemp(name), Authority(f"{name} CA")
@@ -138,7 +138,7 @@ def pod(
 
 
 def chat(pod: PodmanPod, tokens: int = TOKENS, stream: bool = False) -> str:
-    """The answer's text."""
+    """Returns the answer's text."""
     done = pod.python("gateway", CHAT, str(tokens), "stream" if stream else "whole", pod.ca, timeout=240)
     assert done.returncode == 0, done.stderr[-2000:] + pod.logs("engine")[-3000:]
     if not stream:
@@ -147,7 +147,7 @@ def chat(pod: PodmanPod, tokens: int = TOKENS, stream: bool = False) -> str:
 
 
 def text_of(stream: str) -> str:
-    """Of a stream's lines, which have to be whole."""
+    """Returns the text of a stream's lines, which have to be whole."""
     lines = [line.removeprefix("data: ") for line in stream.splitlines() if line.startswith("data: ")]
     assert lines[-1] == "[DONE]"
     chunks = [json.loads(line) for line in lines[:-1]]
@@ -195,7 +195,7 @@ def test_the_image_is_lean_and_listed(image: str) -> None:
     assert {"torch", "grpcio", "uvicorn"} <= set(names)
     # The base is Debian 12.
     wanted = locked("3.11", *SETS["CPU image"]) | {"torch": locked("3.11", "cuda")["torch"]}
-    found = {name: version.partition("+")[0] for name, version in names.items() if name != "moebius"}
+    found = {name: version.partition("+")[0] for name, version in names.items() if name != "moebius"}  # type: ignore[assignment]
     assert found == wanted
 
 

@@ -31,7 +31,7 @@ LIMIT_S = 120.0
 
 
 def rules() -> list[dict[str, Any]]:
-    """Of a release."""
+    """Returns the rules of a release."""
     found: list[dict[str, Any]] = rendered("PrometheusRule")["spec"]["groups"]
     return found
 
@@ -44,7 +44,9 @@ def test_every_alert_has_a_case() -> None:
 
 @pytest.mark.parametrize("alert", CASES)
 def test_an_alert_fires_when_it_should(alert: str, tmp_path: Path) -> None:
-    """For this release's Pods, not before its time, not for another release, and not for healthy figures."""
+    """The alert fires for this release's Pods, not before its time, not for another release, and not for
+    healthy figures.
+    """
     tool = promtool()
     if tool is None:
         pytest.skip("no promtool: apt-get install prometheus")
@@ -67,7 +69,7 @@ def test_an_alert_fires_when_it_should(alert: str, tmp_path: Path) -> None:
 def unit_test(
     alert: str, case: Case, series: dict[str, str], pod: str, labels: dict[str, str] | None
 ) -> dict[str, Any]:
-    """One test of promtool; `labels`: of the alert that is to fire, None: none is."""
+    """Returns one test of promtool; `labels`: of the alert that is to fire, None: none is."""
     rule = next(one for one in rules()[0]["rules"] if one["alert"] == alert)
     inputs = [{"series": name.replace("POD", pod), "values": values} for name, values in series.items()]
     expected = []
@@ -81,7 +83,7 @@ def unit_test(
 
 
 def texts_of(rule: dict[str, Any], labels: dict[str, str], value: str) -> dict[str, str]:
-    """As Prometheus fills them in."""
+    """Returns the texts as Prometheus fills them in."""
 
     def filled(text: str) -> str:
         text = re.sub(r"\{\{ \$labels\.(\w+) \}\}", lambda found: labels[found[1]], text)
@@ -132,7 +134,9 @@ def until(condition: Callable[[], Any]) -> Any:
 
 
 def scrape_jobs(ports: dict[str, int]) -> list[dict[str, Any]]:
-    """What the operator makes of the chart's PodMonitor, for Pods that listen here: container -> port."""
+    """Returns what the operator makes of the chart's PodMonitor, for Pods that listen here: container ->
+    port.
+    """
     (monitor,) = [rendered("PodMonitor")]
     relabelings = {
         one["port"]: one.get("metricRelabelings", ()) for one in monitor["spec"]["podMetricsEndpoints"]
@@ -193,10 +197,10 @@ def test_prometheus_scrapes_a_gateway_and_judges_it(tmp_path: Path) -> None:
 
 
 def evaluated(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """All rules, once each was evaluated; else none."""
+    """Returns all rules, once each was evaluated; else none."""
     return found if all(rule["health"] != "unknown" for rule in found) else []
 
 
 def pending(alerts: list[dict[str, Any]]) -> set[str]:
-    """Names of alerts whose condition holds."""
+    """Returns the names of alerts whose condition holds."""
     return {alert["labels"]["alertname"] for alert in alerts}

@@ -41,7 +41,7 @@ def forward(engine: ExpertEngine, layer: int, *chosen: int) -> bytes:
 
 
 def flip(engine: ExpertEngine, layer: int, number: int, bit: int = 4) -> None:
-    """As a cosmic ray would."""
+    """Flips a bit as a cosmic ray would."""
     address = engine.packed_expert(layer, number).ctypes.data + 37
     ctypes.c_uint8.from_address(address).value ^= bit
 
@@ -102,7 +102,9 @@ def test_every_bit_and_its_place_count(data: bytes, seed: int, draw: st.DataObje
 
 
 def test_without_anybody_to_repair_it_a_damaged_expert_is_refused(engine: ExpertEngine) -> None:
-    """By name; what does not need it is computed, and what needs it is again once it is repaired."""
+    """The expert is refused by name; what does not need it is computed, and what needs it is again once it is
+    repaired.
+    """
     expected, other = forward(engine, 1, 2), forward(engine, 1, 0, 3)
     flip(engine, 1, 2)
     assert not engine.verify_expert(1, 2)

@@ -96,7 +96,7 @@ def test_rows_are_the_dequantised_weights(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_does_not_depend_on_those_beside_it(dtype: torch.dtype) -> None:
-    """Of rows in float32 not a bit: which kernel computes them depends on nothing that is measured."""
+    """Not a bit of a float32 row changes: which kernel computes it depends on nothing that is measured."""
     weight = packed("auto", encoded("int8_g32_f16"))
     rows = torch.randn(33, COLUMNS).to(dtype)
     together = weight.linear(rows, None, torch.float32)

@@ -11,7 +11,7 @@ import pytest
 
 from gpu_service.experts.doorbell import program as doorbell_program
 from gpu_service.experts.doorbell.crossover import Crossover, crossing
-from gpu_service.experts.doorbell.program import ClientFailure, program
+from gpu_service.experts.doorbell.program import ClientFailure, program  # type: ignore[attr-defined]
 from moebius.errors import UserError
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)

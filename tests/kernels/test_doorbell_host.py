@@ -310,7 +310,9 @@ def test_ping_pong_of_the_bench_counts_rounds_and_gives_up() -> None:
 
 
 def test_trace_context_of_a_sampled_step_reaches_the_server() -> None:
-    """By device memory, so that a replayed graph carries that of its own step; the next step has none."""
+    """The context travels in device memory, so that a replayed graph carries that of its own step; the next
+    step has none.
+    """
     context = SpanContext(0x1234 << 64, 0x5678, is_remote=False, trace_flags=TraceFlags(1))
     with new_mailbox(geometry()) as box, doorbell_client(box, MODEL) as (client, host):
         server = MailboxServer(box.name, 0, EchoBackend(48))

@@ -50,7 +50,7 @@ def shape_of(encoder: str, activation: str) -> Shape:
 
 @functools.cache
 def golden_format(encoder: str) -> str:
-    """The packed format that an encoder is for."""
+    """Returns the packed format that an encoder is for."""
     return ENCODERS[encoder](np.ones((8, 32), np.float32)).format
 
 
@@ -60,7 +60,9 @@ def experts_of(encoder: str, activation: str) -> list[GoldenExpert]:
 
 
 def route(rng: np.random.Generator, rows: int, shape: Shape) -> Routed:
-    """One of: any ids, all rows on one expert, one or more experts empty, half of the ids not held."""
+    """Returns one of: any ids, all rows on one expert, one or more experts empty, half of the ids
+    not held.
+    """
     experts = shape.experts
     ids = {
         0: rng.integers(0, experts, (rows, 3)),
@@ -74,7 +76,7 @@ def route(rng: np.random.Generator, rows: int, shape: Shape) -> Routed:
 
 @functools.cache
 def requests_of(encoder: str, activation: str) -> list[tuple[Routed, Golden, Golden]]:
-    """Requests with their goldens from float32 rows and from rows rounded to bfloat16.
+    """Returns requests with their goldens from float32 rows and from rows rounded to bfloat16.
 
     Over all formats and activations every row count in the list below comes up, and random ones as well.
     """
@@ -119,7 +121,9 @@ def check_bfloat16(output: np.ndarray, golden: Golden, shape: Shape) -> None:
 
 
 def options_at(level: str, shape: Shape) -> list[dict[str, object]]:
-    """Of engines at the level; emulated kernels are never a choice: each that knows the format is forced."""
+    """Returns the options of engines at the level; emulated kernels are never a choice: each that knows the
+    format is forced.
+    """
     if level != "amx_emulated":
         return [{"isa": level}]
     rows = "int8" if shape.gate_up == "int8_w8a8" else "bfloat16"

@@ -35,7 +35,7 @@ EMULATED = [name for name in testing.gemm_names() if name.startswith("amx_emulat
 
 
 def ordered_experts(encoder: str, shape: Shape) -> list[GoldenExpert]:
-    """Of the shape, whose gate and up have one random order for each expert."""
+    """Returns experts of the shape, whose gate and up have one random order for each expert."""
     experts = []
     for number, expert in enumerate(golden_experts(encoder, shape, seed=7)):
         order = np.random.default_rng(number).permutation(shape.hidden).astype(np.uint32)
@@ -45,7 +45,7 @@ def ordered_experts(encoder: str, shape: Shape) -> list[GoldenExpert]:
 
 
 def with_order(matrix: Quantised, order: np.ndarray) -> Quantised:
-    """The same columns, sorted from those of a checkpoint: column c is its column order[c]."""
+    """Returns the same columns, sorted from those of a checkpoint: column c is its column order[c]."""
     return replace(
         matrix,
         source=replace(matrix.source, order=order),
@@ -54,7 +54,7 @@ def with_order(matrix: Quantised, order: np.ndarray) -> Quantised:
 
 
 def shape_of(encoder: str, activation: str = "silu") -> Shape:
-    """Widths that are multiples of nothing."""
+    """Returns the widths that are multiples of nothing."""
     name = ENCODERS[encoder](np.ones((8, 32), np.float32)).format
     return Shape(200, 72, 5, f"{name}_ordered", name, activation, limit=1.5)
 
@@ -90,7 +90,7 @@ def test_rows_meet_columns_in_each_experts_order(encoder: str, level: str) -> No
 
 
 def test_the_order_lies_behind_the_matrices() -> None:
-    """Where kernels/format/panel_layout.h says."""
+    """The order lies where kernels/format/panel_layout.h says."""
     shape = shape_of("gptq_int4_g32")
     expert = ordered_experts("gptq_int4_g32", shape)[2]
     assert expert.gate is not None

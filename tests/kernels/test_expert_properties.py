@@ -33,7 +33,7 @@ def experts_of(encoder: str) -> tuple[Shape, list[GoldenExpert]]:
 
 
 def engine_of(encoder: str, order: list[int], first: int = 0) -> ExpertEngine:
-    """An engine that holds these experts, in this order, as ids from `first` on."""
+    """Returns an engine that holds these experts, in this order, as ids from `first` on."""
     shape, experts = experts_of(encoder)
     engine = ExpertEngine(
         HIDDEN,
@@ -65,7 +65,7 @@ def requests(draw: st.DrawFn) -> Routed:
 
 
 def for_every_format(test: Callable[..., None]) -> Callable[..., None]:
-    """Both decorators: hypothesis draws requests, pytest formats."""
+    """Returns both decorators: hypothesis draws requests, pytest formats."""
     drawn = settings(max_examples=25, deadline=None, database=None)(
         given(routed=requests(), data=st.data())(test)
     )

@@ -60,7 +60,7 @@ def test_strided_sources(dtype: str, view: str) -> None:
     source = SourceMatrix(codes, code="float8" if dtype == "float8" else None)
     values = {"bfloat16": bfloat16_values, "float8": float8_values}.get(dtype, lambda x: x.astype(np.float32))
     format_name = {"float8": "fp8_channel"}.get(dtype, dtype)
-    check(format_name, source, values(codes))
+    check(format_name, source, values(codes))  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

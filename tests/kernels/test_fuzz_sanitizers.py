@@ -23,7 +23,7 @@ SOME_CASES = 20
 
 
 def build(sanitizer: str) -> Path:
-    """The fuzz program under that sanitizer, in a directory that later runs share."""
+    """Returns the fuzz program under that sanitizer, in a directory that later runs share."""
     directory = ROOT / "build" / f"test-fuzz-{sanitizer}"
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     cmake = shutil.which("cmake", path=environment["PATH"])

@@ -70,7 +70,7 @@ def relative_error(kernel: str, matrix: PackedMatrix, rows: NDArray[np.uint16]) 
 
 
 def panels_from(matrix: PackedMatrix, first: int) -> PackedMatrix:
-    """One panel of the matrix."""
+    """Returns one panel of the matrix."""
     panel_bytes = matrix.packed.size // matrix.num_panels
     columns = slice(16 * first, 16 * (first + 1))
     return PackedMatrix(

@@ -26,7 +26,7 @@ def kernels_for(format_name: str) -> list[str]:
     found = [name for name in KERNELS if name in testing.gemms_for(format_name, "bfloat16")]
     if not found:
         pytest.skip(f"this machine has none of these kernels for {format_name}")
-    return found
+    return found  # type: ignore[return-value]
 
 
 def unit_rows(k: int) -> NDArray[np.uint16]:
@@ -77,7 +77,7 @@ def test_all_256_codes_in_every_place(format_name: str) -> None:
 @pytest.mark.parametrize("format_name", ["fp8_block", "fp8_channel"])
 @pytest.mark.parametrize("code", [0x7F, 0xFF])
 def test_a_nan_code_makes_its_column_nan(format_name: str, code: int) -> None:
-    """In any of the 4 places of a word, and no other column."""
+    """A NaN code in any of the 4 places of a word makes its column NaN, and no other column."""
     for k in range(4):
         matrix = random_matrix(format_name, 64, 1)
         matrix.packed[4 * 5 + k] = code
@@ -88,7 +88,7 @@ def test_a_nan_code_makes_its_column_nan(format_name: str, code: int) -> None:
 
 
 def nibble_panels(format_name: str, k: int, panels: int) -> NDArray[np.uint8]:
-    """Code k mod 16 at every k of every column."""
+    """Returns code k mod 16 at every k of every column."""
     packed = empty_panels(format_name, k, panels)
     shifts = np.array([0, 16, 4, 20, 8, 24, 12, 28], np.uint64)
     k_padded = (k + 63) // 64 * 64

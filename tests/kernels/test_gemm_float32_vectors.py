@@ -19,7 +19,7 @@ ALPHA, LIMIT = 1.702, 7.0
 
 
 def golden(activation: str, gate: NDArray[np.float32], up: NDArray[np.float32]) -> NDArray[np.float64]:
-    """The formulas of product.h in float64."""
+    """Returns the formulas of product.h in float64."""
     g, u = gate.astype(np.float64), up.astype(np.float64)
     if activation in ("silu_clamped", "gpt_oss", "clamped_silu"):
         u = np.clip(u, -LIMIT, LIMIT)
@@ -40,7 +40,8 @@ def golden(activation: str, gate: NDArray[np.float32], up: NDArray[np.float32]) 
 
 
 def allowed(activation: str, gate: NDArray[np.float32], up: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Of each value by itself; where GELU leaves next to nothing of a gate, of a part of what went in.
+    """Returns the error allowed of each value by itself; where GELU leaves next to nothing of a gate, of a
+    part of what went in.
 
     There a rounding of the power's argument, which grows with the gate's cube, is many of the result.
     """
@@ -75,7 +76,7 @@ def round_to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("isa", LEVELS)
 def test_activations(isa: str, activation: str) -> None:
-    """Against float64 over ordinary and large gates, each value by itself."""
+    """Activations are close to float64 over ordinary and large gates, each value by itself."""
     rng = np.random.default_rng(0)
     for spread in (1.0, 30.0):
         gate = (spread * rng.standard_normal((3, 320))).astype(np.float32)
@@ -109,7 +110,7 @@ def test_activations_of_extreme_values(isa: str, activation: str) -> None:
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("isa", LEVELS)
 def test_bfloat16_activations_round_the_float32_ones(isa: str, activation: str) -> None:
-    """To nearest even, of the very same float32 values; NaN stays NaN."""
+    """Values are the very same float32 ones rounded to nearest even; NaN stays NaN."""
     rng = np.random.default_rng(1)
     gate, up = (rng.standard_normal((2, 160)).astype(np.float32) for _ in range(2))
     up[0, 7] = np.nan

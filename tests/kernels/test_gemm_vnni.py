@@ -24,7 +24,7 @@ def run(
 
 
 def random_rows(count: int, k: int) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
-    """All of int8, -128 too, which quantised rows never hold."""
+    """Returns all of int8, -128 too, which quantised rows never hold."""
     rng = np.random.default_rng(k)
     return rng.integers(-128, 128, (count, k), np.int8), rng.uniform(0.01, 1.0, count).astype(np.float32)
 

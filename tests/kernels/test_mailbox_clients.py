@@ -19,7 +19,7 @@ from tests.helpers.mailbox import Call, Killer, geometry, new_mailbox, served_ma
 
 
 def attach(box: Mailbox, client: int, group: int = 0) -> Mailbox:
-    """Another client of the same segment."""
+    """Returns another client of the same segment."""
     return Mailbox.attach(box.name, 1, client=client, group=group)
 
 

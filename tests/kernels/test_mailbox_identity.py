@@ -32,7 +32,9 @@ def serving(box: Mailbox, index: int = 0, identity: str = OURS, digest: int = 7)
 
 
 def test_another_identity_is_refused_by_name() -> None:
-    """At any index, before anything is loaded; who waits for the server learns what differs."""
+    """The server is refused at any index, before anything is loaded; a caller that waits for it learns what
+    differs.
+    """
     with new_mailbox(geometry(2)) as box:
         with serving(box, 0), serving(box, 1):
             assert box.wait_servers_ready(60) == [1, 1]

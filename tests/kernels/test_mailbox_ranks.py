@@ -50,12 +50,12 @@ class Ranks:
         self.each(lambda rank: clients[rank].agree_with_ranks(self.agreement.of(rank)))
 
     def each(self, part: Callable[[int], object]) -> list[object]:
-        """Every rank's result, in order."""
+        """Returns every rank's result, in order."""
         with ThreadPoolExecutor(RANKS) as pool:
             return list(pool.map(part, range(RANKS)))
 
     def step(self, layers: list[list[Layer]]) -> list[bool]:
-        """Whether each rank's step ended well; its layers' `partial` then hold the sums."""
+        """Returns whether each rank's step ended well; its layers' `partial` then hold the sums."""
 
         def part(rank: int) -> bool:
             client = self.clients[rank]

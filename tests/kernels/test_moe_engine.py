@@ -17,7 +17,7 @@ F32 = np.float32
 
 
 def small_engine(**options: Any) -> ExpertEngine:
-    """Experts 2 and 3 of 3 layers; layer 1 loaded unless a test loads more."""
+    """Returns experts 2 and 3 of 3 layers; layer 1 loaded unless a test loads more."""
     arguments: dict[str, Any] = {"weight_format": "float32", "expert_begin": 2, "num_threads": 1, **options}
     return ExpertEngine(HIDDEN, INTERMEDIATE, 2, 3, **arguments)
 

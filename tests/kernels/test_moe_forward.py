@@ -25,7 +25,9 @@ ROWS = [1, 2, 3, 4, 5, 8, 15, 16, 17, 31, 33, 64, 100, 300]
 
 
 def rows_of(shape: Shape, count: int, top_k: int = 3) -> Routed:
-    """Ids from -1 to one beyond the last expert: some rows choose nothing held here, some an expert twice."""
+    """Returns the ids from -1 to one beyond the last expert: some rows choose nothing held here, some an
+    expert twice.
+    """
     return random_rows(np.random.default_rng(count), count, shape.hidden, top_k, (-1, shape.experts + 1))
 
 
@@ -38,7 +40,7 @@ def bfloat16_bound(rows: int) -> float:
 
 
 def narrowed(routed: Routed) -> tuple[Routed, np.ndarray]:
-    """The request with rows rounded to bfloat16, and their bits."""
+    """Returns the request with rows rounded to bfloat16, and their bits."""
     bits = to_bfloat16(routed.hidden_states)
     return Routed(from_bfloat16(bits), routed.topk_ids, routed.topk_weights), bits
 
@@ -58,7 +60,7 @@ def test_any_number_of_rows(rows: int, hidden: int) -> None:
 
 
 def placed(values: np.ndarray, offset: int) -> np.ndarray:
-    """A copy that begins `offset` bytes after a 64-byte boundary."""
+    """Returns a copy that begins `offset` bytes after a 64-byte boundary."""
     raw = np.empty(values.nbytes + 128, np.uint8)
     begin = -raw.ctypes.data % 64 + offset
     copy = raw[begin : begin + values.nbytes].view(values.dtype).reshape(values.shape)

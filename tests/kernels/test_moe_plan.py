@@ -26,7 +26,7 @@ def engine_of(weight_format: str, **options: Any) -> ExpertEngine:
 
 
 def calibrated(engine: ExpertEngine) -> ExpertEngine:
-    """The same engine, measured on random weights of its only layer."""
+    """Returns the same engine, measured on random weights of its only layer."""
     testing.fill_random(engine.backend, 0, 1)
     engine.calibrate()
     return engine
@@ -58,7 +58,7 @@ def level_of(kernel: str) -> str:
 
 @pytest.mark.parametrize("weight_format", FORMATS)
 def test_every_number_of_rows_has_a_kernel(weight_format: str) -> None:
-    """By the fixed rule, and after measuring too."""
+    """Every number of rows has a kernel by the fixed rule, and after measuring too."""
     engine = engine_of(weight_format)
     check_plan(engine.plan())
     assert all(row.nanoseconds == 0 for row in engine.plan())
@@ -68,7 +68,7 @@ def test_every_number_of_rows_has_a_kernel(weight_format: str) -> None:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("weight_format", ["bfloat16", "int4_g32", "int8_w8a8"])
 def test_forced_level(isa: Isa, weight_format: str) -> None:
-    """Only one level's kernels, and none above the forced level; measured or not."""
+    """Only one level's kernels are used, and none above the forced level, measured or not."""
     engine = calibrated(engine_of(weight_format, isa=isa))
     check_plan(engine.plan())
     for row_type in ("float32", "bfloat16"):

@@ -18,7 +18,9 @@ SHARED_SYMBOL = re.compile(r"^[0-9a-f]* +([A-TV-Zuvw]) (.*)$", re.MULTILINE)
 
 
 def newest_object(source: Path) -> Path:
-    """The object file of a source in the build directories that `make setup` and `make kernels` leave."""
+    """Returns the object file of a source in the build directories that `make setup` and `make kernels`
+    leave.
+    """
     name = source.relative_to(ROOT).as_posix() + ".o"
     objects = list((ROOT / "build").glob(f"*/CMakeFiles/*kernels*.dir/{name}"))
     assert objects, f"no build of {name}: run make setup"

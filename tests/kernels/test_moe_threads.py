@@ -40,7 +40,7 @@ def settles_at(count: int) -> bool:
 
 
 def cpu_ticks(threads: list[Path]) -> int:
-    """User and system time of threads, in ticks of 10 ms (proc(5), fields 14 and 15 of stat)."""
+    """Returns user and system time of threads, in ticks of 10 ms (proc(5), fields 14 and 15 of stat)."""
     fields = [(thread / "stat").read_text().rsplit(")", 1)[1].split() for thread in threads]
     return sum(int(field[11]) + int(field[12]) for field in fields)
 

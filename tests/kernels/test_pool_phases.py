@@ -9,7 +9,9 @@ from moebius import _kernels_testing as testing
 
 
 def tasks_of(index: int) -> int:
-    """Tasks of a run's three phases; the second's number is computed by the pool from the first's results."""
+    """Returns the tasks of a run's three phases; the second's number is computed by the pool from the first's
+    results.
+    """
     return (1 + index % 7) + (index * 31) % 2**32 % 7 + index % 3
 
 

@@ -28,7 +28,9 @@ print(json.dumps([testing.pool_default_threads([]), testing.pool_default_threads
 
 
 def ask_within(quota: float) -> tuple[int, int, list[int], int]:
-    """Default threads, those for 64 cpus, spins for 1, 2 and 8 threads, tasks of a stress in such a group."""
+    """Returns default threads, those for 64 cpus, spins for 1, 2 and 8 threads, tasks of a stress in such a
+    group.
+    """
     try:
         with cpu_quota_group(quota) as procs:
             command = [sys.executable, "-c", JOIN_AND_ASK, str(procs)]
@@ -87,6 +89,6 @@ def test_paused_pool_sleeps() -> None:
 
 
 def cpu_seconds() -> float:
-    """User and system time of this process and its threads."""
+    """Returns user and system time of this process and its threads."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime

@@ -41,7 +41,7 @@ BOUNDS = {
 
 
 def normal(rows: int, cols: int, seed: int = 0) -> Floats:
-    return np.random.default_rng(seed).standard_normal((rows, cols), np.float32) / 16
+    return np.random.default_rng(seed).standard_normal((rows, cols), np.float32) / 16  # type: ignore[return-value]
 
 
 def meant(name: str, packed: NDArray[np.uint8], shape: tuple[int, int]) -> Floats:
@@ -77,7 +77,8 @@ def best_by_trying(group: Floats) -> float:
 
 @pytest.mark.parametrize("tails", [2.0, 4.0, 1000.0])
 def test_the_search_is_close_to_trying_everything(tails: float) -> None:
-    """Over many groups of any distribution: at most a per cent more squared error than 8000 scales tried.
+    """Over many groups of any distribution the search has at most a per cent more squared error than 8000
+    scales tried.
 
     A single group of heavy tails may do worse: where one weight is all of the error, few scales are tried.
     """
@@ -90,7 +91,7 @@ def test_the_search_is_close_to_trying_everything(tails: float) -> None:
 @given(seed=st.integers(0, 2**31), tails=st.sampled_from([2.0, 4.0, 1000.0]))
 @settings(max_examples=25, deadline=None)
 def test_the_search_hardly_ever_loses_to_plain_rounding(seed: int, tails: float) -> None:
-    """Of every group by itself: the squared error of the scale that puts the largest weight at -8, or less.
+    """The squared error of every group is that of the scale that puts the largest weight at -8, or less.
 
     But for a few per cent, which rounding the better scale to bfloat16 may cost.
     """
@@ -164,7 +165,7 @@ def test_every_source_can_be_requantised(encoder: str) -> None:
 
 
 def test_biases_are_kept() -> None:
-    """In float32, whatever the weights became."""
+    """Biases stay in float32, whatever the weights became."""
     bias = np.arange(24, dtype=np.float32) / 7
     packed, _, _ = _kernels.requantise_matrix("int4_g32", SourceMatrix(normal(24, 64), bias=bias))
     np.testing.assert_array_equal(_kernels.unpack_bias("int4_g32", packed, 24, 64), bias)

@@ -18,7 +18,9 @@ PAUSE_US = 3000
 
 
 def test_threads_bridge_the_pauses_of_a_device() -> None:
-    """From the step on that a device begins, until a client that calls without pauses has the mailbox."""
+    """Threads spin from the step on that a device begins, until a client that calls without pauses has the
+    mailbox.
+    """
     default_us = pool_default_spin_microseconds(1)
     if default_us == 0:
         pytest.skip("a CPU quota below the number of threads: nothing spins here")

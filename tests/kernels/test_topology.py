@@ -63,13 +63,13 @@ class FakeMachine:
             self.write(self.cgroup / path / names[key], content)
 
     def detect(self) -> Topology:
-        """What kernels/topology makes of it."""
+        """Returns what kernels/topology makes of it."""
         return Topology.detect(str(self.sys), str(self.proc), str(self.cgroup))
 
 
 @pytest.fixture
 def machine(tmp_path: Path) -> FakeMachine:
-    """A machine without anything."""
+    """Returns a machine without anything."""
     return FakeMachine(tmp_path)
 
 
@@ -159,7 +159,7 @@ def test_smallest_quota_of_the_path_counts(machine: FakeMachine) -> None:
     ("cpu_max", "threads"), [("max 100000", 8), ("50000 100000", 1), ("900000 100000", 8)]
 )
 def test_quota_and_threads(machine: FakeMachine, cpu_max: str, threads: int) -> None:
-    """Never zero threads, never more than cores; a namespaced root group is read too."""
+    """There are never zero threads and never more than cores; a namespaced root group is read too."""
     machine.online("0-7")
     machine.write(machine.proc / "self/cgroup", "0::/")
     machine.group("", cpu_max=cpu_max)

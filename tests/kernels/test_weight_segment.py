@@ -88,7 +88,7 @@ def outputs(engine: ExpertEngine) -> list[bytes]:
 
 
 def finished(path: Path, **changed: Any) -> list[bytes]:
-    """Outputs of a server that loads everything, and ends."""
+    """Returns the outputs of a server that loads everything, and ends."""
     engine = load(make(path, **changed))
     engine.finish_load("the record")
     return outputs(engine)
@@ -111,7 +111,9 @@ def test_python_reads_what_cpp_writes() -> None:
 
 
 def test_a_reader_finds_every_expert(path: Path) -> None:
-    """By layer and slot, with formats and channels; layers begin at 2 MiB, no other user reads the file."""
+    """Experts are found by layer and slot, with formats and channels; layers begin at 2 MiB, no other user
+    reads the file.
+    """
     engine = load(make(path))
     segment = WeightSegment.open(path)
     assert (segment.identity, segment.generation, segment.is_complete) == (IDENTITY, 1, False)
@@ -211,7 +213,7 @@ def spoil(path: Path, what: str) -> dict[str, Any]:
         ("format", "layer 2 is stored differently"),
     ],
 )
-def test_what_differs_is_named_and_loaded_anew(path: Path, what: str, reason: str) -> None:
+def test_what_differs_is_named_and_reloaded(path: Path, what: str, reason: str) -> None:
     """Nothing of it is used, and a reader learns of it by the generation."""
     finished(path)
     changed = spoil(path, what)
@@ -278,7 +280,7 @@ def test_a_second_server_is_refused_by_name(path: Path) -> None:
     assert make(path).segment_state == "new"
 
 
-def test_damage_is_found_and_loaded_anew(path: Path) -> None:
+def test_damage_is_found_and_reloaded(path: Path) -> None:
     """The one expert is missing afterwards, readers see another generation, its successor packs it alone."""
     expected = finished(path)
     segment = WeightSegment.open(path)
@@ -418,7 +420,9 @@ ctypes.memset(engine.packed_expert(0, 2).ctypes.data, 1, 1)
 
 
 def test_memory_is_bound_and_in_large_pages(path: Path) -> None:
-    """On the node that was asked for; large layers in pages of 2 MiB where the system can make them."""
+    """Memory is on the node that was asked for; large layers are in pages of 2 MiB where the system can make
+    them.
+    """
     sizes = {"hidden_size": 1024, "intermediate_size": 256, "weight_format": "float32", "numa_node": 0}
     engine = make(path, held={0: (2, 3), 1: (2,)}, num_layers=2, **sizes)
     for layer, number in ((0, 2), (0, 3), (1, 2)):
@@ -433,7 +437,7 @@ def test_memory_is_bound_and_in_large_pages(path: Path) -> None:
         assert engine.huge_page_bytes() > 0
 
 
-def test_a_file_on_a_disk_is_told_from_memory(path: Path, tmp_path: Path) -> None:
+def test_a_file_on_a_disk_is_distinguished_from_memory(path: Path, tmp_path: Path) -> None:
     """tmpfs is memory; what pytest gives may be either, as the system says."""
     kind = subprocess.run(
         ["stat", "-f", "-c", "%T", tmp_path], capture_output=True, text=True, check=True
@@ -522,7 +526,7 @@ def damage(
 
 
 def mapped_and_resident(path: Path) -> tuple[int, int]:
-    """Bytes that this process has mapped of the file, and those whose pages it has touched."""
+    """Returns the bytes that this process has mapped of the file, and those whose pages it has touched."""
     sizes, resident, ours = 0, 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         key, _, rest = line.partition(":")

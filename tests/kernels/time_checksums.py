@@ -30,7 +30,7 @@ def make(path: Path) -> ExpertEngine:
 
 
 def calls(engine: ExpertEngine, count: int) -> list[float]:
-    """Milliseconds of each call with one row."""
+    """Returns the milliseconds of each call with one row."""
     rng, spent = np.random.default_rng(1), []
     for number in range(count):
         rows = rng.standard_normal((1, HIDDEN)).astype(np.float32)
@@ -42,7 +42,7 @@ def calls(engine: ExpertEngine, count: int) -> list[float]:
 
 
 def compare(engine: ExpertEngine, stop: threading.Event) -> None:
-    """As an expert server's watch does."""
+    """Compares as an expert server's watch does."""
     while True:
         for layer, expert in ALL:
             begin = time.perf_counter()

@@ -37,8 +37,9 @@ CHECK = "CPUs of this container"
 
 
 def serve_here() -> tuple[int, int] | str:
-    """The node that an expert server of this process binds itself to, once its memory was seen there, and its
-    threads; else what it says."""
+    """Returns the node that an expert server of this process binds itself to, once its memory was seen there,
+    and its threads; else what it says.
+    """
     from expert_service.placement import place_process
     from moebius.config import ExpertConfig
     from moebius.topology import Topology, page_nodes
@@ -57,7 +58,7 @@ def serve_here() -> tuple[int, int] | str:
 
 
 def doctor_line() -> str:
-    """What the preflight says of this container's CPUs."""
+    """Returns what the preflight says of this container's CPUs."""
     from app import cli
 
     out = io.StringIO()
@@ -96,7 +97,7 @@ def check_layout(version: int, name: str) -> bool:
 
 
 def run(version: int) -> int:
-    """All layouts; the number of those that failed."""
+    """Returns all layouts; the number of those that failed."""
     libc = ctypes.CDLL(None, use_errno=True)
 
     def mount(kind: str, place: Path, options: str = "") -> None:

@@ -52,7 +52,7 @@ def moebius(*arguments: str) -> list[str]:
 
 
 def run(*arguments: str) -> str:
-    """What the command says, printed as well; its end is a check of its own."""
+    """Returns what the command says, printed as well; its end is a check of its own."""
     begin, lines = time.monotonic(), []
     print(f"$ moebius {' '.join(arguments)}", flush=True)
     with subprocess.Popen(
@@ -84,7 +84,7 @@ def check_doctor() -> bool:
 
 
 def check_demo() -> bool:
-    """The first command of the README."""
+    """Returns the first command of the README."""
     text = run("demo", "--prompt", QUESTION, "--max-num-seqs", "2", *PATIENCE)
     return check("the demo answers", "Paris" in text and "tokens/s" in text, "")
 
@@ -108,7 +108,7 @@ def answer() -> str:
 
 
 def check_served() -> bool:
-    """A server with an expert server, asked over HTTP."""
+    """Returns a server with an expert server, asked over HTTP."""
     command = ["serve", MODEL, "--served-model-name", "guest", "--expert-servers", "1"]
     command += ["--port", str(PORT), "--max-num-seqs", "2", *PATIENCE]
     begin, log = time.monotonic(), Path("/tmp/server.log")
@@ -132,7 +132,7 @@ def check_served() -> bool:
 
 
 def is_ready() -> bool:
-    """What an orchestrator asks."""
+    """Returns what an orchestrator asks."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{PORT}/ready", timeout=60) as response:
             return bool(response.status == 200)
@@ -141,7 +141,7 @@ def is_ready() -> bool:
 
 
 def run_all() -> int:
-    """All checks; the number of those that failed."""
+    """Returns all checks; the number of those that failed."""
     mount_all()
     os.environ.update(HOME="/root", PYTHONPATH="/src:/site", PATH="/usr/bin:/bin", LANG="C.UTF-8")
     os.environ["PYTHONUNBUFFERED"] = "1"

@@ -71,14 +71,14 @@ def copy_python(tree: Path) -> None:
 
 
 def libraries(files: Iterable[Path]) -> Iterator[Path]:
-    """The system's shared libraries that binaries ask for."""
+    """Yields the system's shared libraries that binaries ask for."""
     text = subprocess.run(["ldd", *files], capture_output=True, text=True, check=False).stdout
     for name in sorted(set(re.findall(r"=> (/\S+)", text))):
         yield Path(name)
 
 
 def copy_libraries(tree: Path) -> None:
-    """Of all binaries copied so far, those that are not there yet."""
+    """Copies the libraries of all binaries copied so far that are not there yet."""
     binaries = [path for path in tree.rglob("*.so*") if path.is_file()]
     binaries.append(tree / str(Path(sys.executable).resolve()).lstrip("/"))
     for library in libraries(binaries):

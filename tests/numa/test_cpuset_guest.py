@@ -65,7 +65,7 @@ def _copy(source: Path, target: Path) -> None:
 
 @pytest.fixture(scope="module", params=[2, 1], ids=["cgroup v2", "cgroup v1"])
 def console(request: pytest.FixtureRequest) -> list[str]:
-    """Lines that the guest printed, with cgroups of one version."""
+    """Returns the lines that the guest printed, with cgroups of one version."""
     version = request.param
     # Another worker may run the other version at the same time.
     root = WORK / f"python-root-{version}"

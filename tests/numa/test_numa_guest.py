@@ -31,7 +31,7 @@ EXPECTED_CHECKS = (
 
 @pytest.fixture(scope="module")
 def console() -> list[str]:
-    """Lines the guest printed."""
+    """Returns lines the guest printed."""
     result = subprocess.run([SCRIPT], capture_output=True, text=True, errors="replace", check=False)
     if result.returncode == MISSING_TOOL:
         pytest.skip(result.stderr.strip())

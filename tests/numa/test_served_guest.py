@@ -31,7 +31,7 @@ EXPECTED_CHECKS = (
 
 @pytest.fixture(scope="module")
 def console() -> list[str]:
-    """Lines that the guest printed; they are kept in build/numa/served.log as well."""
+    """Returns the lines that the guest printed; they are kept in build/numa/served.log as well."""
     check = subprocess.run([SCRIPT, WORK, "check"], capture_output=True, text=True, check=False)
     if check.returncode == MISSING_TOOL:
         pytest.skip(check.stderr.strip())

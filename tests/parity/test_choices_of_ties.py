@@ -40,7 +40,7 @@ class Choices:
         self.differing: set[int] = set()
 
     def __call__(self, scores: torch.Tensor, lengths: torch.Tensor, top_k: int) -> torch.Tensor:
-        """As `select_tokens`."""
+        """Selects as `select_tokens`."""
         own = self._mask(select_tokens(scores, lengths, top_k), scores)
         visible = torch.arange(scores.shape[1]) < lengths[:, None]
         first = self.num_taken
@@ -58,7 +58,7 @@ class Choices:
         return chosen
 
     def _next_rows(self, count: int) -> torch.Tensor:
-        """What transformers chose for the next rows of the layer under way."""
+        """Returns what transformers chose for the next rows of the layer under way."""
         rows = self.theirs[0][self.num_taken : self.num_taken + count]
         self.num_taken += count
         if self.num_taken == len(self.theirs[0]):
@@ -68,7 +68,7 @@ class Choices:
 
     @staticmethod
     def _mask(chosen: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Columns that are chosen; those after a block's last visible one count as not chosen."""
+        """Returns the columns that are chosen; those after a block's last visible one count as not chosen."""
         num_columns = scores.shape[1]
         mask = torch.zeros(scores.shape[0], num_columns + 1, dtype=torch.bool)
         columns = torch.where((chosen < 0) | (chosen >= num_columns), num_columns, chosen).long()
@@ -76,7 +76,7 @@ class Choices:
 
 
 def indexers_of(model: Any) -> list[Any]:
-    """The modules that choose, in order of layers."""
+    """Returns the modules that choose, in order of layers."""
     return [module for module in model.modules() if type(module).__name__.endswith("Indexer")]
 
 

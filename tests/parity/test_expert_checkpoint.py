@@ -83,7 +83,7 @@ def test_experts_of_a_gguf_model(name: str, gguf: Callable[[str], GgufFile], tmp
 
 
 def pair(tmp_path: Path) -> tuple[Path, Path]:
-    """A model of fp8 experts, and other ones of int4."""
+    """Returns a model of fp8 experts, and other ones of int4."""
     model = QuantisedMoe("fp8_channel").write(tmp_path / "model")
     return model, QuantisedMoe("compressed_int4_g32").write(tmp_path / "experts")
 

@@ -18,8 +18,10 @@ from gpu_service.layers.context import ForwardContext
 from gpu_service.layers.decoder import RotaryEmbedding
 from gpu_service.loader.load import load_weights
 from gpu_service.models.compose import build_model
+from moebius.models.layers.latent import MLA
 from moebius.models.read import read_model_config
 from tests.helpers.attention_cases import make_inputs
+from tests.helpers.layer_values import first
 from tests.helpers.paged_runner import load_runner
 from tests.helpers.tiny_models import make_tiny_model
 from tests.tolerances import LOGITS_FLOAT32_SELF, MLA_FLOAT32
@@ -30,7 +32,9 @@ TABLE = torch.tensor([[1, 2, 0]], dtype=torch.int32)
 
 @torch.inference_mode()
 def _attend(directory: Path, parallel: ParallelContext) -> tuple[torch.Tensor, torch.Tensor, list[bool]]:
-    """Five tokens, then two more, of one request; the rank's addend, the cache, and which wrote keys out."""
+    """Returns five tokens, then two more, of one request; the rank's addend, the cache, and which wrote keys
+    out.
+    """
     model = build_model(read_model_config(directory), parallel=parallel)
     load_weights(model, directory)
     config, own = model.config, model.rank_layers
@@ -41,7 +45,9 @@ def _attend(directory: Path, parallel: ParallelContext) -> tuple[torch.Tensor, t
     assert isinstance(attention, MlaAttentionBackend)
     hidden_states = torch.randn(7, config.hidden_size, generator=torch.Generator().manual_seed(5))
     device = torch.device("cpu")
-    rotary = RotaryEmbedding(config.rope, config.max_model_len, dtype=torch.float32, device=device)
+    rope = first(config, MLA).rope
+    assert rope is not None
+    rotary = RotaryEmbedding(rope, config.max_model_len, dtype=torch.float32, device=device)
     outputs, expanded = [], []
     for old, new in ((0, 5), (5, 2)):
         positions = torch.arange(old, old + new)
@@ -50,7 +56,7 @@ def _attend(directory: Path, parallel: ParallelContext) -> tuple[torch.Tensor, t
         expanded.append(attention.non_absorbed)
         context = ForwardContext(inputs, cache, attention, None)
         layer = model.model.layers[LAYER].self_attn
-        outputs.append(layer(hidden_states[old : old + new], rotary.table(positions), context))
+        outputs.append(layer(hidden_states[old : old + new], rotary.table(positions), context))  # type: ignore[operator]
     pages = [cache.pages(LAYER)] + ([] if cache.index_keys is None else [cache.index_keys.pages(LAYER)])
     assert attention.selects == (len(pages) == 2)
     return torch.cat(outputs), torch.cat(pages, dim=-1), expanded
@@ -66,7 +72,7 @@ def _attend(directory: Path, parallel: ParallelContext) -> tuple[torch.Tensor, t
     ],
 )
 def test_ranks_add_up_and_hold_the_same_latents(name: str, tmp_path: Path) -> None:
-    """Written out and absorbed: each rank has its heads' rows of every projection, and all latents.
+    """Written out and absorbed, each rank has its heads' rows of every projection, and all latents.
 
     Every rank chooses the tokens alike, by keys of its own.
     """

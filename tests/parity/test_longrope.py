@@ -44,7 +44,9 @@ def _logits(directory: Path, prompt: list[int], longest: int | None) -> torch.Te
 def test_logits_are_those_of_transformers(
     checkpoint: tuple[Path, Any], longest: int | None, length: int
 ) -> None:
-    """For prompts on the side of the limit that the server is on, in chunks that begin below it."""
+    """Logits agree for prompts on the side of the limit that the server is on, in chunks that begin
+    below it.
+    """
     directory, reference = checkpoint
     logits = _logits(directory, PROMPT[:length], longest)
     expected = reference_logits(reference, PROMPT[:length])

@@ -45,7 +45,7 @@ class Mixture:
 
 
 def group(format_name: str, *targets: str) -> dict[str, Any]:
-    """The one group of a compressed-tensors format, with its own `format` and other targets."""
+    """Returns the one group of a compressed-tensors format, with its own `format` and other targets."""
     config = MODEL_FORMATS[format_name].config
     assert config is not None
     return {**config["config_groups"]["group_0"], "format": config["format"], "targets": list(targets)}

@@ -31,7 +31,9 @@ TOLERANCE = 1e-4
 
 @pytest.fixture(scope="module", params=["qwen3_moe", "deepseek_v3", "qwen3_next"])
 def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """A checkpoint of keys and values, of latents, or with recurrent states, and transformers' model."""
+    """Returns a checkpoint of keys and values, of latents, or with recurrent states, and
+    transformers' model.
+    """
     directory = tmp_path_factory.mktemp("pooled")
     return directory, make_tiny_model(request.param, directory)
 
@@ -45,7 +47,9 @@ def expected(model: Any, prompt: list[int], pooling: Pooling) -> np.ndarray:
 
 @pytest.mark.parametrize("gpu", [ROOMY, TIGHT], ids=["whole", "chunks"])
 def test_pooled_states_are_those_of_transformers(tiny: tuple[Path, Any], gpu: GpuConfig) -> None:
-    """Beside requests that write text, and twice, so that the second ones find cached prefixes."""
+    """Pooled states agree beside requests that write text, and twice, so that the second ones find cached
+    prefixes.
+    """
     directory, model = tiny
     config = MoebiusConfig(
         model=ModelConfigSection(model=str(directory), language_model_only=True),

@@ -29,7 +29,7 @@ FAMILIES = {tiny.model_type: name for name, tiny in reversed(TINY_MODELS.items()
 
 
 def weights_of(directory: Path, *, keep_fp8: bool) -> dict[str, torch.Tensor]:
-    """Every parameter in float32, out of packed layouts and 8 bits."""
+    """Returns every parameter in float32, out of packed layouts and 8 bits."""
     model = build_model(read_model_config(directory))
     load_weights(model, directory, "fp8" if keep_fp8 else "dequantised")
     names = {name for name in expected_names(model) if name.endswith(".weight_scales")}

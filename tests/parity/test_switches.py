@@ -16,8 +16,10 @@ from gpu_service.device import TORCH_DTYPES
 from gpu_service.loader.load import load_weights
 from gpu_service.models.compose import build_model
 from moebius.models.config import DTypeName, ModelConfigError, ModelOverrides
+from moebius.models.layers.gqa import GQA
 from moebius.models.read import read_model_config
 from tests.helpers.gguf_models import reference_logits
+from tests.helpers.layer_values import first
 from tests.helpers.paged_runner import load_runner
 from tests.helpers.tiny_models import TINY_MODELS, write_tiny_model
 from tests.tolerances import LOGITS_FLOAT32_VS_TRANSFORMERS
@@ -105,7 +107,7 @@ def test_minimax_rotates_as_transformers_whatever_a_factor_says(where: str, tmp_
     expected = reference_logits(reference, PROMPT)
     torch.testing.assert_close(logits, expected, rtol=0, atol=LOGITS_FLOAT32_VS_TRANSFORMERS)
     path.write_text(json.dumps(config | {"rotary_dim": 8}))
-    rope = read_model_config(tmp_path).rope
+    rope = first(read_model_config(tmp_path), GQA).rope
     assert rope is not None
     assert rope.rotary_dim == 8
     config["rope_parameters"] |= {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}
@@ -115,7 +117,9 @@ def test_minimax_rotates_as_transformers_whatever_a_factor_says(where: str, tmp_
 
 
 def test_minimax_uses_stored_decays_of_other_layers(tmp_path: Path) -> None:
-    """As transformers does with the buffers that it has saved; rounded ones are computed again."""
+    """Stored decays are used as transformers uses the buffers that it has saved; rounded ones are computed
+    again.
+    """
     reference = write_tiny_model(TINY_MODELS["minimax"], tmp_path, seed=3)
     exact = reference_logits(reference, PROMPT)
     path = tmp_path / "model.safetensors"

@@ -28,7 +28,7 @@ Tensors = dict[str, torch.Tensor]
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """Of a model with a head of its own."""
+    """Returns the checkpoint of a model with a head of its own."""
     make_tiny_model("qwen3_moe", tmp_path)
     return tmp_path
 
@@ -66,7 +66,7 @@ CASES: dict[str, tuple[Callable[[Tensors], Any], bool]] = {
 
 @pytest.mark.parametrize("case", list(CASES))
 def test_a_stored_head_is_used_as_transformers_uses_it(case: str, checkpoint: Path) -> None:
-    """With tie_word_embeddings: another head counts, a copy does not, one alone is both."""
+    """With tie_word_embeddings another head counts, a copy does not, and one alone is both."""
     import transformers
 
     edit, is_one = CASES[case]

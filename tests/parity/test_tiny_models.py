@@ -31,7 +31,7 @@ MANY, SOME = 24, 10
 
 
 def family(name: str) -> str:
-    """Of a tiny model: what its variants have in common."""
+    """Returns the family of a tiny model: what its variants have in common."""
     return TINY_MODELS[name].model_type
 
 

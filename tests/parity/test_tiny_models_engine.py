@@ -37,12 +37,16 @@ KINDS = {"latents": MLA_MODELS, "sparse": DSA_MODELS, "linear": LINEAR_MODELS}
 
 
 def kind(name: str) -> str:
-    """What the engine's loop keeps of a sequence; the model itself is test_tiny_models.py's business."""
+    """Returns what the engine's loop keeps of a sequence; the model itself is test_tiny_models.py's
+    business.
+    """
     return next((kind for kind, models in KINDS.items() if name in models), "keys and values")
 
 
 def cached(name: str) -> str:
-    """A family, where its caches are its own; those of keys and values alone differ by their layers."""
+    """Returns a family, where its caches are its own; those of keys and values alone differ by
+    their layers.
+    """
     tiny = TINY_MODELS[name]
     if kind(name) != "keys and values":
         return tiny.model_type
@@ -52,7 +56,7 @@ def cached(name: str) -> str:
 
 @pytest.fixture(scope="module", params=sorted(TINY_MODELS))
 def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """A checkpoint and transformers' model of it."""
+    """Returns a checkpoint and transformers' model of it."""
     directory = tmp_path_factory.mktemp("engine")
     return directory, make_tiny_model(request.param, directory)
 
@@ -63,7 +67,7 @@ def sizes(pytestconfig: pytest.Config) -> tuple[int, int]:
 
 
 def _run(directory: Path, gpu: GpuConfig, num_tokens: int) -> list[Request]:
-    """All prompts at once; the requests after their end."""
+    """Returns all prompts at once; the requests after their end."""
     config = MoebiusConfig(
         # Towers are `test_vision.py`'s business.
         model=ModelConfigSection(model=str(directory), language_model_only=True),
@@ -78,7 +82,7 @@ def _run(directory: Path, gpu: GpuConfig, num_tokens: int) -> list[Request]:
 
 
 def _answers(model: Any, requests: list[Request], num_tokens: int) -> list[list[int]]:
-    """What transformers answers to each prompt alone."""
+    """Returns what transformers answers to each prompt alone."""
     return [
         greedy_answer(model, prompt, num_tokens, request.output_token_ids)
         for prompt, request in zip(PROMPTS, requests, strict=True)

@@ -20,7 +20,7 @@ PROMPTS = [[3, 17, 100, 5, 99, 42, 42, 8, 50, 23, 61, 2, 110, 77, 31], [10, 120,
 
 
 def logits_of(runner: PagedRunner) -> torch.Tensor:
-    """A prompt in chunks, then its decodes with the second prompt's chunk, then both decoding."""
+    """Returns a prompt in chunks, then its decodes with the second prompt's chunk, then both decoding."""
     first, prefill = runner.prefill(PROMPTS[0], chunk=6)
     first.tokens += [7, 8, 9]
     second, _ = runner.prefill(PROMPTS[1][:1])

@@ -18,14 +18,11 @@ from gpu_service.assembly.vision import load_vision
 from gpu_service.device import TORCH_DTYPES
 from moebius.config import GpuConfig, ModelConfigSection, MoebiusConfig
 from moebius.models.config import DTypeName, ModelOverrides
+from moebius.models.layers.recurrent import Recurrent
 from moebius.models.read import read_model_config
+from tests.helpers.layer_values import mixers_of
 from tests.helpers.tiny_models import TINY_MODELS
-from tests.helpers.tiny_vision_models import (
-    IMAGE_TOKEN,
-    VISION_MODELS,
-    noise,
-    write_vision_model,
-)
+from tests.helpers.tiny_vision_models import IMAGE_TOKEN, VISION_MODELS, noise, write_vision_model
 from tests.helpers.vision_engine import NUM_TOKENS, Prompt, SeeingEngine, vision_engine
 from tests.helpers.vision_reference import reference_inputs
 
@@ -42,12 +39,12 @@ TIGHT = GpuConfig(page_size=4, num_pages=32, max_num_batched_tokens=16, gpu_thre
 
 
 def text_family(name: str) -> str:
-    """Of the language model below a tower."""
+    """Returns the text family of the language model below a tower."""
     return TINY_MODELS[VISION_MODELS[name].text].model_type
 
 
 def family(name: str) -> str:
-    """Of the whole model: towers differ between models of one text family."""
+    """Returns the family of the whole model: towers differ between models of one text family."""
     return VISION_MODELS[name].family or text_family(name)
 
 
@@ -61,7 +58,9 @@ class Answered:
 
 
 def _cases() -> Iterator[Any]:
-    """One model of a family, and others of it for `make test-all`: what transformers answers takes long."""
+    """Yields one model of a family, and others of it for `make test-all`: what transformers answers takes
+    long.
+    """
     seen: set[str] = set()
     for name in sorted(VISION_MODELS):
         yield pytest.param(name, marks=[pytest.mark.full] if family(name) in seen else [])
@@ -132,7 +131,7 @@ def test_pages_are_shared_by_equal_images_only(answered: Answered, roomy: Seeing
     assert encoder.num_encoded == encoded, "an image is encoded once"
     other = roomy.run([PROMPTS[2]])[0]
     # Text before the image is shared; linear attention only begins where a state was kept.
-    shared = 4 if roomy.built.model_config.linear is None else 0
+    shared = 0 if mixers_of(roomy.built.model_config, Recurrent) else 4
     assert (first.cached_len, other.cached_len) == (0, shared)
     assert same.cached_len > 4 + 8, "a page within the image is shared"
     assert same.output_token_ids == answered.answers[0]

@@ -34,7 +34,7 @@ KEPT = PlacementConfig(drop_resident="keep")
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny checkpoint."""
+    """Returns a tiny checkpoint."""
     found = tmp_path_factory.mktemp("adaptive")
     make_tiny_model("qwen3_moe", found)
     return found
@@ -49,14 +49,14 @@ def restless(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def settings(cluster: Cluster, gpu_experts: int, **gpu: Any) -> MoebiusConfig:
-    """An engine of the cluster's model and servers, some experts of each layer on its device."""
+    """Returns an engine of the cluster's model and servers, some experts of each layer on its device."""
     config = streaming_settings(cluster, num_pages=256, prefix_caching=True, **gpu)
     placement = config.placement.model_copy(update={"gpu_experts": gpu_experts})
     return config.model_copy(update={"placement": placement})
 
 
 def requests(topic: int = 0) -> list[Request]:
-    """Prompts of several steps, and outputs on many topics."""
+    """Returns the prompts of several steps, and outputs on many topics."""
     return [
         Request(
             f"r{i}",
@@ -68,7 +68,7 @@ def requests(topic: int = 0) -> list[Request]:
 
 
 def exchanges(engine: RunningEngine) -> int:
-    """How many exchanges were begun."""
+    """Returns how many exchanges were begun."""
     found = engine.built.placement
     assert found is not None
     return found.figures().exchanges
@@ -135,7 +135,7 @@ def test_a_start_begins_with_what_the_last_one_learnt(model: Path, tmp_path: Pat
 
 
 def cpu_seconds(engine: RunningEngine) -> float | None:
-    """What it takes an expert and row to cost on expert servers."""
+    """Returns what it takes an expert and row to cost on expert servers."""
     assert engine.built.check is not None
     return engine.built.check.costs.figures.cpu_expert_seconds
 
@@ -194,7 +194,7 @@ def test_falsified_costs_are_corrected_while_serving(
 def test_an_engine_whose_steps_are_too_slow_measures_again(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With requests under way: what was learnt is forgotten and learnt again; outputs are as ever."""
+    """What was learnt is forgotten and learnt again while requests run; outputs are as ever."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     servers = running_cluster(model, tmp_path / "servers", dtype="float32", placement=KEPT)
     with servers as cluster, running_engine(settings(cluster, 3)) as engine:

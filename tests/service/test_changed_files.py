@@ -36,7 +36,7 @@ class Served:
         self.tokenizer = (model / "tokenizer.json").read_bytes()
 
     def ask(self) -> httpx.Response | None:
-        """The answer's status; None: nothing listens there."""
+        """Returns the answer's status; None: nothing listens there."""
         try:
             return httpx.post(f"{self.stack.base_url}/v1/chat/completions", json=BODY, timeout=60)
         except httpx.HTTPError:
@@ -49,7 +49,7 @@ class Served:
         return found["choices"][0]["message"]["content"], found["system_fingerprint"]
 
     def is_right(self) -> bool:
-        """Whether a request is answered now; fails when it is with another text."""
+        """Returns whether a request is answered now; fails when it is with another text."""
         answer = self.ask()
         if answer is None or answer.status_code != 200:
             return False
@@ -57,7 +57,9 @@ class Served:
         return True
 
     def why_not(self, path: str = "") -> str:
-        """The reason of a 503, of `path` or else of a chat; empty: another answer, which is the right one."""
+        """Returns the reason of a 503, of `path` or else of a chat; empty: another answer, which is the right
+        one.
+        """
         if path:
             try:
                 answer: httpx.Response | None = httpx.get(f"{self.stack.base_url}{path}", timeout=10)
@@ -146,7 +148,7 @@ def test_touched_files_are_the_same(served: Served) -> None:
 
 
 def test_a_full_restart_serves_what_is_there(served: Served, tmp_path: Path) -> None:
-    """With a fingerprint of its own."""
+    """A full restart serves the present files, with a fingerprint of its own."""
     other = write_checkpoint(tmp_path / "other")
     swap_tokens(other / "tokenizer.json")
     flags = (*FLAGS, "--expert-servers", "1")

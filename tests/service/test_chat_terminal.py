@@ -60,7 +60,7 @@ class Terminal:
         return len(self.screen)
 
     def attributes(self) -> list[Any]:
-        """How the terminal treats what is typed (tcgetattr(3))."""
+        """Returns how the terminal treats what is typed (tcgetattr(3))."""
         import termios
 
         return termios.tcgetattr(self._fd)
@@ -99,7 +99,7 @@ def chatting(server: ScriptedServer, home: Path, *arguments: str) -> Iterator[Te
 
 
 def asked(server: ScriptedServer) -> list[Any]:
-    """The messages of each request, as (role, content)."""
+    """Returns the messages of each request, as (role, content)."""
     return [[(m["role"], m["content"]) for m in request["messages"]] for request in server.requests]
 
 
@@ -148,7 +148,7 @@ def test_pasted_lines_are_one_message(tmp_path: Path) -> None:
 
 
 def test_a_history_that_can_not_be_written_is_said_once(tmp_path: Path) -> None:
-    """As on a disk that has become full: the dialogue goes on, without a traceback at each message."""
+    """The dialogue goes on, as on a disk that has become full, without a traceback at each message."""
     with (
         scripted_server([delta_event("ok"), usage_event(1)]) as server,
         chatting(server, tmp_path) as terminal,

@@ -48,7 +48,7 @@ def hosts() -> Iterator[list[ExpertHost]]:
 def loaded(
     hosts: list[ExpertHost], request: SliceRequest, memory: Path | None, **settings: Any
 ) -> ExpertHost:
-    """A host that serves; in private memory where there is none."""
+    """Returns a host that serves; in private memory where there is none."""
     directory = "" if memory is None else str(memory)
     chosen = LoadSettings(calibrate_kernels=False, expert_weights_dir=directory, **settings)
     host = ExpertHost(ThreadPlacement(-1, 1, ()), lambda *_: None, lambda: None, chosen)
@@ -58,7 +58,7 @@ def loaded(
 
 
 def outputs(host: ExpertHost, only: tuple[int, ...] = tuple(range(5))) -> list[bytes]:
-    """Of all layers, with these experts."""
+    """Returns the outputs of all layers, with these experts."""
     found = host.loaded
     assert found is not None
     rng = np.random.default_rng(3)
@@ -69,7 +69,7 @@ def outputs(host: ExpertHost, only: tuple[int, ...] = tuple(range(5))) -> list[b
 
 
 def address_of(host: ExpertHost, layer: int, expert: int) -> int:
-    """Of its packed bytes."""
+    """Returns the address of its packed bytes."""
     assert host.loaded is not None
     return int(host.loaded.engine.packed_expert(layer, expert).ctypes.data)
 
@@ -94,10 +94,12 @@ def compared_twice(host: ExpertHost) -> None:
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_flipped_bits_of_a_running_server_are_found_and_mended(
+def test_flipped_bits_of_a_running_server_are_found_and_repaired(
     tmp_path: Path, memory: Path, hosts: list[ExpertHost], shared: bool
 ) -> None:
-    """In the background, within the interval; one line, a counter, and the bits of before."""
+    """Damage is found in the background, within the interval; there are one line, a counter, and the bits of
+    before.
+    """
     place = memory if shared else None
     host = loaded(hosts, SliceRequest(str(MODEL.write(tmp_path))), place, verify_interval_s=0.2)
     expected = outputs(host)
@@ -117,7 +119,7 @@ def test_flipped_bits_of_a_running_server_are_found_and_mended(
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_nan_is_mended_before_it_is_answered(
+def test_nan_is_repaired_before_it_is_answered(
     tmp_path: Path, memory: Path, hosts: list[ExpertHost], shared: bool
 ) -> None:
     """Without any look in the background: an output that is not finite is suspect at once."""
@@ -161,7 +163,7 @@ def test_a_server_that_finds_packed_experts_answers_with_none_unseen(
 
 
 def free(memory: Path) -> bool:
-    """Whether no server holds the segment."""
+    """Returns whether no server holds the segment."""
     import fcntl
 
     with segment_path(str(memory), 0).open("rb") as file:
@@ -176,7 +178,9 @@ def free(memory: Path) -> bool:
 def test_without_its_checkpoint_a_damaged_expert_is_refused(
     tmp_path: Path, memory: Path, hosts: list[ExpertHost], monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    """By name, and no other one; once the files are there again it is packed, and computed with."""
+    """The expert is refused by name, and no other one; once the files are there again it is packed, and
+    computed with.
+    """
     monkeypatch.setattr(integrity_module, "RETRY_S", 0.05)
     model = MODEL.write(tmp_path / "model")
     host = loaded(hosts, SliceRequest(str(model)), memory)
@@ -204,7 +208,9 @@ def test_without_its_checkpoint_a_damaged_expert_is_refused(
 
 
 def test_comparing_has_a_bounded_share_of_time(tmp_path: Path, hosts: list[ExpertHost]) -> None:
-    """Once within the interval, and not more often: the bytes that were compared say so."""
+    """Each expert is compared once within the interval and not more often, by the bytes that were
+    compared.
+    """
     host = loaded(hosts, SliceRequest(str(MODEL.write(tmp_path))), None, verify_interval_s=3600.0)
     assert host.loaded is not None
     engine = host.loaded.engine

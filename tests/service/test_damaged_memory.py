@@ -32,7 +32,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Stack, Pa
 
 @pytest.fixture(scope="module")
 def case(served: tuple[Stack, Path]) -> GreedyCase:
-    """A greedy request and its text."""
+    """Returns a greedy request and its text."""
     return greedy_cases(served[0].base_url, 1, 24)[0]
 
 
@@ -54,8 +54,9 @@ def count(stack: Stack, line: str) -> int:
 
 
 def test_flipped_bits_are_found_and_forgotten(served: tuple[Stack, Path], case: GreedyCase) -> None:
-    """In the background, within the interval: a line, then the texts of before, whose prefixes were computed
-    with the damaged expert, too."""
+    """Damage is found in the background, within the interval: a line, then the texts of before, whose
+    prefixes were computed with the damaged expert, too.
+    """
     stack, _ = served
     before = count(stack, REPAIRED)
     flip_bits(segment_of(stack.state_dir, 0), 1, 2, count=8)
@@ -113,7 +114,9 @@ def test_without_its_checkpoint_requests_and_probes_say_why(
 
 @pytest.mark.parametrize("transport", ["mailbox", "grpc"])
 def test_an_engine_hears_of_damage_over_both_transports(tmp_path: Path, transport: str) -> None:
-    """Before the answer that waited for the repair; and of what cannot be repaired."""
+    """The engine hears of damage before the answer that waited for the repair, and of what cannot be
+    repaired.
+    """
     model = TinyMoe(num_experts=5, num_layers=3).write(tmp_path / "model")
     (tmp_path / "memory").mkdir()
     with running_cluster(model, tmp_path, expert_weights_dir=str(tmp_path / "memory")) as cluster:

@@ -29,7 +29,7 @@ FIXED = PlacementConfig(placement_strategy="uniform", gpu_experts=3, drop_reside
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny checkpoint."""
+    """Returns a tiny checkpoint."""
     found = tmp_path_factory.mktemp("damaged-residents")
     make_tiny_model("qwen3_moe", found)
     return found
@@ -50,7 +50,7 @@ def watched(config: MoebiusConfig, interval_s: float) -> MoebiusConfig:
 
 
 def parts(engine: RunningEngine) -> tuple[ResidentWatch, LayerSlots]:
-    """The watch, and the slots of the first layer that has some."""
+    """Returns the watch, and the slots of the first layer that has some."""
     watch, resident = engine.built.watch, engine.built.resident
     assert watch is not None
     assert resident is not None
@@ -62,7 +62,7 @@ def events(logs: list[Any], name: str) -> int:
 
 
 def flip_signs(slots: LayerSlots) -> None:
-    """Of all weights: outputs stay finite."""
+    """Flips the signs of all weights: outputs stay finite."""
     slots.weights[:, 3::4] ^= 0x80
 
 
@@ -85,7 +85,9 @@ def test_what_was_computed_with_flipped_bits_is_forgotten(cluster: Cluster, over
 
 
 def test_flipped_bits_are_found_while_requests_run(cluster: Cluster) -> None:
-    """In the background, within the interval; requests that begin after it have the tokens of before."""
+    """Damage is found in the background, within the interval; requests that begin after it have the tokens of
+    before.
+    """
     with running_engine(watched(settings(cluster, 3), 0.5)) as engine:
         wanted = engine.run(requests())
         watch, slots = parts(engine)

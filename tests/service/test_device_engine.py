@@ -37,7 +37,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[CausalLM,
 
 
 def workload() -> list[Request]:
-    """Seeds and penalties: what a step run twice could spoil."""
+    """Returns seeds and penalties: what a step run twice could spoil."""
     params = {"temperature": 0.9, "top_p": 0.95, "presence_penalty": 0.8, "repetition_penalty": 1.2}
     return [
         Request(
@@ -50,7 +50,7 @@ def workload() -> list[Request]:
 
 
 def run(model: CausalLM, client: DoorbellExpertClient) -> list[list[int]]:
-    """The workload through an engine that launches a step after the one that computes."""
+    """Returns the workload through an engine that launches a step after the one that computes."""
     with tiny_engine(model, client, HostDeviceStream(), CapturableAttention, Setup()) as engine:
         return engine.run(workload())
 

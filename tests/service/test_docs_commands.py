@@ -167,7 +167,7 @@ def case(block: Block) -> Any:
 @pytest.mark.demo
 @pytest.mark.parametrize("block", [case(block) for block in TO_RUN])
 def test_a_block_of_commands_runs(block: Block, here: Here, tmp_path: Path) -> None:
-    """From the first line to the last, with exit status 0."""
+    """The block runs from the first line to the last, with exit status 0."""
     text, log = substituted(block.text, here), tmp_path / "log"
     if block.language == "python":
         (tmp_path / "example.py").write_text(text.replace("temperature=0,", "temperature=0, max_tokens=4,"))

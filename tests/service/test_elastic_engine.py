@@ -33,7 +33,7 @@ LONG = 400
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny checkpoint."""
+    """Returns a tiny checkpoint."""
     found = tmp_path_factory.mktemp("elastic")
     make_tiny_model("qwen3_moe", found)
     return found
@@ -49,8 +49,8 @@ def _restless(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_a_long_prompt_takes_memory_from_experts_and_gives_it_back(
     prefill_experts: str, overlap: bool, model: Path, tmp_path: Path
 ) -> None:
-    """While others decode: more pages than there are at first and fewer experts; then these come back, but
-    for what the pages keep so that memory does not go to and fro.
+    """While others decode, the prompt has more pages than there are at first and fewer experts; then these
+    come back, but for what the pages keep so that memory does not go to and fro.
     """
     memory = tmp_path / "memory"
     memory.mkdir()

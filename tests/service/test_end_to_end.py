@@ -177,7 +177,7 @@ def test_all_apis_give_the_same_answer(stack: Stack) -> None:
 
 
 def post(stack: Stack, path: str, body: dict[str, Any]) -> httpx.Response:
-    """One request that is answered."""
+    """Returns one request that is answered."""
     answer = httpx.post(f"{stack.base_url}{path}", json=body, timeout=120)
     assert answer.status_code == 200, answer.text
     return answer
@@ -377,7 +377,7 @@ def test_answers_satisfy_the_schemas_of_the_public_suite(stack: Stack) -> None:
 
 
 def complete(stack: Stack, prompt: str, max_tokens: int = 96) -> str:
-    """Greedy text of one completion."""
+    """Returns greedy text of one completion."""
     body = {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
     response = httpx.post(f"{stack.base_url}/v1/completions", json=body, timeout=280)
     assert response.status_code == 200, response.text

@@ -16,12 +16,12 @@ from tests.helpers.stack import ROOT, mailboxes_of, running_stack
 
 
 def threads_of(text: str) -> str:
-    """What a start, or doctor for each NUMA node, says of threads."""
+    """Returns what a start, or doctor for each NUMA node, says of threads."""
     return "\n".join(line for line in text.splitlines() if "expert threads" in line)
 
 
 def doctor() -> str:
-    """What it says of an instance that would start now."""
+    """Returns what it says of an instance that would start now."""
     command = [sys.executable, "-P", "-m", "moebius", "doctor"]
     return threads_of(subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout)
 

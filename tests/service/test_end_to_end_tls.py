@@ -38,7 +38,7 @@ def secret(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory, secret: Path) -> Iterator[Stack]:
-    """As in test_end_to_end.py, with TLS everywhere."""
+    """Yields the stack of test_end_to_end.py, with TLS everywhere."""
     directory = tmp_path_factory.mktemp("stack")
     flags = list(EXACT_FLAGS)
     flags += ["--expert-transport", "grpc", *grpc_flags(secret)]
@@ -48,7 +48,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory, secret: Path) -> Iterator[St
 
 
 def complete(stack: Stack, prompt: str, max_tokens: int = 64) -> str:
-    """Greedy text of one completion."""
+    """Returns greedy text of one completion."""
     body = {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
     response = httpx.post(f"{stack.base_url}/v1/completions", json=body, timeout=120)
     assert response.status_code == 200, response.text
@@ -74,7 +74,7 @@ def test_expert_server_killed_while_decoding(stack: Stack) -> None:
         assert [future.result(timeout=120) for future in futures] == expected
 
 
-def test_processes_answer_nobody_without_a_certificate(stack: Stack, secret: Path) -> None:
+def test_processes_answer_no_client_without_a_certificate(stack: Stack, secret: Path) -> None:
     """Neither the engine's nor an expert server's socket says a word in plain text; with the certificate,
     commands such as `moebius experts record` are answered."""
     for name in ("gpu", "expert-0"):

@@ -37,7 +37,7 @@ async def watched(service: Served) -> AsyncIterator[Readiness]:
 
 
 async def health(service: Served, name: str = SERVICE_NAME) -> int:
-    """What the standard health service says now."""
+    """Returns what the standard health service says now."""
     check = health_pb2_grpc.HealthStub(service.channel).Check
     answer = await check(health_pb2.HealthCheckRequest(service=name))
     return int(answer.status)
@@ -72,18 +72,22 @@ async def test_the_gateway_learns_why_an_engine_is_not_ready() -> None:
 
 
 async def test_an_idle_engine_follows_its_expert_servers() -> None:
-    """Not serving while a server is gone, although no request runs; serving when it is back."""
+    """The engine does not serve while a server is gone, although no request runs, and serves when
+    it is back.
+    """
     async with served() as service, watched(service):
         await becomes(service, SERVING)
         service.harness.experts.present.clear()
         await becomes(service, NOT_SERVING)
-        assert await health(service, "") == SERVING, "the process works: nobody shall kill it"
+        assert await health(service, "") == SERVING, "the process works, so that no probe kills it"
         service.harness.experts.present.set()
         await becomes(service, SERVING)
 
 
 async def test_an_engine_in_recovery_is_not_ready() -> None:
-    """Not serving while steps wait for servers that claim to be there; the request ends well after that."""
+    """The engine does not serve while steps wait for servers that claim to be there; the request ends well
+    after that.
+    """
     async with served() as service, watched(service):
         experts = service.harness.experts
         experts.problem = lambda: ""  # type: ignore[method-assign]
@@ -109,22 +113,23 @@ async def test_a_dead_engine_thread_is_lost(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 async def test_health_follows_the_engine_before_it_counts_as_lost() -> None:
-    """Also of an engine that ends right after it was looked at: who waits for `lost` may end the process, and
-    no request may be sent to it after that."""
-    engine, told = SimpleNamespace(is_alive=True, is_recovering=False), []
+    """Health also follows an engine that ends right after it was looked at: a waiter for `lost` may end the
+    process, and no request may be sent to it after that.
+    """
+    engine, answers = SimpleNamespace(is_alive=True, is_recovering=False), []
 
     def ends() -> str:
         engine.is_alive = False
         return ""
 
     async def tell(ready: bool, works: bool, why: str) -> None:
-        told.append((ready, works))
+        answers.append((ready, works))
 
     report: Any = SimpleNamespace(set=tell)
     readiness = Readiness(report, engine, SimpleNamespace(problem=ends), look_every_s=0)  # type: ignore[arg-type]
     watching = asyncio.create_task(readiness.watch())
     await asyncio.wait_for(readiness.lost.wait(), 60)
-    assert told == [(True, True), (False, False)]
+    assert answers == [(True, True), (False, False)]
     watching.cancel()
 
 

@@ -67,7 +67,7 @@ async def served(min_ping_interval_ms: int = MIN_PING_INTERVAL_MS, **knobs: Any)
 
 
 def message(request_id: str = "r", stream: bool = True, **sampling: Any) -> pb.GenerateRequest:
-    """A greedy request of 12 tokens."""
+    """Returns a greedy request of 12 tokens."""
     defaults: dict[str, object] = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
     return pb.GenerateRequest(
         request_id=request_id,
@@ -230,7 +230,7 @@ async def test_abort_ends_the_stream() -> None:
     assert [end.finish_reason for end in ends] == ["abort", "abort"]
 
 
-async def test_an_abort_of_what_nobody_has_fills_no_log() -> None:
+async def test_an_abort_of_an_unknown_request_fills_no_log() -> None:
     """Ids may be of any length and number; only those of live requests are worth a line."""
     async with served() as service:
         call = service.stub.Generate(message("live", max_tokens=110))

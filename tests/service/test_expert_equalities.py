@@ -26,7 +26,7 @@ ROWS = (0, 1, 5, 16, 17, 70)
 
 
 def reference(model: Path, dtype: torch.dtype = torch.float32) -> LocalExpertClient:
-    """The in-process reference."""
+    """Returns the in-process reference."""
     return LocalExpertClient(str(model), read_geometry(model), dtype)
 
 

@@ -76,7 +76,7 @@ def test_silent_server_meets_the_deadline(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("transport", ["mailbox", "grpc"])
-def test_a_lost_server_is_seen_while_nobody_computes(cluster: Cluster, transport: str) -> None:
+def test_a_lost_server_is_seen_while_no_step_runs(cluster: Cluster, transport: str) -> None:
     """An idle client says which server is gone, and that it is back; a wait for it can be given up."""
     client = cluster.client(transport)
     assert client.problem() == ""
@@ -107,12 +107,12 @@ def test_a_frozen_server_is_a_problem(cluster: Cluster, transport: str) -> None:
 
 
 def cpu_seconds(process: psutil.Process) -> float:
-    """User and system time of a process."""
+    """Returns user and system time of a process."""
     return sum(process.cpu_times()[:2])
 
 
 def test_idle_servers_sleep(cluster: Cluster) -> None:
-    """Below 2 % of one CPU without requests, although the last request was a moment ago."""
+    """A server takes below 2 % of one CPU without requests, although the last request was a moment ago."""
     compute(cluster.client("mailbox"), 1, random_routing(cluster.geometry, 4))
     for process in cluster.processes:
         assert idle_share(partial(cpu_seconds, psutil.Process(process.pid)), window_s=1.0) < 0.02

@@ -49,13 +49,13 @@ def lonely(tmp_path: Path) -> Iterator[tuple[grpc.Channel, MoebiusConfig]]:
 
 
 def stub_of(channel: grpc.Channel) -> Any:
-    """The Expert stub, untyped."""
+    """Returns the Expert stub, untyped."""
     make_stub: Callable[[grpc.Channel], Any] = expert_pb2_grpc.ExpertStub
     return make_stub(channel)
 
 
 def health_of(channel: grpc.Channel, service: str) -> int:
-    """The status of one health name."""
+    """Returns the status of one health name."""
     make_stub: Callable[[grpc.Channel], Any] = health_pb2_grpc.HealthStub
     answer = make_stub(channel).Check(health_pb2.HealthCheckRequest(service=service), timeout=60)
     return int(answer.status)
@@ -75,7 +75,7 @@ def send(stub: Any, *records: pb.ComputeRequest) -> list[pb.ComputeResponse]:
 
 
 def record(**changes: Any) -> pb.ComputeRequest:
-    """One valid row for TinyMoe's defaults, with changes."""
+    """Returns one valid row for TinyMoe's defaults, with changes."""
     fields: dict[str, Any] = {
         "epoch": 1,
         "layer": 0,
@@ -89,7 +89,9 @@ def record(**changes: Any) -> pb.ComputeRequest:
 
 
 def test_load_by_grpc(lonely: tuple[grpc.Channel, MoebiusConfig], tmp_path: Path) -> None:
-    """Alive before a load, serving after; errors name the tensor; a second load is refused."""
+    """The server is alive before a load and serves after it; errors name the tensor; a second load is
+    refused.
+    """
     channel, config = lonely
     stub = stub_of(channel)
     assert health_of(channel, "") == health_pb2.HealthCheckResponse.SERVING
@@ -146,7 +148,7 @@ def test_reflection_lists_the_service(lonely: tuple[grpc.Channel, MoebiusConfig]
 
 
 def reflected(channel: grpc.Channel) -> set[str]:
-    """The services that reflection lists."""
+    """Returns the services that reflection lists."""
     make_stub: Callable[[grpc.Channel], Any] = reflection_pb2_grpc.ServerReflectionStub
     request = reflection_pb2.ServerReflectionRequest(list_services="")
     answer = next(iter(make_stub(channel).ServerReflectionInfo(iter([request]), timeout=30)))

@@ -50,7 +50,7 @@ def test_peak_memory_is_the_packed_slice_and_one_layer(tmp_path: Path, count: in
 
 
 def broken(tmp_path: Path, name: str, array: Array | None) -> str:
-    """The error of a checkpoint with one tensor replaced (None: dropped)."""
+    """Returns the error of a checkpoint with one tensor replaced (None: dropped)."""
     model = MODEL.write(tmp_path / "model", {name: array})
     with pytest.raises(CheckpointError) as caught:
         plan_load(read_geometry(model), str(model))

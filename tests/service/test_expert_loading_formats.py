@@ -34,7 +34,7 @@ Floats = NDArray[np.float32]
 def host_of(
     model: Path, threads: int = 2, settings: LoadSettings | None = None, **request: Any
 ) -> ExpertHost:
-    """A server in this process that has loaded its share."""
+    """Returns a server in this process that has loaded its share."""
     settings = settings or LoadSettings(calibrate_kernels=False)
     host = ExpertHost(ThreadPlacement(-1, threads, ()), lambda *_: None, lambda: None, settings)
     host.load(SliceRequest(str(model), **request))
@@ -47,7 +47,7 @@ def loaded_of(host: ExpertHost) -> LoadedSlice:
 
 
 def rows_of(geometry: MoeGeometry) -> tuple[FloatArray, NDArray[np.int32], Floats]:
-    """Hidden states and a routing in which some choices belong to no server."""
+    """Returns hidden states and a routing in which some choices belong to no server."""
     rng = np.random.default_rng(3)
     ids = rng.integers(-1, geometry.num_experts, (ROWS, geometry.top_k)).astype(np.int32)
     hidden: Floats = rng.standard_normal((ROWS, geometry.hidden_size), np.float32)
@@ -57,7 +57,7 @@ def rows_of(geometry: MoeGeometry) -> tuple[FloatArray, NDArray[np.int32], Float
 def golden(
     weights: Weights, layer: int, hidden: FloatArray, ids: NDArray[np.int32], router: Floats
 ) -> NDArray[np.float64]:
-    """The routed experts in float64."""
+    """Returns the routed experts in float64."""
     output = np.zeros(hidden.shape)
     for row, choice in np.argwhere(ids >= 0):
         x, expert = hidden[row].astype(np.float64), int(ids[row, choice])

@@ -68,7 +68,9 @@ def test_the_number_of_threads_changes_no_byte(tmp_path: Path, dtype: str) -> No
 def test_files_are_dropped_where_memory_cannot_hold_them_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, servers: int
 ) -> None:
-    """Beside what all servers pack from them, and a fifth for others; the threads share what is kept."""
+    """Files are kept beside what all servers pack from them, with a fifth for others; the threads share what
+    is kept.
+    """
     model = MODEL.write(tmp_path)
     files = MODEL.num_layers * 9 * 3 * 48 * 56 * 4 * servers
     limits: list[int | None] = []
@@ -98,7 +100,7 @@ def test_an_error_ends_all_threads(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("after", [0, 5])
 def test_cancelling_ends_all_threads(tmp_path: Path, after: int) -> None:
-    """At the next expert of each thread."""
+    """Every thread ends at its next expert."""
     engine, plan, part = prepared(MODEL.write(tmp_path))
     asked: list[None] = []
 

@@ -75,7 +75,9 @@ def host_of(directory: Path, **request: str) -> ExpertHost:
 
 
 def difference(host: ExpertHost, model: QuantisedModel, directory: Path) -> float:
-    """Of the layer's output from that of the weights in float64, over the largest value."""
+    """Returns the largest difference of the layer's output from that of the weights in float64, over the
+    largest value.
+    """
     geometry = read_geometry(directory)
     rng = np.random.default_rng(5)
     hidden = rng.standard_normal((6, geometry.hidden_size), np.float32)

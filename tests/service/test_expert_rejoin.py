@@ -36,7 +36,7 @@ def kill(cluster: Cluster, index: int) -> None:
 
 
 def last_words(cluster: Cluster) -> str:
-    """Of the process that has ended last."""
+    """Returns the last words of the process that has ended last."""
     return cluster.log.read_text().strip().splitlines()[-1]
 
 
@@ -83,7 +83,7 @@ def test_weights_changed_on_disk_are_refused(cluster: Cluster) -> None:
 def test_a_replacement_with_other_settings_is_refused(
     cluster: Cluster, setting: str, value: Any, text: str
 ) -> None:
-    """Started by hand in the dead one's place."""
+    """A server that is started by hand in the dead one's place is refused."""
     kill(cluster, 0)
     config = cluster.own_config(0)
     other = config.model_copy(update={"experts": config.experts.model_copy(update={setting: value})})

@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def host_of(model: Path, placement: dict[str, Any], **request: Any) -> ExpertHost:
-    """A server in this process that has loaded its share."""
+    """Returns a server in this process that has loaded its share."""
     settings = LoadSettings(calibrate_kernels=False)
     host = ExpertHost(ThreadPlacement(-1, 2, ()), lambda *_: None, lambda: None, settings)
     chosen = PlacementConfig(**{"drop_resident": "drop", **placement})
@@ -43,7 +43,7 @@ def host_of(model: Path, placement: dict[str, Any], **request: Any) -> ExpertHos
 
 
 def packed_bytes(host: ExpertHost) -> int:
-    """Mapped for experts."""
+    """Returns the mapped for experts."""
     assert host.loaded is not None
     return host.loaded.engine.packed_bytes
 
@@ -112,7 +112,7 @@ def test_residents_are_kept_where_asked(model: Path, split: str) -> None:
 
 
 def planned_bytes(model: Path, placement: dict[str, Any]) -> tuple[int, int]:
-    """Of two servers' experts: what the plan counts, and what their segments take, bytes."""
+    """Returns, for two servers' experts, what the plan counts, and what their segments take, bytes."""
     tree = {"model": {"model": str(model)}, "placement": placement, "experts": {"expert_servers": 2}}
     config = MoebiusConfig.model_validate(tree)
     geometry = read_geometry(model)

@@ -94,7 +94,7 @@ def end(host: ExpertHost) -> None:
 
 
 def watches() -> set[threading.Thread]:
-    """Threads that compare experts."""
+    """Returns the threads that compare experts."""
     return {thread for thread in threading.enumerate() if thread.name == "weights-watch"}
 
 
@@ -108,7 +108,7 @@ def _own_watches() -> None:
 
 
 def end_of_watch() -> None:
-    """Of this test's hosts, which are drained."""
+    """Ends the watches of this test's hosts, which are drained."""
     for thread in watches() - _EARLIER:
         thread.join(60)
         assert not thread.is_alive()
@@ -134,7 +134,7 @@ def serve(memory: Path, request: SliceRequest, **settings: Any) -> list[bytes]:
 
 
 def packed_by(memory: Path, request: SliceRequest, stop_after: int = 0) -> int:
-    """Experts that a server packs until it has all, or is stopped."""
+    """Returns the number of experts that a server packs until it has all, or is stopped."""
     packed: list[None] = []
     hosts: list[ExpertHost] = []
 
@@ -218,7 +218,7 @@ def test_files_that_were_only_touched_are_looked_at_but_not_packed(tmp_path: Pat
         ("top_k", "it holds other weights: top_k=3, expected top_k=2"),
     ],
 )
-def test_other_weights_are_packed_anew(tmp_path: Path, memory: Path, change: str, reason: str) -> None:
+def test_other_weights_are_repacked(tmp_path: Path, memory: Path, change: str, reason: str) -> None:
     """Another checkpoint or setting is named, and what is computed is what a fresh server would."""
     model, settings, request = MODEL.write(tmp_path / "model"), dict[str, Any](), dict[str, Any]()
     serve(memory, SliceRequest(str(model)))
@@ -242,8 +242,9 @@ def test_other_weights_are_packed_anew(tmp_path: Path, memory: Path, change: str
 
 
 def test_a_load_that_was_broken_off_goes_on(tmp_path: Path, memory: Path) -> None:
-    """With what is missing alone, and at once: what was broken off leaves no reference behind that a garbage
-    collection would have to find before the segment is free again."""
+    """The load goes on with what is missing alone, and at once: what was broken off leaves no reference
+    behind that a garbage collection would have to find before the segment is free again.
+    """
     request = SliceRequest(str(MODEL.write(tmp_path)))
     gc.disable()
     try:
@@ -351,7 +352,7 @@ def test_the_signature_follows_every_change(tmp_path: Path) -> None:
 
 
 def compute(address: str, model: TinyMoe) -> bytes:
-    """One request by gRPC, asked again until the server serves."""
+    """Returns one request by gRPC, asked again until the server serves."""
     rng = np.random.default_rng(1)
     rows = rng.standard_normal((4, model.hidden_size)).astype(np.float32)
     ids = rng.integers(0, model.num_experts, (4, model.top_k)).astype(np.int32)

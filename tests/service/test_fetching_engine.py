@@ -21,14 +21,14 @@ from tests.service.test_streaming_engine import requests, settings, wait_until_s
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny checkpoint."""
+    """Returns a tiny checkpoint."""
     found = tmp_path_factory.mktemp("fetched")
     make_tiny_model("qwen3_moe", found)
     return found
 
 
 def copied(engine: RunningEngine) -> int:
-    """Experts that steps have fetched so far."""
+    """Returns the number of experts that steps have fetched so far."""
     assert engine.built.fetcher is not None
     return int(engine.built.fetcher.state.counters[:, 0].sum())
 
@@ -43,8 +43,8 @@ def cheap_copies(fetcher: ExpertFetcher, segments: ExpertSegments | None) -> Non
 def test_fetched_decode_steps(
     split: str, residents: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside residents and without; a server that is replaced meanwhile does not show, and is copied from
-    again.
+    """Tokens agree beside residents and without; a server that is replaced meanwhile does not show, and is
+    copied from again.
     """
     memory = tmp_path / "memory"
     memory.mkdir()

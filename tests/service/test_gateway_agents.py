@@ -29,7 +29,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AgentGateway]:
 
 @pytest.fixture
 def gateway(shared: AgentGateway) -> AgentGateway:
-    """The shared gateway with a fresh record; it says a short text."""
+    """Returns the shared gateway with a fresh record; it says a short text."""
     shared.engine.reset()
     shared.says("It is done.")
     return shared

@@ -52,7 +52,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
 
 @pytest.fixture
 def setup(running: Setup) -> Setup:
-    """The shared servers with a fresh script and record."""
+    """Returns the shared servers with a fresh script and record."""
     running.engine.reset()
     return running
 
@@ -72,8 +72,9 @@ def wait_idle(url: str) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages", "/api/generate"])
 def test_a_lost_engine_is_a_plain_sentence(setup: Setup, path: str) -> None:
-    """Whatever gRPC calls it, before the answer or in the middle of a stream, in the shape of each API: no
-    word of streams and sockets."""
+    """The sentence is the same whatever gRPC calls the error, before the answer or in the middle of a stream,
+    in the shape of each API, and has no word of streams and sockets.
+    """
     body = {**ENDLESS, "messages": [{"role": "user", "content": "hi"}], "options": {"num_predict": 50}}
     if path == "/v1/messages":
         del body["prompt"], body["ignore_eos"]
@@ -226,7 +227,7 @@ def test_ready_follows_the_engines_health(setup: Setup) -> None:
     try:
         for reason in (
             "",
-            "expert server 1: it was started anew and is refused: checkpoint is b, expected a",
+            "expert server 1: it was restarted and is refused: checkpoint is b, expected a",
         ):
             setup.health.not_ready = reason
             answer = httpx.get(f"{setup.url}/ready")

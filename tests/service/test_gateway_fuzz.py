@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from gateway.schemas.parameters import NEUTRAL_VALUES
+from gateway.schemas.common import NEUTRAL_VALUES
 from gateway.schemas.requests import (
     ChatCompletionRequest,
     CompletionRequest,

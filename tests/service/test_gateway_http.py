@@ -57,7 +57,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
 
 @pytest.fixture
 def setup(running: Setup) -> Setup:
-    """The shared servers with a fresh record."""
+    """Returns the shared servers with a fresh record."""
     running.engine.reset()
     running.spans.clear()
     return running
@@ -236,7 +236,7 @@ def between_tokens(setup: Setup) -> tuple[float, float]:
 
 
 def test_times_between_tokens_count_all_tokens_but_first_ones(setup: Setup) -> None:
-    """Also those of an answer that comes as a whole, of which the engine says when it began."""
+    """The times count also for an answer that comes as a whole, of which the engine says when it began."""
     setup.engine.script = Script(text="fox runs over")
     tokens = len(byte_level_tokenizer().encode("fox runs over").ids) + 1
     for extra, outputs in (({"stream": True}, 1), ({}, 1), ({"n": 3}, 3)):
@@ -256,8 +256,9 @@ def chunks_of(setup: Setup, path: str, body: dict[str, Any]) -> list[dict[str, A
 
 
 def test_the_last_chunk_says_why_an_output_ended(setup: Setup) -> None:
-    """As vLLM has it: the end comes with the last text, where there is any; before it nothing is said of it,
-    and the opening of a chat counts no tokens."""
+    """The end comes with the last text, where there is any, as vLLM has it; before it nothing is said of it,
+    and the opening of a chat counts no tokens.
+    """
     setup.engine.script = Script(text="fox runs over")
     options = {"include_usage": True, "continuous_usage_stats": True}
     chat = {"messages": [{"role": "user", "content": "The"}], "max_tokens": 3, "stream_options": options}
@@ -404,7 +405,7 @@ def test_roles_that_templates_know(setup: Setup) -> None:
 
 
 def test_load_counts_requests_that_are_answered(setup: Setup) -> None:
-    """From admission to the last byte."""
+    """A request counts from admission to the last byte."""
     setup.engine.script = Script(delay_s=0.2)
     body = {"model": MODEL, "prompt": "The", "stream": True, "max_tokens": 5, "ignore_eos": True}
     with httpx.stream("POST", f"{setup.url}/v1/completions", json=body) as stream:

@@ -214,7 +214,7 @@ def test_a_prompt_process_that_is_killed_costs_no_request(setup: Setup) -> None:
 
 
 def hostile() -> dict[str, Callable[[], bytes]]:
-    """Bodies that cost most: to parse, to validate, to tokenise, to render."""
+    """Returns the bodies that cost most: to parse, to validate, to tokenise, to render."""
     size = 2 * MIB - 200
     return {
         "lists": lambda: b'{"model":"m","prompt":[' + b"[]," * (size // 3) + b"[]]}",

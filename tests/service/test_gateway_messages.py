@@ -57,7 +57,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
 
 @pytest.fixture
 def setup(running: Setup) -> Setup:
-    """The shared servers with a fresh record."""
+    """Returns the shared servers with a fresh record."""
     running.engine.reset()
     return running
 
@@ -236,7 +236,7 @@ def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AgentGateway]:
 
 
 def test_agent_loop(agent: AgentGateway) -> None:
-    """As Claude Code works: thoughts and calls are streamed, and go back with what the tools gave."""
+    """Thoughts and calls are streamed, and go back with what the tools gave, as Claude Code works."""
     client = anthropic.Anthropic(base_url=agent.url, api_key="none", max_retries=0, timeout=60)
     settings: dict[str, Any] = {
         "model": MODEL,

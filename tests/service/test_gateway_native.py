@@ -24,7 +24,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AgentGateway]:
 
 @pytest.fixture
 def gateway(running: AgentGateway) -> AgentGateway:
-    """The shared servers with a fresh record."""
+    """Returns the shared servers with a fresh record."""
     running.engine.reset()
     return running
 
@@ -129,7 +129,7 @@ def test_anthropics_client_lists_models(gateway: AgentGateway) -> None:
         client.models.retrieve("other")
     assert raised.value.body == {
         "type": "error",
-        "error": {"type": "not_found_error", "message": raised.value.body["error"]["message"]},
-        "request_id": raised.value.body["request_id"],
+        "error": {"type": "not_found_error", "message": raised.value.body["error"]["message"]},  # type: ignore[index]
+        "request_id": raised.value.body["request_id"],  # type: ignore[index]
     }
     assert httpx.get(f"{gateway.url}/v1/models").json()["object"] == "list"

@@ -38,7 +38,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AgentGateway]:
 
 @pytest.fixture
 def gateway(running: AgentGateway) -> AgentGateway:
-    """The shared servers with a fresh record."""
+    """Returns the shared servers with a fresh record."""
     running.engine.reset()
     return running
 

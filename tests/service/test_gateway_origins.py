@@ -102,7 +102,9 @@ def test_no_foreign_page_has_an_answer(url: str, path: str) -> None:
 
 @pytest.mark.parametrize("path", GETS)
 def test_nothing_is_read_by_a_foreign_page(url: str, path: str) -> None:
-    """Neither with its own origin nor after its name was rebound: also no figures, metrics and page."""
+    """A foreign page reads nothing, neither with its own origin nor after its name was rebound: also no
+    figures, metrics and page.
+    """
     port = url.rpartition(":")[2]
     assert httpx.get(f"{url}{path}", headers=EVIL).status_code == 403
     rebound = httpx.get(f"{url}{path}", headers={"Host": f"evil.example:{port}"})
@@ -113,7 +115,9 @@ def test_nothing_is_read_by_a_foreign_page(url: str, path: str) -> None:
 
 @pytest.mark.parametrize("name", ["127.0.0.1", "localhost"])
 def test_our_own_page_is_served(url: str, name: str) -> None:
-    """By each name of this machine, as a browser sends it; so is a link from another page to it."""
+    """The page is served by each name of this machine, as a browser sends it; so is a link from another page
+    to it.
+    """
     port = url.rpartition(":")[2]
     own = {"Host": f"{name}:{port}", "Origin": f"http://{name}:{port}", "Sec-Fetch-Site": "same-origin"}
     assert simple(url, "/v1/chat/completions", own).status_code == 200

@@ -41,14 +41,14 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AgentGateway]:
 
 @pytest.fixture
 def gateway(running: AgentGateway) -> AgentGateway:
-    """The shared servers with a fresh record."""
+    """Returns the shared servers with a fresh record."""
     running.engine.reset()
     return running
 
 
 @pytest.fixture
 def client(gateway: AgentGateway) -> openai.OpenAI:
-    """A client that shows errors instead of retrying."""
+    """Returns a client that shows errors instead of retrying."""
     return openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, timeout=60)
 
 
@@ -107,7 +107,7 @@ def test_stream_builds_the_same_response(gateway: AgentGateway, client: openai.O
 
 
 def test_agent_loop_without_a_store(gateway: AgentGateway, client: openai.OpenAI) -> None:
-    """As Codex works: all of the history is sent back, thoughts encrypted, with what the tools gave."""
+    """All of the history is sent back, thoughts encrypted, with what the tools gave, as Codex works."""
     settings: Any = {
         "model": MODEL,
         "store": False,
@@ -215,7 +215,9 @@ def test_leaving_cancels(gateway: AgentGateway, client: openai.OpenAI) -> None:
 
 
 def test_pages_of_input_items(gateway: AgentGateway) -> None:
-    """Newest first unless asked otherwise, in pages that a cursor joins; wrong cursors are refused."""
+    """Items come newest first unless asked otherwise, in pages that a cursor joins; wrong cursors are
+    refused.
+    """
     items = [{"role": "user", "content": f"m{number}", "id": f"i{number}"} for number in range(5)]
     created = httpx.post(f"{gateway.url}/v1/responses", json={"model": MODEL, "input": items}).json()
     url = f"{gateway.url}/v1/responses/{created['id']}/input_items"

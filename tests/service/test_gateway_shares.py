@@ -72,8 +72,9 @@ class Load:
 
 
 def test_one_key_with_many_connections_leaves_others_their_share(tmp_path: Path) -> None:
-    """With 64 connections of one key: another one with 16 has as many tokens, within 10 %; and one with a
-    single connection is not behind those who came first, but has a place in every turn."""
+    """Next to one key with 64 connections another one with 16 has as many tokens, within 10 %; and one with a
+    single connection is not behind those who came first, but has a place in every turn.
+    """
     keys = str(tmp_path / "keys")
     greedy, other = (add_key(keys, name, KeyLimits()) for name in ("greedy", "other"))
     with engine(tmp_path) as address, running_gateway(gateway_config(address, api_key_file=keys)) as url:

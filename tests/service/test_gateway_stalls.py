@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -77,7 +78,12 @@ def watched(directory: Path) -> Iterator[Watched]:
     address = f"unix:{directory}/engine.sock"
     values: dict[str, Any] = {
         "model": {"model": str(directory)},
-        "gateway": {"port": free_port(), "engine_address": address, "max_body_mib": 64.0},
+        "gateway": {
+            "port": free_port(),
+            "engine_address": address,
+            "max_body_mib": 64.0,
+            "batch_dir": str(directory / "batches"),
+        },
         "images": {"max_images_per_request": 32},
     }
     with (
@@ -144,6 +150,31 @@ def test_a_long_answer_is_read_and_written_beside_the_loop(gateway: Watched, pat
         answer = httpx.post(f"{gateway.url}{path}", json=body, timeout=120)
         assert answer.status_code == 200
         assert len(answer.content) > 2_000_000
+
+    assert gateway.shortest_stall(send) < LONGEST_TURN_S
+
+
+def test_a_batch_file_is_stored_and_checked_beside_the_loop(gateway: Watched) -> None:
+    """A large upload goes to the disk in pieces, and its lines are read in prompt processes; the last one is
+    broken, so that all are checked and none is run."""
+    chat = {"messages": [{"role": "user", "content": "go " * 1000}]}
+    fields = {"method": "POST", "url": "/v1/chat/completions", "body": chat}
+    lines = [json.dumps({"custom_id": str(number), **fields}) for number in range(10_000)]
+    files = {"file": ("lines.jsonl", "\n".join([*lines, "{"]).encode())}
+
+    def send() -> None:
+        file = httpx.post(
+            f"{gateway.url}/v1/files", files=files, data={"purpose": "batch"}, timeout=120
+        ).json()
+        body = {"input_file_id": file["id"], "endpoint": fields["url"], "completion_window": "24h"}
+        batch = httpx.post(f"{gateway.url}/v1/batches", json=body, timeout=120).json()
+        end = time.monotonic() + 120
+        while batch["status"] != "failed":
+            assert batch["status"] == "validating", batch
+            assert time.monotonic() < end
+            time.sleep(0.1)
+            batch = httpx.get(f"{gateway.url}/v1/batches/{batch['id']}", timeout=120).json()
+        assert [one["line"] for one in batch["errors"]["data"]] == [10_001]
 
     assert gateway.shortest_stall(send) < LONGEST_TURN_S
 

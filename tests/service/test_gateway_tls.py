@@ -29,7 +29,7 @@ CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "temper
 
 @pytest.fixture(scope="module")
 def authority() -> Authority:
-    """The CA of all clients that are allowed."""
+    """Returns the CA of all clients that are allowed."""
     return Authority()
 
 

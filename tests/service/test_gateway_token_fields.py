@@ -79,7 +79,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.fixture
 def served(running: Served) -> Served:
-    """The gateway with a fresh record."""
+    """Returns the gateway with a fresh record."""
     running.engine.reset()
     return running
 
@@ -224,7 +224,7 @@ def test_chat_echoes_the_message_that_goes_on(served: Served) -> None:
 
 
 def test_prompts_are_cut_off_where_that_is_asked_for(served: Served) -> None:
-    """From the left unless `truncation_side` says otherwise; -1 cuts off what does not fit."""
+    """Prompts lose their left end unless `truncation_side` says otherwise; -1 cuts off what does not fit."""
     text = "fox dog hill " * 200
     ids = served.ids(text)
     assert served.refusal("completions", {**TEXT, "prompt": text}) == "prompt"
@@ -257,7 +257,7 @@ def test_without_detokenising_there_are_ids_and_no_text(served: Served) -> None:
 
 
 def test_conversations_are_tokenised_as_chat_prompts_are(served: Served) -> None:
-    """With tools, documents and a message that goes on: the ids of /tokenize are those the engine gets."""
+    """The ids of /tokenize are those the engine gets, with tools, documents and a message that goes on."""
     tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
     history = [*CHAT["messages"], {"role": "assistant", "content": "The"}]  # type: ignore[misc]
     for more in (
@@ -276,7 +276,9 @@ def test_conversations_are_tokenised_as_chat_prompts_are(served: Served) -> None
 
 
 def test_an_echo_shows_special_tokens_where_its_offsets_say(served: Served) -> None:
-    """Of a prompt that came as ids, too; texts and offsets agree on what a special token is long."""
+    """An echo also shows a prompt that came as ids; texts and offsets agree on what a special token
+    is long.
+    """
     served.engine.script = Script(text=" fox")
     body = {**TEXT, "prompt": [1, 1, *served.ids("The")], "echo": True, "logprobs": 0, "max_tokens": 1}
     choice = served.post("completions", body)["choices"][0]

@@ -202,7 +202,7 @@ def test_history_is_rendered_as_the_template_knows_it(setup: Setup) -> None:
     """Our own answer, sent back with the tool's result, is what the model wrote."""
     setup.engine.reset()
     setup.engine.script = Script(text=THOUGHT + CALLS)
-    first = setup.client.chat.completions.create(model=MODEL, messages=MESSAGES, tools=[WEATHER, TIME])
+    first = setup.client.chat.completions.create(model=MODEL, messages=MESSAGES, tools=[WEATHER, TIME])  # type: ignore[list-item]
     message = first.choices[0].message
     history = [
         *MESSAGES,
@@ -213,7 +213,7 @@ def test_history_is_rendered_as_the_template_knows_it(setup: Setup) -> None:
             "content": [{"type": "text", "text": "sun"}],
         },
     ]
-    setup.client.chat.completions.create(model=MODEL, messages=history, tools=[WEATHER, TIME])
+    setup.client.chat.completions.create(model=MODEL, messages=history, tools=[WEATHER, TIME])  # type: ignore[list-item]
     prompt = setup.prompt()
     assert "<think>\nThe fox wants\n the weather.\n</think>" in prompt
     assert '{"name": "get_weather", "arguments": {"city": "Zürich", "days": 2}}' in prompt
@@ -298,12 +298,13 @@ def test_thoughts_are_bounded_and_come_before_structure(setup: Setup) -> None:
 
 def test_strict_tools_and_json_answers_have_a_grammar_of_their_own(setup: Setup) -> None:
     """Where a tool is strict, its calls keep to its schema; with a response format, so do answers."""
-    strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
+    strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}  # type: ignore[dict-item]
     setup.create("fox", tools=[strict])
     free = setup.engine.seen.requests[-1].constraint.lark
     assert "get_weather" in free
     setup.create(
-        "fox", tools=[strict, {"type": "function", "function": {**TIME["function"], "name": "free"}}]
+        "fox",
+        tools=[strict, {"type": "function", "function": {**TIME["function"], "name": "free"}}],  # type: ignore[dict-item]
     )
     mixed = setup.engine.seen.requests[-1].constraint.lark
     assert "city" in mixed
@@ -337,7 +338,7 @@ def test_clients_that_know_only_functions(setup: Setup) -> None:
         {"role": "assistant", "content": None, "function_call": {"name": "get_time", "arguments": "{}"}},
         {"role": "function", "name": "get_time", "content": "noon"},
     ]
-    setup.client.chat.completions.create(model=MODEL, messages=history, **fields)
+    setup.client.chat.completions.create(model=MODEL, messages=history, **fields)  # type: ignore[call-overload]
     assert '{"name": "get_time", "arguments": {}}\n</tool_call>' in setup.prompt()
     assert "tool\nnoon" in setup.prompt()
 
@@ -348,12 +349,12 @@ def test_what_a_model_wrote_as_arguments_may_be_sent_back(setup: Setup) -> None:
     history = [*MESSAGES, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "no"}]
     setup.engine.reset()
     setup.engine.script = Script(text="fox")
-    setup.client.chat.completions.create(model=MODEL, messages=history, tools=[TIME])
+    setup.client.chat.completions.create(model=MODEL, messages=history, tools=[TIME])  # type: ignore[list-item]
     assert '{\\"broken' in setup.prompt()
 
 
 def test_stop_strings_count_in_thoughts_too(setup: Setup) -> None:
-    """As in vLLM: a stop string ends the output wherever it stands."""
+    """A stop string ends the output wherever it stands, as in vLLM."""
     choice = setup.create(THOUGHT + "fox", stop=["fox wants"]).choices[0]
     assert choice.finish_reason == "stop"
     assert choice.message.content is None

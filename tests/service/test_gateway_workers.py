@@ -265,7 +265,9 @@ def test_they_do_not_outlive_the_first(engine: tuple[FakeEngine, str], tmp_path:
 def test_settings_that_can_not_be_used_are_refused_once(
     engine: tuple[FakeEngine, str], tmp_path: Path
 ) -> None:
-    """Not by each process, again and again; and a model that cannot be served ends them all."""
+    """The settings are refused once, not by each process again and again; a model that cannot be served ends
+    them all.
+    """
     engine[0].reset()
     settings = gateway_config(engine[1], port=free_port(), workers=3, max_connections=10**9)
     wrong = json.loads(settings.model_dump_json())

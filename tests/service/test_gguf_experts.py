@@ -47,7 +47,7 @@ def gguf(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], GgufFile]:
 
 
 def decoded(path: Path, geometry: MoeGeometry) -> dict[tuple[int, int, str], np.ndarray[Any, Any]]:
-    """float32 weights by (layer, expert, matrix), as the package `gguf` decodes them."""
+    """Returns float32 weights by (layer, expert, matrix), as the package `gguf` decodes them."""
     weights: dict[tuple[int, int, str], np.ndarray[Any, Any]] = {}
     for part in gguf_files(path):
         for tensor in GGUFReader(part).tensors:
@@ -124,14 +124,16 @@ class ServedExperts:
         return torch.from_numpy(np.asarray(self.host.forward(layer, *rows)))
 
     def collect(self, ticket: torch.Tensor, partial: torch.Tensor | None = None) -> torch.Tensor:
-        """What `submit` computed, added to what is known."""
+        """Returns what `submit` computed, added to what is known."""
         return ticket if partial is None else partial + ticket
 
 
 def test_log_probabilities_of_k_quants_are_those_of_the_decoded_weights(
     gguf: Callable[[str], GgufFile],
 ) -> None:
-    """Through all layers, as served by default: so near that no router turns another way."""
+    """Log-probabilities through all layers, as served by default, are so near that no router turns another
+    way.
+    """
     file = gguf("qwen3_moe")
     tokens = np.random.default_rng(1).integers(3, 200, 200).tolist()
     runner = load_runner(file.path, experts=ServedExperts(host_of(file.path)), page_size=16)

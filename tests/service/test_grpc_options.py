@@ -9,7 +9,7 @@ import asyncio
 import re
 from pathlib import Path
 
-from grpc._cython import cygrpc
+from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
 from gateway.replicas.engine_client import KEEPALIVE_MS, EngineClient
 from gpu_service.main import MIN_PING_INTERVAL_MS

@@ -24,7 +24,7 @@ NAME = "someone/tiny-moe"
 
 
 def moebius(server_url: str, home: Path, *arguments: str, **environment: str) -> tuple[int, str, str]:
-    """A command with that hub: (status, stdout, stderr)."""
+    """Returns a command with that hub: (status, stdout, stderr)."""
     variables = {**os.environ, "HF_ENDPOINT": server_url, "HF_HOME": str(home), "HOME": str(home)}
     for name in ("HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE"):
         variables.pop(name, None)
@@ -37,7 +37,7 @@ def moebius(server_url: str, home: Path, *arguments: str, **environment: str) ->
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """A checkpoint as it is on the hub, with files that are not needed."""
+    """Returns a checkpoint as it is on the hub, with files that are not needed."""
     options = RandomModelOptions("tiny", "bfloat16", 0, 0.0, "none", "random", 0, 1)
     written = write_random_model(tmp_path_factory.mktemp("hub") / "model", options, lambda done, total: None)
     found = {path.name: path.read_bytes() for path in written.path.iterdir() if path.is_file()}
@@ -120,7 +120,7 @@ def test_the_plan_needs_no_weights(files: dict[str, bytes], tmp_path: Path) -> N
 
 @pytest.fixture(scope="module")
 def quantised(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """One model as two GGUF files of different size, with data that is much longer than a header."""
+    """Returns one model as two GGUF files of different size, with data that is much longer than a header."""
     directory, found = tmp_path_factory.mktemp("quantised"), {}
     for kind, layers in (("Q4_0", 30), ("Q5_0", 60)):
         options = RandomModelOptions("small", "q4_0", layers)
@@ -183,7 +183,7 @@ GGUF = [
     [("", GGUF[:1]), ("q8_0", GGUF[1:3])],
 )
 def test_one_quantisation_is_chosen(quantisation: str, chosen: list[str]) -> None:
-    """Of a repository of GGUF files the one that is named, with all its parts; else the usual one."""
+    """The quantisation of a GGUF repository that is named is taken with all its parts, else the usual one."""
     assert chosen_files(HubModel("a/b", quantisation), GGUF) == chosen
 
 
@@ -214,7 +214,7 @@ def test_paths_into_the_cache(files: dict[str, bytes], tmp_path: Path) -> None:
     assert in_cache(tmp_path) == (tmp_path, "")
 
 
-def test_paths_and_names_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_and_names_are_distinguished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What exists is a path; ./x, /x, ~/x, x.gguf and a name without an owner never go to the hub."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "owner" / "name").mkdir(parents=True)

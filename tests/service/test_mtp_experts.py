@@ -47,7 +47,7 @@ def memory() -> Iterator[Path]:
 
 
 def host_of(request: SliceRequest, memory: Path | None = None) -> ExpertHost:
-    """A server in this process that has loaded its share."""
+    """Returns a server in this process that has loaded its share."""
     settings = LoadSettings(calibrate_kernels=False, expert_weights_dir="" if memory is None else str(memory))
     host = ExpertHost(ThreadPlacement(-1, 2, ()), lambda *_: None, lambda: None, settings)
     host.load(request)
@@ -55,7 +55,7 @@ def host_of(request: SliceRequest, memory: Path | None = None) -> ExpertHost:
 
 
 def test_servers_compute_the_heads_experts(model: Path) -> None:
-    """Divided over two, like any layer's."""
+    """Two servers divide the heads' experts like any layer's."""
     geometry = read_geometry(model, mtp_heads=1)
     rng = np.random.default_rng(3)
     hidden = rng.standard_normal((5, geometry.hidden_size), np.float32)
@@ -78,7 +78,7 @@ def test_without_it_no_server_holds_them(model: Path) -> None:
     assert plain.model.num_layers == LAYERS
 
 
-def test_servers_of_other_settings_are_packed_anew_and_named(model: Path, memory: Path) -> None:
+def test_servers_of_other_settings_are_repacked_and_named(model: Path, memory: Path) -> None:
     """A server that was without the heads can not serve an engine that wants them."""
     host_of(SliceRequest(str(model)), memory).drain(1)
     gc.collect()

@@ -16,7 +16,7 @@ MODEL = TinyModel("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "num
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny checkpoint."""
+    """Returns a tiny checkpoint."""
     directory = tmp_path_factory.mktemp("model")
     write_tiny_model(MODEL, directory, seed=3)
     return directory

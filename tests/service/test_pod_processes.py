@@ -71,7 +71,7 @@ class Containers:
         return process
 
     def start_expert(self, index: int, *flags: str) -> subprocess.Popen[bytes]:
-        """One expert server's container."""
+        """Returns one expert server's container."""
         address = f"127.0.0.1:{self.experts[index]}"
         return self.start("expert", "--split-index", str(index), "--expert-address", address, *flags)
 
@@ -137,7 +137,7 @@ def test_a_remote_server_that_does_not_fit_is_named_at_once(containers: Containe
     expected = generate(address)
     containers.kill(experts[1])
     other = containers.start_expert(1, "--expert-dtype", "int8")
-    reason = "expert server 1: it was started anew and is refused: expert_dtype is int8, expected keep"
+    reason = "expert server 1: it was restarted and is refused: expert_dtype is int8, expected keep"
     # Its time is shorter than the recovery's.
     assert complete(address).error_message == f"ExpertRefused: {reason}"
     with open_channel(address) as channel:
@@ -155,7 +155,7 @@ def test_a_remote_server_that_does_not_fit_is_named_at_once(containers: Containe
     assert generate(address) == expected
 
 
-def test_a_server_that_nobody_calls_says_so() -> None:
+def test_a_server_without_calls_says_so() -> None:
     """A line every ten seconds, none once an engine has called."""
     now = [0.0]
     first_call = FirstCall("moebius-mine", lambda: now[0])

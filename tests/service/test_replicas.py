@@ -20,7 +20,7 @@ PROMPT_TOKENS, TOKENS = 8, 60
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny checkpoint with random weights and a tokenizer."""
+    """Returns a tiny checkpoint with random weights and a tokenizer."""
     return write_one_layer(tmp_path_factory.mktemp("model") / "tiny")
 
 
@@ -65,15 +65,16 @@ def test_no_answer_that_had_not_begun_is_lost_with_its_replica(model: Path, tmp_
 
 
 def ask(url: str, number: int, stream: bool) -> httpx.Response:
-    """One request with a prompt of its own."""
+    """Returns one request with a prompt of its own."""
     prompt = [(number * 7 + position) % 200 + 3 for position in range(PROMPT_TOKENS)]
     body = {"prompt": prompt, "max_tokens": TOKENS, "ignore_eos": True, "stream": stream, "model": "tiny"}
     return httpx.post(f"{url}/v1/completions", json=body, timeout=120)
 
 
 def ask_until(event: threading.Event, url: str, number: int, stream: bool) -> list[httpx.Response]:
-    """One request after the other, the last of which was sent before the event: however slow the reader of
-    the load is, there is some."""
+    """Returns one request after the other, the last of which was sent before the event: however slow the
+    reader of the load is, there is some.
+    """
     answers = [ask(url, number, stream)]
     while not event.is_set():
         answers.append(ask(url, number, stream))

@@ -27,7 +27,7 @@ WRONG = "model.layers.2.mlp.experts.0.down_proj.weight"
 
 
 def check(cluster: Cluster, transport: str, model: Path) -> dict[int, float]:
-    """The self-test of an engine whose checkpoint is `model`, by the cluster's servers."""
+    """Returns the self-test of an engine whose checkpoint is `model`, by the cluster's servers."""
     client = cluster.client(transport)
     try:
         stream = HostDeviceStream()

@@ -27,14 +27,14 @@ READY_S = 60.0
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny checkpoint."""
+    """Returns a tiny checkpoint."""
     found = tmp_path_factory.mktemp("streamed")
     make_tiny_model("qwen3_moe", found)
     return found
 
 
 def settings(cluster: Cluster, **gpu: Any) -> MoebiusConfig:
-    """An engine of the cluster's model and servers."""
+    """Returns an engine of the cluster's model and servers."""
     small = {"num_pages": 96, "page_size": 4, "max_num_seqs": 6, "device": "cpu", "gpu_threads": 1}
     small |= {"prefix_caching": False}
     document = cluster.config.model_dump()
@@ -43,7 +43,7 @@ def settings(cluster: Cluster, **gpu: Any) -> MoebiusConfig:
 
 
 def requests() -> list[Request]:
-    """Prompts of several steps, which decode meanwhile."""
+    """Returns the prompts of several steps, which decode meanwhile."""
     return [
         Request(
             f"r{i}",

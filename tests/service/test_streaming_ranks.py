@@ -58,7 +58,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def settings(cluster: Cluster, tp: int, **gpu: Any) -> MoebiusConfig:
-    """Ranks of the cluster's model and servers, which meet at a free port."""
+    """Returns the ranks of the cluster's model and servers, which meet at a free port."""
     small = {"num_pages": 96, "page_size": 4, "max_num_seqs": 6, "device": "cpu", "gpu_threads": 1}
     small |= {"prefix_caching": False, "max_num_batched_tokens": 32, "overlap_scheduling": False}
     address = f"127.0.0.1:{free_port()}"
@@ -69,13 +69,13 @@ def settings(cluster: Cluster, tp: int, **gpu: Any) -> MoebiusConfig:
 
 
 def lane_on_the_host() -> None:
-    """Of this process: the lane's stream is one of the host's."""
+    """Changes this process: the lane's stream is one of the host's."""
     build: Any = gpu_service.assembly.build
     build.make_lane_stream = lambda *_: HostDeviceStream()
 
 
 def submit(script: Script, name: str = "r") -> list[Request]:
-    """Prompts of several steps, which decode meanwhile."""
+    """Returns the prompts of several steps, which decode meanwhile."""
     prompts = [[3 + (i * 37 + k * k * 5 + k) % 200 for k in range(n)] for i, n in enumerate(LENGTHS)]
     return [
         script.submit(f"{name}{i}", prompt, max_tokens=6 + i, ignore_eos=True)
@@ -103,7 +103,7 @@ def served(script: Script) -> dict[str, list[Outcome]]:
 
 
 def streamed(script: Script) -> dict[str, list[Outcome]]:
-    """All prompts, and in how many steps experts were streamed."""
+    """Returns all prompts, and in how many steps experts were streamed."""
     streamer = streamer_of(script)
     before = streamer.streamed_steps
     answers = script.wait(submit(script))
@@ -112,7 +112,7 @@ def streamed(script: Script) -> dict[str, list[Outcome]]:
 
 @pytest.fixture(scope="module")
 def wanted(cluster: Cluster) -> list[Outcome]:
-    """What one rank answers that asks servers for every expert."""
+    """Returns what one rank answers that asks servers for every expert."""
     return run_group(settings(cluster, 1, prefill_experts="cpu"), cases=served)["answers"]
 
 
@@ -138,20 +138,20 @@ def test_steps_that_stream_without_a_lane(chunk: int, cluster: Cluster, wanted: 
 
 
 def defer_most() -> None:
-    """Of this process: after a step few experts are copied before the layer's router has chosen them."""
+    """Changes this process: after a step few experts are copied before the layer's router has chosen them."""
     lane_on_the_host()
     routing._LEAST_EXPECTED = 1e9
 
 
 def fetched(script: Script) -> dict[str, list[Outcome]]:
-    """As `streamed`, and how many pieces were copied within a layer."""
+    """Returns what `streamed` does, and how many pieces were copied within a layer."""
     fetch, pieces = BufferRing.fetch, []
 
     def noting(ring: BufferRing, piece: Piece) -> int:
         pieces.append(piece)
         return fetch(ring, piece)
 
-    BufferRing.fetch = noting  # type: ignore[method-assign]
+    BufferRing.fetch = noting  # type: ignore[assignment, method-assign]
     return streamed(script) | {"pieces": [Outcome([len(pieces)], "", 0)]}
 
 
@@ -198,8 +198,10 @@ def test_a_request_that_is_aborted_in_the_lane(cluster: Cluster, wanted: list[Ou
 
 
 def stream_a_part() -> None:
-    """Of this process: a third of every layer is streamed, by steps of prompts, and servers have the rest."""
-    ShareChooser.share = lambda chooser, rows: SHARES // 3  # type: ignore[method-assign]
+    """Changes this process: a third of every layer is streamed, by steps of prompts, and servers have the
+    rest.
+    """
+    ShareChooser.share = lambda chooser, rows: SHARES // 3  # type: ignore[assignment, method-assign]
 
 
 def lost_while_streaming(pid: int, script: Script) -> dict[str, list[Outcome]]:
@@ -212,7 +214,7 @@ def lost_while_streaming(pid: int, script: Script) -> dict[str, list[Outcome]]:
             os.kill(pid, signal.SIGKILL)
         return forward(step, layer, *given)
 
-    StreamedStep.forward = killing  # type: ignore[method-assign]
+    StreamedStep.forward = killing  # type: ignore[assignment, method-assign]
     answers = script.wait(submit(script))
     assert next(calls) > 4, "no step streamed"
     streamer_of(script)

@@ -37,7 +37,7 @@ SEGMENT = f"moebius-test-{os.getpid()}"
 
 @pytest.fixture
 def trio(tmp_path: Path) -> Plan:
-    """A gateway, an engine and an expert server in miniature, and one shared-memory segment."""
+    """Returns a gateway, an engine and an expert server in miniature, and one shared-memory segment."""
     return plan(
         tmp_path,
         spec("expert", OBEDIENT, tmp_path, stop_stage=2),
@@ -48,7 +48,7 @@ def trio(tmp_path: Path) -> Plan:
 
 
 def pids(supervisor: Supervisor) -> list[int]:
-    """The running children."""
+    """Returns the running children."""
     return [process.pid for process in supervisor.processes if process.pid is not None]
 
 

@@ -36,7 +36,7 @@ pathlib.Path(f"{mark}.beat").write_text("1")
 mark.write_text(str(os.getpid()))
 while True: pass
 """
-# Is ready once, and from then on ends as a process does that a user has to mend.
+# Is ready once, and from then on ends like a process whose settings a user has to fix.
 BROKEN = f"""
 import os, pathlib, sys
 mark = pathlib.Path(sys.argv[1])
@@ -64,7 +64,7 @@ class FileLiveness(Liveness):
 
 
 def beating(name: str, program: str, marks: Path) -> ProcessSpec:
-    """A process with a heartbeat file."""
+    """Returns a process with a heartbeat file."""
     return replace(spec(name, program, marks), liveness=FileLiveness(marks / f"{name}.beat"))
 
 
@@ -123,7 +123,9 @@ def test_who_computes_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_process_stopped_while_it_starts_is_noticed(tmp_path: Path) -> None:
-    """Long before ready_timeout_s, with its name; a stop of the whole does not wait for it either."""
+    """The process is noticed long before ready_timeout_s, with its name; a stop of the whole does not wait
+    for it either.
+    """
     frozen = spec("gpu", "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)", tmp_path)
     begin = time.monotonic()
     with (

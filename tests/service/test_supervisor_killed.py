@@ -57,7 +57,7 @@ def sleeping() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def crafted(state_dir: Path, document: object) -> Path:
-    """A run file as a killed supervisor leaves it, but with this content."""
+    """Returns a run file as a killed supervisor leaves it, but with this content."""
     run = state_dir / "serve-1"
     run.mkdir(mode=0o700, parents=True)
     (run / "run.json").write_text(json.dumps(document))
@@ -65,7 +65,7 @@ def crafted(state_dir: Path, document: object) -> Path:
 
 
 def listing(process: subprocess.Popen[bytes], **changes: object) -> dict[str, object]:
-    """A run file's content that names that process."""
+    """Returns a run file's content that names that process."""
     entry = {"name": "gpu", "pid": process.pid, "start_ticks": start_ticks(process.pid)}
     return {"supervisor": {"pid": 1}, "processes": [entry], "segments": [], **changes}
 
@@ -90,7 +90,7 @@ def test_stale_directories_of_other_ports_are_cleaned(tmp_path: Path) -> None:
 
 
 def test_survivor_is_killed_and_a_reused_pid_is_not(tmp_path: Path) -> None:
-    """Of two recorded pids, the one with the recorded start time dies, a stranger that reused a pid lives."""
+    """The recorded pid with the recorded start time dies, a stranger that reused a pid lives."""
     with sleeping() as survivor, sleeping() as stranger:
         entries = [
             {"name": "gpu", "pid": survivor.pid, "start_ticks": start_ticks(survivor.pid)},
@@ -118,7 +118,7 @@ def test_damaged_run_file_is_named(tmp_path: Path) -> None:
         RunDirectory(tmp_path)
 
 
-def test_a_start_after_a_reboot_kills_nobody(tmp_path: Path) -> None:
+def test_a_start_after_a_reboot_kills_no_process(tmp_path: Path) -> None:
     """Pids and start times count from the boot: after another one they mean other processes."""
     with sleeping() as stranger:
         crafted(tmp_path, listing(stranger, boot_id="another"))

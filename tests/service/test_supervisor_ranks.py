@@ -39,13 +39,13 @@ VICTIM = f"import sys; print('another rank is gone', flush=True); sys.exit({PEER
 
 
 def follower(marks: Path) -> ProcessSpec:
-    """A rank that notices rank 0's end by itself."""
+    """Returns a rank that notices rank 0's end by itself."""
     base = spec("gpu-1", FOLLOWER, marks, stop_stage=1)
     return replace(base, command=(*base.command, str(marks / "gpu")), group="ranks")
 
 
 def restarted(supervisor: Supervisor, before: list[int | None]) -> list[int | None]:
-    """The pids of the ranks once both run again."""
+    """Returns the pids of the ranks once both run again."""
     names = ("gpu", "gpu-1")
     ranks = [process for process in supervisor.processes if process.spec.name in names]
 

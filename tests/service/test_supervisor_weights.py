@@ -19,6 +19,7 @@ from app.supervisor.supervisor import Supervisor
 from app.supervisor.weight_files import HUGE_PAGE, WeightFile, WeightFiles, fits_reserved
 from moebius.config_loader import load_config
 from moebius.errors import StartupError
+from moebius.kv_tiers import ram_tier_path
 from moebius.models.read import read_geometry
 from moebius.weight_segment import WeightSegment, segment_path
 from tests.helpers.checkpoints import TinyMoe
@@ -53,7 +54,7 @@ with Supervisor(packing(directory), QUICK) as supervisor:
 
 
 def packing(directory: Path) -> Plan:
-    """One server that packs."""
+    """Returns one server that packs."""
     file = WeightFile(segment_path(str(directory / "run"), 0), 0, -1)
     return replace(plan(directory, spec("expert-0", PACKING, directory)), weights=(file,))
 
@@ -95,6 +96,18 @@ def test_memory_outlives_a_server_but_not_the_supervisor(tmp_path: Path) -> None
         wait_until(lambda: (tmp_path / "expert-0").read_text() == "1")
 
 
+def test_prefixes_in_ram_are_held_as_packed_experts_are(tmp_path: Path) -> None:
+    """Under a link in the run directory, from start to stop, for the owner alone."""
+    file = WeightFile(ram_tier_path(str(tmp_path / "run")), 0, -1)
+    with Supervisor(replace(packing(tmp_path), prefixes=(file,)), QUICK) as supervisor:
+        assert supervisor.wait_ready()
+        assert file.path.is_symlink()
+        assert file.path.stat().st_mode & 0o777 == 0o600
+        file.path.write_bytes(b"x")
+        assert file.path.read_bytes() == b"x"
+    assert not file.path.is_symlink()
+
+
 def test_a_killed_supervisor_leaves_a_link_to_nothing(tmp_path: Path) -> None:
     """Its servers and the memory go with it; the next start makes a new link, with nothing in it."""
     command = [sys.executable, "-c", SUPERVISOR_PROGRAM, str(tmp_path)]
@@ -132,7 +145,9 @@ def reserved(root: Path, place: str, pages: int) -> None:
 def test_reserved_pages_are_taken_where_all_fit(
     tmp_path: Path, sizes: tuple[int, ...], nodes: tuple[int, ...], fits: bool
 ) -> None:
-    """On the machine and on every node: a server that ran out of them on its node could not load."""
+    """Pages must fit on the machine and on every node: a server that ran out of them on its node could not
+    load.
+    """
     reserved(tmp_path, "kernel/mm", 6)
     reserved(tmp_path, "devices/system/node/node0", 3)
     reserved(tmp_path, "devices/system/node/node1", 3)
@@ -145,7 +160,7 @@ def test_reserved_pages_are_taken_where_all_fit(
 
 
 def test_a_link_that_can_not_be_made_is_named_and_nothing_stays_open(tmp_path: Path) -> None:
-    """Of two files the second fails."""
+    """The second of two files fails."""
     files = [WeightFile(tmp_path / "a", 0, -1), WeightFile(tmp_path / "none" / "b", 0, -1)]
     with pytest.raises(StartupError, match="cannot use the state directory"):
         WeightFiles(files)

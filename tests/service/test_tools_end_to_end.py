@@ -76,7 +76,7 @@ def test_a_required_call_satisfies_its_schema(client: openai.OpenAI) -> None:
     [pytest.param(WEATHER, id="weather"), pytest.param(TIME, id="time", marks=pytest.mark.full)],
 )
 def test_a_named_call_is_of_that_tool(client: openai.OpenAI, tool: Any) -> None:
-    """Sampled, of several outputs: each calls the tool, once, with arguments of its schema."""
+    """Each of several sampled outputs calls the tool, once, with arguments of its schema."""
     answer = client.chat.completions.create(
         model=MODEL,
         messages=MESSAGES,

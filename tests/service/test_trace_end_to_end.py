@@ -71,7 +71,7 @@ def stack(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 def names_by_service(collector: Collector) -> dict[str, set[str]]:
-    """Names of the spans of our trace that each service sent."""
+    """Returns the names of the spans of our trace that each service sent."""
     found: dict[str, set[str]] = {}
     for service, span in collector.spans_by_service():
         if span.trace_id.hex() == TRACE_ID:
@@ -98,14 +98,14 @@ def scraped(stack: Stack) -> Figures:
 
 
 def total(figures: Figures, name: str, **labels: str) -> float:
-    """The sum of a sample over all labels but those given."""
+    """Returns the sum of a sample over all labels but those given."""
     return sum(
         value for (sample, found), value in figures.items() if sample == name and labels.items() <= set(found)
     )
 
 
 def stream(stack: Stack, max_tokens: int) -> dict[str, int]:
-    """A streamed completion of our trace; its usage."""
+    """Returns a streamed completion of our trace; its usage."""
     body = {"model": "m", "prompt": "One, two,", "max_tokens": max_tokens, "temperature": 0, "stream": True}
     body |= {"ignore_eos": True, "stream_options": {"include_usage": True}}
     url = f"{stack.base_url}/v1/completions"

@@ -245,7 +245,7 @@ def test_one_wrong_expert_of_many_fails_and_is_named_alone(
 
 
 def test_gguf_models_are_verified(tmp_path: Path) -> None:
-    """Against themselves, which packed formats hold exactly; against their origin."""
+    """GGUF models agree with themselves, which packed formats hold exactly, and with their origin."""
     exact = make_gguf("qwen2_moe", tmp_path / "exact")
     itself = run(exact.path)
     assert itself.passed
@@ -286,7 +286,9 @@ def test_some_layers_only(models: Callable[[str], tuple[Path, Any]]) -> None:
 def test_one_layer_is_in_memory_at_a_time(
     models: Callable[[str], tuple[Path, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of packed experts and of dense weights alike, also where the reference has dense weights of its own."""
+    """Only one layer of packed experts and of dense weights is in memory, also where the reference has dense
+    weights of its own.
+    """
     most = {"experts": 0, "dense": 0}
     alive = {"experts": 0, "dense": 0}
 
@@ -303,8 +305,8 @@ def test_one_layer_is_in_memory_at_a_time(
 
         return wrapper
 
-    monkeypatch.setattr(verify_experts, "make_engine", counted("experts", verify_experts.make_engine))
-    monkeypatch.setattr(staged_model, "build_model", counted("dense", staged_model.build_model))
+    monkeypatch.setattr(verify_experts, "make_engine", counted("experts", verify_experts.make_engine))  # type: ignore[attr-defined]
+    monkeypatch.setattr(staged_model, "build_model", counted("dense", staged_model.build_model))  # type: ignore[attr-defined]
     directory, _ = models("deepseek_v3")
     copy = directory.parent / "copy"
     shutil.copytree(directory, copy)

@@ -61,7 +61,9 @@ class Expected:
     ],
 )
 def expected(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Expected:
-    """One family whose images are their placeholder repeated, and one whose are tiles with tokens between."""
+    """Returns one family whose images are their placeholder repeated, and one whose are tiles with tokens
+    between.
+    """
     name, directory = str(request.param), tmp_path_factory.mktemp("seeing")
     model = write_vision_model(name, directory)
     tokens = VISION_MODELS[name].tokens or {PLACEHOLDER: IMAGE_TOKEN}
@@ -90,7 +92,7 @@ class Seeing:
     has_tower: bool
 
     def post(self, **body: object) -> httpx.Response:
-        """A chat completion."""
+        """Returns a chat completion."""
         return httpx.post(f"{self.url}/v1/chat/completions", json={"model": self.model, **body}, timeout=60)
 
 
@@ -136,7 +138,7 @@ def seeing(request: pytest.FixtureRequest, expected: Expected) -> Iterator[Seein
 
 
 def ask(seeing: Seeing, *files: bytes, max_tokens: int = NUM_TOKENS) -> httpx.Response:
-    """The prompt as words and images."""
+    """Returns the prompt as words and images."""
     left = iter(files)
     parts: list[dict[str, object]] = []
     for token in PROMPT:

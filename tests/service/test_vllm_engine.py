@@ -137,7 +137,7 @@ async def router(directory: Path) -> AsyncIterator[tuple[vllm_engine_pb2_grpc.Vl
 
 
 def request(request_id: str = "r", stream: bool = True, **sampling: object) -> pb.GenerateRequest:
-    """The twin of `message`."""
+    """Returns the twin of `message`."""
     defaults: dict[str, object] = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
     return pb.GenerateRequest(
         request_id=request_id,
@@ -179,7 +179,9 @@ async def test_answers_are_those_of_our_own_contract(tmp_path: Path, stream: boo
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_stop_strings_end_outputs(tmp_path: Path, stream: bool) -> None:
-    """At the token that completes the text, also where it goes over several; nothing is computed after it."""
+    """Outputs end at the token that completes the text, also where it goes over several; nothing is computed
+    after it.
+    """
     async with router(tmp_path) as (stub, service):
         (plain,) = [r async for r in stub.Generate(request("a", False))]
         ids = list(plain.complete.output_ids)
@@ -334,7 +336,9 @@ async def test_the_tokenizer_comes_as_an_archive(tmp_path: Path) -> None:
 
 
 async def test_a_router_gets_no_other_tokenizer(tmp_path: Path) -> None:
-    """Than that of the engine: one that was replaced meanwhile would make prompts of other tokens."""
+    """A router gets the engine's tokenizer: one that was replaced meanwhile would make prompts of other
+    tokens.
+    """
     async with router(tmp_path) as (stub, service):
         assert service.servicer.service is not None
         service.servicer.service.info.identity = identity_text(model_parts(tmp_path))

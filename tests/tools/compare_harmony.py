@@ -56,7 +56,7 @@ def output(draw: random.Random) -> str:
 
 
 def reference(encoding: HarmonyEncoding, tokens: list[int]) -> Parsed:
-    """What openai-harmony makes of it: analysis is reasoning, messages to functions are calls."""
+    """Returns what openai-harmony makes of it: analysis is reasoning, messages to functions are calls."""
     parser = StreamableParser(encoding, Role.ASSISTANT)
     for token in tokens:
         parser.process(token)
@@ -79,7 +79,7 @@ def _dense(text: str) -> str:
 
 
 def ours(encoding: HarmonyEncoding, tokens: list[int]) -> Parsed:
-    """The same tokens as the gateway reads them."""
+    """Returns the same tokens as the gateway reads them."""
     made: list[tuple[str, bool]] = []
     plain: list[int] = []
     for token in tokens:

@@ -13,7 +13,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Of tests, and of files that cannot be imported; also those that xdist's workers ran."""
+    """Prints the ids of tests, and of files that cannot be imported; also those that xdist's workers ran."""
     path: Path | None = config.getoption("--failed-ids")
     if path is not None:
         reports = [*terminalreporter.stats.get("failed", ()), *terminalreporter.stats.get("error", ())]

@@ -176,7 +176,7 @@ CHANGES: tuple[Callable[[random.Random, Values], Values], ...] = (_heads, _layer
 
 
 def drawn(draw: random.Random, tiny: TinyModel) -> Values:
-    """What differs from the tiny model."""
+    """Returns what differs from the tiny model."""
     values = common_sizes(tiny)
     changes: Values = {}
     for change in [*draw.sample(CHANGES, draw.randint(0, 2)), *[_choice] * draw.randint(1, 6)]:

@@ -182,7 +182,7 @@ def _directory() -> Path:
 
 
 def checkpoint(model: Model) -> Path:
-    """A directory with the published config.json and nothing else."""
+    """Returns a directory with the published config.json and nothing else."""
     directory = _directory() / model.title
     return directory if directory.exists() else write_config(directory, Published.load(model.config).config)
 
@@ -217,7 +217,7 @@ def _options(settings: Mapping[str, str]) -> str:
 
 
 def plan_command(model: Model, machine: Machine, expert_dtype: str) -> str:
-    """What prints the row of that format."""
+    """Returns what prints the row of that format."""
     options = {**machine.options, **settings_of(model, machine, expert_dtype), "streams": "1,4,16"}
     return f"moebius plan {model.name}{_options(options)}"
 
@@ -236,7 +236,7 @@ def _rate(tokens_per_second: float) -> str:
 
 
 def _reason(error: DoesNotFit) -> str:
-    """The first half of a refusal: what is missing."""
+    """Returns the first half of a refusal: what is missing."""
     text = " ".join(str(error).split())
     return text.split("; --expert-dtype")[0].split("; none of these")[0].split(": no setting")[0]
 
@@ -250,7 +250,7 @@ HEAD = f"""| {COLUMNS} |
 
 
 def section(model: Model, machine: Machine) -> str:
-    """A machine's part of a model's page."""
+    """Returns a machine's part of a model's page."""
     plans: dict[str, CapacityPlan] = {}
     rows = []
     for expert_dtype in model.formats:

@@ -45,13 +45,13 @@ def recorded(model: Any, ids: Tensor) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def scores(layer: Any, normed: Tensor) -> Tensor:
-    """float32 `[T, E]`: what the layer's router ranks experts by."""
+    """Returns float32 `[T, E]`: what the layer's router ranks experts by."""
     gate = layer.mlp.gate
     return (normed.float() @ gate.weight.float().T).sigmoid() + gate.e_score_correction_bias
 
 
 def mask_of(ids: Tensor, num_experts: int) -> Tensor:
-    """bool `[T, E]` of ids `[T, K]`."""
+    """Returns bool `[T, E]` of ids `[T, K]`."""
     return torch.zeros(ids.shape[0], num_experts, dtype=torch.bool).scatter_(1, ids, True)
 
 

@@ -128,7 +128,7 @@ class Terminal:
 
 
 def chat_picture(url: str, path: Path) -> str:
-    """A question and its answer; the text of the screen."""
+    """Returns a question and its answer; the text of the screen."""
     with tempfile.TemporaryDirectory() as state:
         history = {"XDG_STATE_HOME": state}
         with Terminal("chat", "--base-url", url, rows=16, environment=history) as terminal:

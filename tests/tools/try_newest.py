@@ -2,7 +2,7 @@
 
 `python -m tests.tools.try_newest [--beyond] [PYTEST-ARGUMENT ...]`. `--beyond` looks past the ranges of
 pyproject.toml, too. What fails with the newest packages, and not with the locked ones, is tried again with
-halves of the packages at their locked versions, until one is found whose locked version mends it.
+halves of the packages at their locked versions, until one is found whose locked version fixes it.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ Try = Callable[[frozenset[str], Sequence[str]], set[str]]
 
 @dataclass
 class Blame:
-    """What mends what; filled by `find_culprits`."""
+    """Which locked packages fix which failures; filled by `find_culprits`."""
 
-    # Packages, of which the locked versions mend these checks and tests together.
+    # Packages, of which the locked versions fix these checks and tests together.
     by_packages: dict[tuple[str, ...], set[str]] = field(default_factory=dict)
 
 
 def find_culprits(groups: Sequence[frozenset[str]], failing: set[str], try_with: Try) -> Blame:
-    """Which of the groups of packages has to keep its locked versions.
+    """Returns which of the groups of packages has to keep its locked versions.
 
     `failing` fail with all of them at their newest, and with none of them so.
     """
@@ -61,9 +61,9 @@ def _search(groups: list[frozenset[str]], failing: set[str], try_with: Try, blam
     left = set(failing)
     for half in (groups[:middle], groups[middle:]):
         if left:
-            mended = left - try_with(frozenset().union(*half), sorted(left))
-            _search(half, mended, try_with, blame)
-            left -= mended
+            fixed = left - try_with(frozenset().union(*half), sorted(left))
+            _search(half, fixed, try_with, blame)
+            left -= fixed
     if left:
         # It takes packages of both halves.
         everything = frozenset().union(*groups)
@@ -71,7 +71,8 @@ def _search(groups: list[frozenset[str]], failing: set[str], try_with: Try, blam
 
 
 def groups_of(changed: dict[str, tuple[str, str]], wants: dict[str, list[str]]) -> list[frozenset[str]]:
-    """Packages that can only change together: one that needs a newer version of another than the locked one.
+    """Returns the packages that can only change together: one that needs a newer version of another than the
+    locked one.
 
     `changed`: name -> locked and newest version; `wants`: name -> requirements of the newest version.
     """
@@ -90,7 +91,7 @@ def groups_of(changed: dict[str, tuple[str, str]], wants: dict[str, list[str]]) 
 
 
 def locked_versions(python: str) -> dict[str, str]:
-    """Of what developers have without a GPU."""
+    """Returns the versions of what developers have without a GPU."""
     directory, found = ROOT / "deploy" / "locks" / f"python{python}", dict[str, str]()
     for kind in ("serve", "dev", "cpu"):
         text = (directory / f"{kind}.txt").read_text()
@@ -116,7 +117,7 @@ class Environment:
         self._reverted: frozenset[str] = frozenset()
 
     def groups(self) -> list[frozenset[str]]:
-        """As `groups_of`, by what the newest packages say that they need."""
+        """Returns the groups, as `groups_of`, by what the newest packages say that they need."""
         wants = {}
         for name in self.changed:
             code = f"import importlib.metadata as m; print(*(m.requires({name!r}) or ()), sep='\\n')"
@@ -133,7 +134,7 @@ class Environment:
         self._reverted = names
 
     def failing(self, names: frozenset[str], checks: Sequence[str]) -> set[str]:
-        """Of the given checks and tests, with locked versions of `names`."""
+        """Returns those of the given checks and tests that fail, with locked versions of `names`."""
         self.revert(names)
         return failing(self.python, checks)
 
@@ -144,7 +145,7 @@ class Environment:
 
 
 def failing(python: str, checks: Sequence[str]) -> set[str]:
-    """Of names of CHECKS and tests by their ids."""
+    """Returns those of the names of CHECKS and tests, by their ids, that fail."""
     found = {name for name in checks if name in CHECKS and _run([python, *CHECKS[name]])[0]}
     tests = [name for name in checks if name not in CHECKS]
     if tests:
@@ -164,7 +165,7 @@ def run_tests(python: str, arguments: Sequence[str], show: bool = False) -> tupl
 
 
 def _run(command: Sequence[str], show: bool = False) -> tuple[int, str]:
-    """Status and output, which is shown while it comes if asked."""
+    """Returns status and output, which is shown while it comes if asked."""
     lines = []
     environment = os.environ | {"PATH": f"{Path(command[0]).parent}:{os.environ['PATH']}"}
     with subprocess.Popen(
@@ -180,7 +181,7 @@ def _run(command: Sequence[str], show: bool = False) -> tuple[int, str]:
 
 
 def report(environment: Environment, blame: Blame, always: set[str]) -> list[str]:
-    """Lines that say what broke, by package."""
+    """Returns the lines that say what broke, by package."""
     lines = []
     for packages, checks in sorted(blame.by_packages.items()):
         named = ", ".join(

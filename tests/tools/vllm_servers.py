@@ -30,8 +30,8 @@ THOUGHTS = (
 )
 
 
-def told(prompt: str) -> str:
-    """The answer to what tests ask: products of what was said, a user's name, an echo of all else."""
+def answer_from_facts(prompt: str) -> str:
+    """Returns the answer to what tests ask: products of what was said, a user's name, an echo of all else."""
     turns = re.findall(r"<\|start\|>(\w+)\n(.*?)<\|end\|>", prompt, re.DOTALL)
     said = {role: [content.strip() for who, content in turns if who == role] for role, _ in turns}
     last = said.get("user", [""])[-1]
@@ -43,8 +43,8 @@ def told(prompt: str) -> str:
     ):
         answer = f"It is {int(result[0]) * int(factor[1])}."
     elif re.search(r"my (real )?name.*\?", last):
-        told = re.findall(r"my (?:real )?name is (?!not\b)(\w+)", " ".join(said["user"]), re.IGNORECASE)
-        answer = told[-1] if told else "I do not know."
+        names = re.findall(r"my (?:real )?name is (?!not\b)(\w+)", " ".join(said["user"]), re.IGNORECASE)
+        answer = names[-1] if names else "I do not know."
     ending = re.search(r"Finish the answer with (\w+)", " ".join(said.get("system", [])))
     return f"{answer} {ending[1]}." if ending else answer
 
@@ -54,7 +54,7 @@ class Rules(ScriptedModel):
     names, or the first."""
 
     def reply(self, prompt: str, request: pb.GenerateRequest) -> str:
-        """Its output."""
+        """Returns its output."""
         thought = (
             "" if prompt.endswith("</think>\n\n") else "<think>\nThe user wants an answer.\n</think>\n\n"
         )
@@ -72,11 +72,11 @@ class Rules(ScriptedModel):
                 for tool in (asked or allowed[:1])
             )
             return thought + "\n".join(calls)
-        return thought + told(prompt)
+        return thought + answer_from_facts(prompt)
 
 
 def brief_model(directory: Path) -> Path:
-    """The demo model, with a usual length of answers."""
+    """Returns the demo model, with a usual length of answers."""
     source = build_demo_model()
     directory.mkdir()
     for file in source.iterdir():

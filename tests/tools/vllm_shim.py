@@ -51,7 +51,7 @@ _FRESH = "test_metrics.py"
 
 
 def _start(kind: str) -> tuple[str, subprocess.Popen[str]]:
-    """The URL of a new server, which ends with this process at the latest."""
+    """Returns the URL of a new server, which ends with this process at the latest."""
     command = [sys.executable, "-m", "tests.tools.vllm_servers", kind]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     process = subprocess.Popen(
@@ -70,7 +70,7 @@ def _shared(kind: str) -> str:
 
 
 def _kind() -> str:
-    """Which of our servers the running test talks to."""
+    """Returns which of our servers the running test talks to."""
     test = os.environ["PYTEST_CURRENT_TEST"]
     return next((kind for file, kind in _SERVERS.items() if file in test), "demo")
 
@@ -108,7 +108,7 @@ class _ModelConfig:
         pass
 
     def get_vocab_size(self) -> int:
-        """Columns of the logits."""
+        """Returns the number of columns of the logits."""
         return int(json.loads((Path(TOKENIZER) / "config.json").read_text())["vocab_size"])
 
 
@@ -173,7 +173,7 @@ class RemoteOpenAIServer:
             self._own.wait(60)
 
     def url_for(self, *parts: str) -> str:
-        """A path of it."""
+        """Returns a path of it."""
         return "/".join((self.url_root, *parts))
 
     def get_client(self, **options: Any) -> openai.OpenAI:
@@ -213,13 +213,13 @@ _from_pretrained = AutoTokenizer.from_pretrained
 
 
 def _tokenizer(_name: str, **_options: Any) -> Any:
-    """The served model's, whichever is asked for."""
+    """Returns the served model's, whichever is asked for."""
     return _from_pretrained(TOKENIZER)
 
 
 def _install() -> None:
     sys.meta_path.insert(0, _Finder())
-    AutoTokenizer.from_pretrained = _tokenizer  # type: ignore[method-assign]
+    AutoTokenizer.from_pretrained = _tokenizer  # type: ignore[assignment, method-assign]
     utils, conftest = ModuleType("tests.utils"), _Module("tests.conftest")
     utils.RemoteOpenAIServer = RemoteOpenAIServer  # type: ignore[attr-defined]
     utils.ROCM_EXTRA_ARGS = []  # type: ignore[attr-defined]

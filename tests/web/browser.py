@@ -51,16 +51,16 @@ class Browser:
         self._call("POST", "url", {"url": url})
 
     def run(self, script: str, *arguments: Any) -> Any:
-        """The value of a script's `return`; promises are awaited."""
+        """Returns the value of a script's `return`; promises are awaited."""
         return self._call("POST", "execute/sync", {"script": script, "args": list(arguments)})
 
     def text(self, selector: str) -> str:
-        """The text that is shown of the first element; empty: there is none."""
+        """Returns the text that is shown of the first element; empty: there is none."""
         found: str = self.run("return document.querySelector(arguments[0])?.innerText ?? ''", selector)
         return found
 
     def count(self, selector: str) -> int:
-        """Elements that are shown."""
+        """Returns the number of elements that are shown."""
         script = (
             "return [...document.querySelectorAll(arguments[0])].filter((e) => e.checkVisibility()).length"
         )
@@ -101,7 +101,9 @@ class Browser:
         return self._call("POST", "goog/cdp/execute", {"cmd": name, "params": parameters})
 
     def problems(self) -> list[str]:
-        """Errors that the browser logged since the last call: failed loads, refused scripts, exceptions."""
+        """Returns the errors that the browser logged since the last call: failed loads, refused scripts,
+        exceptions.
+        """
         entries = self._call("POST", "se/log", {"type": "browser"})
         return [entry["message"] for entry in entries if entry["level"] == "SEVERE"]
 

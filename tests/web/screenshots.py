@@ -46,7 +46,9 @@ def save_svg(page: Browser, path: Path) -> None:
 
 
 def slimmed(svg: str) -> str:
-    """The same picture in fewer bytes: hundredths of a point, and nothing said that is the default anyhow."""
+    """Returns the same picture in fewer bytes: hundredths of a point, and nothing said that is the default
+    anyhow.
+    """
     for default in _DEFAULTS:
         svg = svg.replace(default, "")
     return _NUMBER.sub(_rounded, svg)

@@ -22,13 +22,13 @@ def page(browser: Browser) -> Iterator[Browser]:
 
 
 def call(page: Browser, module: str, body: str, *arguments: Any) -> Any:
-    """What `body` returns, with the module as `m`."""
+    """Returns what `body` returns, with the module as `m`."""
     load = f"import('{PREFIX}/web/{module}.js')"
     return page.run(f"const given = arguments; return {load}.then(async (m) => {{ {body} }})", *arguments)
 
 
 def rendered(page: Browser, text: str) -> str:
-    """A text's HTML as the browser writes it down."""
+    """Returns a text's HTML as the browser writes it down."""
     body = """const node = document.createElement("div");
     new m.MarkdownView(node).show(given[0]);
     return node.innerHTML;"""

@@ -23,7 +23,7 @@ IMAGE = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwG
 
 @pytest.fixture
 def script() -> Script:
-    """What the API answers."""
+    """Returns what the API answers."""
     return Script()
 
 
@@ -46,7 +46,7 @@ def say(page: Browser, text: str) -> None:
 
 
 def contents(*texts: str) -> list[dict[str, Any]]:
-    """Deltas of an answer."""
+    """Returns the deltas of an answer."""
     return [{"content": text} for text in texts]
 
 
@@ -353,7 +353,7 @@ def test_dark_and_light(page: Browser) -> None:
 
 
 def live_answer(rows: int, seconds: float) -> dict[str, Any]:
-    """Figures in which a server has computed for a while."""
+    """Returns the figures in which a server has computed for a while."""
     server = {
         "index": 0,
         "is_up": True,

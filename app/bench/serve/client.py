@@ -99,7 +99,7 @@ class Endpoint:
         await self._http.aclose()
 
     def body(self, request: PromptRequest) -> dict[str, Any]:
-        """What is posted."""
+        """Returns what is posted."""
         chat = self._options.endpoint == ENDPOINTS[0]
         prompt = (
             {"messages": [{"role": "user", "content": request.prompt}]}
@@ -169,7 +169,9 @@ class Endpoint:
 
 
 def _look(event: dict[str, Any]) -> tuple[bool, bool]:
-    """Whether the event brings output of any kind, and whether it says that the output is complete."""
+    """Returns whether the event brings output of any kind, and whether it says that the output is
+    complete.
+    """
     has_text = finished = False
     for choice in event.get("choices") or []:
         delta = choice.get("delta") or {}

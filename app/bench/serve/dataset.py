@@ -60,7 +60,7 @@ class TokenScale:
         return self.per_word / _CHARACTERS_PER_WORD
 
     def words_for(self, tokens: float) -> int:
-        """How many words make a prompt of about `tokens` tokens; at least one."""
+        """Returns how many words make a prompt of about `tokens` tokens; at least one."""
         return max(1, round((tokens - self.overhead) / self.per_word))
 
 
@@ -128,12 +128,12 @@ class Dataset:
 
 
 def words(rng: np.random.Generator, count: int) -> str:
-    """A number of words in a random order."""
+    """Returns a number of words in a random order."""
     return " ".join(_WORDS[index] for index in rng.integers(0, len(_WORDS), count).tolist())
 
 
 def sharegpt_lengths(rng: np.random.Generator, count: int) -> tuple[Any, Any]:
-    """Prompt and output lengths in tokens, distributed about as ShareGPT's: int arrays (count,)."""
+    """Returns prompt and output lengths in tokens, distributed about as ShareGPT's: int arrays (count,)."""
     lengths = []
     for median, spread in (_PROMPT_LENGTHS, _OUTPUT_LENGTHS):
         drawn = rng.lognormal(np.log(median), spread, count)
@@ -142,7 +142,9 @@ def sharegpt_lengths(rng: np.random.Generator, count: int) -> tuple[Any, Any]:
 
 
 def _conversations(path: Path, scale: TokenScale) -> list[PromptRequest]:
-    """First questions and lengths of their answers, of those that are neither trivial nor very long."""
+    """Returns first questions and lengths of their answers, of those that are neither trivial nor
+    very long.
+    """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

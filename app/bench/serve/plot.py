@@ -26,7 +26,7 @@ class PlottedRow(Protocol):
         """Stands in the legend."""
 
     def values(self, latency: str) -> list[float]:
-        """Milliseconds."""
+        """Returns milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def write_plot(rows: Sequence[PlottedRow], path: Path) -> None:
 
 
 def plot(rows: Sequence[PlottedRow]) -> str:
-    """The SVG document."""
+    """Returns the SVG document."""
     panels = [_distribution(rows, latency, title, column) for column, (latency, title) in enumerate(_SHOWN)]
     lines = 1
     if len(rows) > 1:
@@ -80,7 +80,7 @@ def _colour(index: int) -> str:
 
 
 def _distribution(rows: Sequence[PlottedRow], latency: str, title: str, column: int) -> str:
-    """Which share of the values is at most x."""
+    """Returns which share of the values is at most x."""
     lines = []
     for row in rows:
         values = np.sort(np.array(row.values(latency)))
@@ -93,7 +93,7 @@ def _distribution(rows: Sequence[PlottedRow], latency: str, title: str, column: 
 
 
 def _by_row(rows: Sequence[PlottedRow], latency: str, title: str, column: int) -> str:
-    """Median and 99th percentile, row after row."""
+    """Returns median and 99th percentile, row after row."""
     lines = []
     for percent in (50, 99):
         found = [(index, row.values(latency)) for index, row in enumerate(rows)]
@@ -139,7 +139,7 @@ def _panel(
 
 
 def _ticks(most: float) -> list[float]:
-    """Round numbers from 0 to at most `most`, four to eight of them."""
+    """Returns round numbers from 0 to at most `most`, four to eight of them."""
     step = 10.0 ** math.floor(math.log10(most))
     for part in (0.1, 0.2, 0.25, 0.5, 1.0):
         if most / (step * part) <= 6:

@@ -77,7 +77,7 @@ class SweepRow:
         return rate if self.max_concurrency is None else f"{rate}, at most {self.max_concurrency}"
 
     def values(self, latency: str) -> list[float]:
-        """Milliseconds, of all completed requests."""
+        """Returns milliseconds, of all completed requests."""
         found: list[float] = []
         for sample in self.good:
             if latency == "itl":
@@ -87,13 +87,13 @@ class SweepRow:
         return [1e3 * value for value in found]
 
     def percentile(self, latency: str, percent: float) -> float | None:
-        """Milliseconds; None: nothing was measured."""
+        """Returns milliseconds; None: nothing was measured."""
         values = self.values(latency)
         return float(np.percentile(values, percent)) if values else None
 
     @property
     def errors(self) -> dict[str, int]:
-        """How often each thing went wrong, the most frequent first."""
+        """Returns how often each thing went wrong, the most frequent first."""
         return dict(Counter(sample.error for sample in self.samples if sample.error).most_common())
 
     @property
@@ -153,7 +153,7 @@ def _within(sample: Sample, latency: str, limit_ms: float) -> bool:
 
 
 def parse_goodput(text: str) -> dict[str, float]:
-    """ "ttft:500 tpot:50", separated by blanks or commas. Raises UserError."""
+    """Returns "ttft:500 tpot:50", separated by blanks or commas. Raises UserError."""
     limits = {}
     for part in text.replace(",", " ").split():
         name, _, value = part.partition(":")
@@ -168,7 +168,7 @@ def parse_goodput(text: str) -> dict[str, float]:
 
 
 def parse_rates(text: str) -> tuple[float, ...]:
-    """Numbers above 0 or "inf", separated by commas. Raises UserError."""
+    """Returns numbers above 0 or "inf", separated by commas. Raises UserError."""
     try:
         rates = tuple(float(part) for part in text.split(","))
     except ValueError:
@@ -181,7 +181,7 @@ def parse_rates(text: str) -> tuple[float, ...]:
 
 
 def parse_concurrencies(text: str) -> tuple[int | None, ...]:
-    """Whole numbers above 0 or "none", separated by commas. Raises UserError."""
+    """Returns whole numbers above 0 or "none", separated by commas. Raises UserError."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part == "none" or (part.isdecimal() and int(part) > 0) for part in parts):
         raise UserError(
@@ -191,7 +191,7 @@ def parse_concurrencies(text: str) -> tuple[int | None, ...]:
 
 
 def parse_extra_body(text: str) -> dict[str, Any]:
-    """A JSON object; empty: none. Raises UserError."""
+    """Returns a JSON object; empty: none. Raises UserError."""
     try:
         found = json.loads(text or "{}")
     except ValueError as error:
@@ -248,7 +248,9 @@ async def _sweep(
 
 
 def _bounded(row: SweepRow, weights: WeightBytes | None, bandwidth: float | None) -> SweepRow:
-    """With its limit: no more is answered than is asked, and no token is made without reading weights."""
+    """Returns the row with its limit: no more is answered than is asked, and no token is made without reading
+    weights.
+    """
     limit: tuple[str, float, float] | None = None
     if not math.isinf(row.request_rate):
         limit = ("request rate", row.request_rate, len(row.good) / row.duration)
@@ -260,7 +262,7 @@ def _bounded(row: SweepRow, weights: WeightBytes | None, bandwidth: float | None
 
 
 def arrivals(rate: float, count: int, burstiness: float, seed: int) -> list[float]:
-    """Seconds from the start at which requests arrive, the first at 0.
+    """Returns the seconds from the start at which requests arrive, the first at 0.
 
     The pauses are drawn from a gamma distribution (exponential with `burstiness` 1), then stretched so that
     the requests together take count / rate seconds: short runs, too, have the rate that was asked for.

@@ -103,7 +103,7 @@ class CompressedAttentionBackend(PlannedAttention):
         sinks: torch.Tensor,
         selection: torch.Tensor | None,
     ) -> torch.Tensor:
-        """`[T, num_heads, head_dim]` of queries of that shape; the step's entries are stored already.
+        """Returns `[T, num_heads, head_dim]` of queries of that shape; the step's entries are stored already.
 
         keys `[T, head_dim]`, window `[slots, window - 1, head_dim]`, both rotated; the latest keys are left
         there. sinks float32 `[num_heads]`, a logit of each head without a value. selection: as `select`
@@ -112,14 +112,15 @@ class CompressedAttentionBackend(PlannedAttention):
 
     @abstractmethod
     def select(self, query: torch.Tensor, head_weights: torch.Tensor, layer_id: int) -> torch.Tensor:
-        """The entries with the highest scores: int32 `[T, top_k]`, ascending, then -1; where `selects`.
+        """Returns the entries with the highest scores: int32 `[T, top_k]`, ascending, then -1; where
+        `selects`.
 
         query `[T, index heads, index head_dim]`, rotated; head_weights float32 `[T, index heads]`, scales
         included. Scores as in `MlaAttentionBackend.select`; among equal ones the earlier entry wins.
         """
 
     def _may_select(self, longest: int) -> bool:
-        """Whether some layer has more entries in so many tokens than a query may attend to."""
+        """Returns whether some layer has more entries in `longest` tokens than a query may attend to."""
         sizes = self.dimensions
         return any(longest // sizes.rates[layer] > sizes.top_k for layer in sizes.sparse_layers)
 

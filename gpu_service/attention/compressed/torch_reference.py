@@ -55,12 +55,14 @@ class _Span:
     write: torch.Tensor
 
     def ends(self, rate: int, first_entry: int = 0) -> torch.Tensor:
-        """The last tokens of the entries up to the last row of the step, int64 `[E]`."""
+        """Returns the last tokens of the entries up to the last row of the step, int64 `[E]`."""
         entries = torch.arange(first_entry, self.length // rate, device=self.pages.device)
         return entries * rate + rate - 1
 
     def latest(self, recent: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """The request's rows of the step after those before it; the last ones are left for the next step."""
+        """Returns the request's rows of the step after those before it; the last ones are left for the next
+        step.
+        """
         joined = torch.cat((recent[self.read], rows[self.rows]))
         recent[self.write] = joined[joined.shape[0] - recent.shape[1] :]
         return joined
@@ -106,13 +108,13 @@ class TorchCompressedAttention(CompressedAttentionBackend):
             pages.flatten(0, 1)[self._places(span, last, rate)] = entries
 
     def _places(self, span: _Span, last: torch.Tensor, rate: int) -> torch.Tensor:
-        """Where entries lie that end with tokens int64 `[E]`, counted over all pages."""
+        """Returns where entries lie that end with tokens int64 `[E]`, counted over all pages."""
         page_size = self.cache.page_size
         places = -(-page_size // rate)
         return span.pages[last // page_size] * places + last % page_size // rate
 
     def _gathered(self, span: _Span, pages: torch.Tensor, rate: int) -> torch.Tensor:
-        """All entries up to the last row of the step, `[E, size]`."""
+        """Returns all entries up to the last row of the step, `[E, size]`."""
         last = span.ends(rate)
         return pages.flatten(0, 1)[self._places(span, last, rate)]
 
@@ -149,7 +151,7 @@ class TorchCompressedAttention(CompressedAttentionBackend):
         rate: int,
         selection: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Which keys each of some rows sees, bool `[n, n + earlier + num_entries]`."""
+        """Returns which keys each of some rows sees, bool `[n, n + earlier + num_entries]`."""
         device = span.pages.device
         row = torch.arange(rows.stop - rows.start, device=device)[:, None]
         position = row + span.first + rows.start - span.rows.start

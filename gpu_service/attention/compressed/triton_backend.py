@@ -48,7 +48,7 @@ class TritonCompressedAttention(CompressedAttentionBackend):
         self._prepare(inputs, max(inputs.seq_lens, default=1))
 
     def plan_capture(self, inputs: ForwardInputs) -> None:
-        """As for the longest sequence that the block table can hold."""
+        """Plans the step as if it had the longest sequence that the block table can hold."""
         self._prepare(inputs, inputs.block_table.shape[1] * self.cache.page_size)
 
     def plan_replay(self, inputs: ForwardInputs) -> None:
@@ -138,7 +138,7 @@ class TritonCompressedAttention(CompressedAttentionBackend):
 
 
 def _table_rows(table: RopeTable, index: torch.Tensor) -> RopeTable:
-    """Of some rows of the step."""
+    """Returns the table of some rows of the step."""
     parts = (table.cos_sin, table.rows, table.query_scale)
     cos_sin, rows, query_scale = (None if part is None else part[index] for part in parts)
     return RopeTable(table.cos[index], table.sin[index], table.interleaved, cos_sin, rows, query_scale)

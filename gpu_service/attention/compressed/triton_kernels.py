@@ -29,7 +29,7 @@ _BLOCK_LATEST = 4
 def _joined(  # type: ignore[no-untyped-def]
     rows, recent, start, slot, token, first, ROW: tl.constexpr, KEPT: tl.constexpr, row_stride
 ):
-    """Pointers to the rows of tokens of one request: of the step, or of those kept before `first`."""
+    """Returns pointers to the rows of tokens of one request: of the step, or of those kept before `first`."""
     kept = recent + (slot * KEPT + (token - first + KEPT)) * ROW
     return tl.where(token >= first, rows + (start + token - first).to(tl.int64) * row_stride, kept)
 
@@ -38,7 +38,7 @@ def _joined(  # type: ignore[no-untyped-def]
 def _summed(  # type: ignore[no-untyped-def]
     maximum, total, weighted, at_rows, at_offsets, element, held, ROW: tl.constexpr
 ):
-    """One more block of tokens in a sum with weights by softmax, element by element."""
+    """Adds one more block of tokens to a sum with weights by softmax, element by element."""
     value = tl.load(at_rows + element, mask=held, other=0.0).to(tl.float32)
     logit = tl.load(at_rows + ROW // 2 + element, mask=held, other=0.0).to(tl.float32)
     logit += tl.load(at_offsets + element, mask=held, other=0.0)
@@ -128,7 +128,7 @@ def _keep_kernel(  # type: ignore[no-untyped-def]
 def _attended(  # type: ignore[no-untyped-def]
     query, key, seen, maximum, total, weighted, score_scale, PRECISION: tl.constexpr
 ):
-    """One more block of keys, which are values, in the sums of a block of heads."""
+    """Adds one more block of keys, which are values, to the sums of a block of heads."""
     scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
     scores = tl.where(seen[None, :], scores * score_scale, float("-inf"))
     highest = tl.maximum(maximum, tl.max(scores, 1))
@@ -216,7 +216,7 @@ def compress_rows(
     inputs: ForwardInputs,
     page_size: int,
 ) -> None:
-    """As `CompressedAttentionBackend.compress`, without what is left for the next step."""
+    """Computes `CompressedAttentionBackend.compress`, without what is left for the next step."""
     rotary_dim, block = how.table.cos.shape[-1], next_power_of_2(-(-how.size // 2))
     _compress_kernel[(rows.shape[0],)](
         rows, recent, pages, how.offsets, how.norm_weight, how.table.cos, how.table.sin, inputs.state_reads,
@@ -240,7 +240,8 @@ def compressed_attention(
     softmax_scale: float,
     tile: Tile,
 ) -> torch.Tensor:
-    """As `CompressedAttentionBackend.attend`, without what is left for the next step; `tile` as `mla_tile`'s.
+    """Computes `CompressedAttentionBackend.attend`, without what is left for the next step; `tile` as
+    `mla_tile`'s.
 
     entries `[num_pages, places, head_dim]`, None where the layer has none.
     """

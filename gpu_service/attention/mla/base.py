@@ -21,13 +21,13 @@ from gpu_service.ops.linear import linear, widened
 
 
 def absorb_query(query_nope: torch.Tensor, key_weight: torch.Tensor) -> torch.Tensor:
-    """`[T, H, nope_dim]` through `[H, nope_dim, latent_dim]`: `[T, H, latent_dim]`."""
+    """Returns `[T, H, nope_dim]` through `[H, nope_dim, latent_dim]`: `[T, H, latent_dim]`."""
     query, weight = widened(query_nope, key_weight)
     return torch.bmm(query.transpose(0, 1), weight).transpose(0, 1).to(query_nope.dtype)
 
 
 def project_values(attended: torch.Tensor, value_weight: torch.Tensor) -> torch.Tensor:
-    """`[T, H, latent_dim]` through `[H, value_dim, latent_dim]`: `[T, H, value_dim]`."""
+    """Returns `[T, H, latent_dim]` through `[H, value_dim, latent_dim]`: `[T, H, value_dim]`."""
     latents, weight = widened(attended, value_weight)
     return torch.bmm(latents.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1).to(attended.dtype)
 
@@ -35,7 +35,7 @@ def project_values(attended: torch.Tensor, value_weight: torch.Tensor) -> torch.
 def up_project(
     latent: torch.Tensor, key_rope: torch.Tensor, weight: torch.Tensor, nope_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Latents `[T, latent_dim]` and rotated parts `[T, rope_dim]` written out for every head.
+    """Returns latents `[T, latent_dim]` and rotated parts `[T, rope_dim]` written out for every head.
 
     weight `[H, nope_dim + value_dim, latent_dim]`, contiguous: each head's key rows, then its value rows.
     Returns keys `[T, H, nope_dim + rope_dim]` and values `[T, H, value_dim]`, both contiguous.
@@ -53,7 +53,7 @@ class IndexDimensions:
     num_heads: int
     head_dim: int
     top_k: int  # Tokens that a query attends to at most, but for those after the last whole pool.
-    # So many tokens have one key, and are chosen together; `top_k` is a multiple of it.
+    # The number of tokens that have one key and are chosen together; `top_k` is a multiple of it.
     pool: int = 1
 
     @property
@@ -145,7 +145,7 @@ class MlaAttentionBackend(PlannedAttention):
         selection: torch.Tensor | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """`forward` after storing; `query` is its `query_latent`."""
+        """Computes `forward` after storing; `query` is its `query_latent`."""
 
     def forward_non_absorbed(
         self,
@@ -156,7 +156,7 @@ class MlaAttentionBackend(PlannedAttention):
         key_rope: torch.Tensor | None,
         layer_id: int,
     ) -> torch.Tensor:
-        """The same for a step of first chunks only, with keys and values of each head written out.
+        """Returns the same for a step of first chunks only, with keys and values of each head written out.
 
         Fewer operations than `forward` while nothing earlier is attended to; taken where `non_absorbed`.
         query, key `[T, num_heads, nope_dim + rope_dim]`; value `[T, num_heads, value_dim]`; latent and
@@ -174,7 +174,7 @@ class MlaAttentionBackend(PlannedAttention):
     def _attend_first_chunks(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        """Plain causal attention of each request to itself, by torch."""
+        """Computes plain causal attention of each request to itself, by torch."""
         output = torch.empty_like(value, memory_format=torch.contiguous_format)
         for begin, end in pairwise(self._planned.query_start_loc):
             q, k, v = (part[begin:end].transpose(0, 1) for part in widened(query, key, value))
@@ -185,7 +185,7 @@ class MlaAttentionBackend(PlannedAttention):
         return output
 
     def select(self, query: torch.Tensor, head_weights: torch.Tensor, index_layer: int) -> torch.Tensor:
-        """The tokens with the highest scores, int32 as the class says; where `selects`.
+        """Returns the tokens with the highest scores, int32 as the class says; where `selects`.
 
         query `[T, index heads, index head_dim]`, rotary embedding applied; head_weights float32 `[T, index
         heads]`, scales included; the step's keys are in `cache.index_keys` already. A token's score is the
@@ -198,18 +198,22 @@ class MlaAttentionBackend(PlannedAttention):
         raise NotImplementedError(f"{type(self).__name__} cannot select tokens")
 
     def _writes_keys_out(self, inputs: ForwardInputs) -> bool:
-        """Whether a step is one that `forward_non_absorbed` serves; asked after `selects` is known."""
+        """Returns whether a step is one that `forward_non_absorbed` serves; asked after `selects`
+        is known.
+        """
         may = not (self.cache.is_quantised or self.selects or self.dimensions.has_sinks)
         return may and has_only_first_chunks(inputs)
 
     def _may_select(self, longest: int) -> bool:
-        """Whether a step whose longest sequence has so many tokens must choose among them."""
+        """Returns whether a step whose longest sequence has `longest` tokens must choose among them."""
         index = self.dimensions.index
         return index is not None and longest // index.pool > index.top_k // index.pool
 
 
 def has_only_first_chunks(inputs: ForwardInputs) -> bool:
-    """Whether no request attends to anything earlier than this step, and some compute several tokens."""
+    """Returns whether no request attends to anything earlier than this step, and some compute
+    several tokens.
+    """
     starts = inputs.query_start_loc
     first = all(
         end - begin == length

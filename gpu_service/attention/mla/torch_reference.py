@@ -39,11 +39,12 @@ def index_scores(query: torch.Tensor, head_weights: torch.Tensor, keys: torch.Te
 
 
 def select_tokens(scores: torch.Tensor, lengths: torch.Tensor, top_k: int) -> torch.Tensor:
-    """Positions of each row's `top_k` highest scores, ascending, padded with -1: int32 `[T, top_k]`.
+    """Returns the positions of each row's `top_k` highest scores, ascending, padded with -1: int32 `[T,
+    top_k]`.
 
-    scores float32 `[T, K]`; lengths int `[T]`: a row chooses among its first so many, all of them where they
-    are not more than `top_k`. Among equal scores the lower position wins. A row with a NaN chooses nothing.
-    Shapes depend on shapes only, so that it may be captured in a graph.
+    scores float32 `[T, K]`; lengths int `[T]`: a row chooses among its first `lengths[t]`, all of them where
+    they are not more than `top_k`. Among equal scores the lower position wins. A row with a NaN chooses
+    nothing. Shapes depend on shapes only, so that it may be captured in a graph.
     """
     num_rows, width = scores.shape
     positions = torch.arange(width, device=scores.device)
@@ -64,8 +65,8 @@ def select_tokens(scores: torch.Tensor, lengths: torch.Tensor, top_k: int) -> to
 
 
 def expand_pools(pools: torch.Tensor, lengths: torch.Tensor, pool: int) -> torch.Tensor:
-    """The tokens of chosen pools, then those after the last whole pool, then -1: int32 `[T, K * pool + pool
-    - 1]`.
+    """Returns the tokens of chosen pools, then those after the last whole pool, then -1: int32 `[T, K * pool
+    + pool - 1]`.
 
     pools int `[T, K]`, ascending, padded with -1; lengths int `[T]`: tokens up to each row.
     """
@@ -144,7 +145,8 @@ class TorchMlaAttention(MlaAttentionBackend):
     def _keys_of(
         self, span: _Span, layer_id: int, selection: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Latents of one request's tokens, `[K, latent_dim + rope_dim]`, and which row sees which of them.
+        """Returns the latents of one request's tokens, `[K, latent_dim + rope_dim]`, and which row sees which
+        of them.
 
         A single row is given those that it chose. The rows of a chunk chose differently: they share all.
         """
@@ -175,7 +177,7 @@ class TorchMlaAttention(MlaAttentionBackend):
 
 
 def _selection_mask(selection: torch.Tensor, kv_len: int, dtype: torch.dtype) -> torch.Tensor:
-    """0 where a row of `[n, top_k]` selects a token, else -inf: `[n, kv_len]`."""
+    """Returns 0 where a row of `[n, top_k]` selects a token, else -inf: `[n, kv_len]`."""
     mask = torch.full((selection.shape[0], kv_len + 1), float("-inf"), dtype=dtype, device=selection.device)
     # -1 is the column after the last, which is dropped.
     return mask.scatter_(1, selection.long() % (kv_len + 1), 0.0)[:, :kv_len]

@@ -30,14 +30,14 @@ _WIDE = 64
 
 @jit
 def position_of(row, query_starts, seq_lens, num_requests):  # type: ignore[no-untyped-def]
-    """The request that a row belongs to, by bisection, and how many tokens the row attends to."""
+    """Returns the request that a row belongs to, by bisection, and how many tokens the row attends to."""
     request = request_of_row(row, query_starts, num_requests)
     return request, tl.load(seq_lens + request) - (tl.load(query_starts + request + 1) - 1 - row)
 
 
 @jit
 def _chosen(selection, row, column, seen, TOP_K: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The tokens in those columns of the row's selection, and where there are any."""
+    """Returns the tokens in those columns of the row's selection, and where there are any."""
     # 64 bits: rows times TOP_K can be more than 32 hold.
     position = tl.load(selection + row.to(tl.int64) * TOP_K + column, mask=seen, other=-1)
     return tl.maximum(position, 0), position >= 0
@@ -128,7 +128,8 @@ def _mla_combine_kernel(  # type: ignore[no-untyped-def]
 
 
 def mla_tile(dtype: torch.dtype, num_rows: int, num_heads: int, num_sms: int) -> Tile:
-    """For latents of 512 elements: heads of one row, which read a latent once for all of them, and keys.
+    """Returns the tile for latents of 512 elements: heads of one row, which read a latent once for all of
+    them, and keys.
 
     16 heads and 32 keys, or 16 where there are no tensor cores. 64 heads, as many rows as Hopper's widest
     products have, where so few programs fill the device and no row's keys have to be divided.
@@ -154,7 +155,7 @@ def mla_attention(
     selection: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Absorbed attention of every row; returns `[T, num_heads, latent_dim]`.
+    """Computes absorbed attention of every row; returns `[T, num_heads, latent_dim]`.
 
     query_latent, query_rope as in `MlaAttentionBackend.forward`; pages `[num_pages, page_size, latent_dim +
     rope_dim]`; partial: float32 `[T, num_heads, num_splits, latent_dim]` and `[T, num_heads, num_splits]`,
@@ -257,7 +258,7 @@ def _ordered(scores, position, seen):  # type: ignore[no-untyped-def]
 def _digit_counts(  # type: ignore[no-untyped-def]
     scores, length, prefix, SHIFT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """How many scores that begin like `prefix` have each value of the 8 bits at SHIFT, `[256]`."""
+    """Returns how many scores that begin like `prefix` have each value of the 8 bits at SHIFT, `[256]`."""
     counts = tl.zeros([256], tl.int32)
     digits = tl.arange(0, 256)
     for first in range(0, length, BLOCK):
@@ -346,7 +347,7 @@ def choose_pools(
 ) -> torch.Tensor:
     """`index_scores` and `select_tokens` of `torch_reference.py` for every row of a step: int32 `[T, top_k]`.
 
-    A row chooses among the pools of so many tokens that end up to it. keys `[num_pages, places, row]`, a key
+    A row chooses among the pools of POOL tokens that end up to it. keys `[num_pages, places, row]`, a key
     being the first elements of a row: with a place for each of the `page_size` tokens of a page, that of a
     pool is in its last token's; with fewer places, pools have theirs alone. The rest as in `choose_tokens`.
     """

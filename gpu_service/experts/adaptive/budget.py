@@ -24,7 +24,7 @@ _FIRST_SHARE, _LEAST_SHARE, _MOST_SHARE = 0.05, 0.005, 0.25
 _GROWTH = 1.5
 # Steps that are compared before the share is corrected; references of each, and those that are enough.
 _COMPARED, _REFERENCES, _ENOUGH = 96, 32, 8
-# Of so many steps the last two begin no copies.
+# Of this many steps the last two begin no copies.
 _PERIOD = 8
 # Copies that a step begins, at most. Experts for empty slots take no other's place and are worth more: by
 # this factor more of them, and of the link for them.
@@ -32,7 +32,10 @@ _MOST_A_STEP, _REFILLS = 8, 4
 
 
 class TransferBudget:
-    """Of one rank. The thread that launches steps calls `allowed`, the one that ends them `observe`."""
+    """The transfer budget of one rank.
+
+    The thread that launches steps calls `allowed`, the one that ends them `observe`.
+    """
 
     def __init__(self) -> None:
         self.share = _FIRST_SHARE

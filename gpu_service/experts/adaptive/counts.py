@@ -25,7 +25,7 @@ class Observation:
 
 
 class RoutingCounts:
-    """Of one rank's layers with slots. Driven by the thread that launches steps."""
+    """The counts of one rank's layers with slots. Driven by the thread that launches steps."""
 
     def __init__(self, layers: Sequence[int], num_experts: int, device: TransferDevice) -> None:
         self._device = device
@@ -36,7 +36,9 @@ class RoutingCounts:
         self._on_the_way: tuple[torch.Tensor, Any] | None = None
 
     def of(self, layer: int, rows: int) -> torch.Tensor:
-        """int32 `[num_experts]`, which a step of `rows` token rows adds to; the same tensor every time."""
+        """Returns int32 `[num_experts]`, which a step of `rows` token rows adds to; the same tensor every
+        time.
+        """
         return self._totals[int(rows > DECODE_ROWS), self._rows[layer]]
 
     def fetch(self) -> None:
@@ -46,7 +48,7 @@ class RoutingCounts:
             self._on_the_way = copy, self._device.record_read()
 
     def poll(self) -> Observation | None:
-        """What `fetch` brought; None: it has not come yet, or nothing was chosen."""
+        """Returns what `fetch` brought; None: it has not come yet, or nothing was chosen."""
         if self._on_the_way is None or not self._device.has_ended(self._on_the_way[1]):
             return None
         now = self._on_the_way[0].numpy().view(np.uint32).copy()

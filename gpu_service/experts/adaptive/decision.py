@@ -19,7 +19,7 @@ _MOST_WANTED, _MOST_REFILLED = 64, 256
 
 
 class PlacementDecision:
-    """Of layers with slots. Not thread safe."""
+    """Decides the exchanges of layers with slots. Not thread safe."""
 
     def __init__(
         self,
@@ -41,11 +41,14 @@ class PlacementDecision:
         self._slots = slots
 
     def observe(self, observation: Observation, copy_price: float) -> None:
-        """What was chosen after everything that was observed before; copies cost `copy_price` reads."""
+        """Notes what was chosen after everything that was observed before; copies cost `copy_price` reads."""
         self._forecast.observe(observation, copy_price)
 
     def wanted(self, resident: NDArray[np.bool_], copy_price: float) -> list[Wanted]:
-        """The most urgent exchanges first. `resident` bool `[layers, experts]`: in a slot, or on its way."""
+        """Returns the most urgent exchanges first.
+
+        `resident` bool `[layers, experts]`: in a slot, or on its way.
+        """
         expected = self._forecast.expected
         refilled = self._refilled(resident, expected)
         found = worthwhile(expected, resident, copy_price).best(_MOST_WANTED)
@@ -53,8 +56,8 @@ class PlacementDecision:
         return refilled + [Wanted(self._layers[row], newcomer, leaver) for row, newcomer, leaver in pairs]
 
     def _refilled(self, resident: NDArray[np.bool_], expected: NDArray[np.float64]) -> list[Wanted]:
-        """The best absent experts for empty slots: those of layers that got memory, or whose expert could not
-        be copied.
+        """Returns the best absent experts for empty slots: those of layers that got memory, or whose expert
+        could not be copied.
         """
         empty = self._slots - resident.sum(axis=1)
         rates, found = self.rates, list[tuple[float, Wanted]]()
@@ -67,7 +70,7 @@ class PlacementDecision:
 
     @property
     def rates(self) -> NDArray[np.float64]:
-        """As `RoutingForecast.rates`."""
+        """The rates that `RoutingForecast.rates` gives."""
         return self._forecast.rates
 
     @property

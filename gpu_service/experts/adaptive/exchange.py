@@ -81,7 +81,7 @@ class SlotExchanges:
         copied: Callable[[int, float], None] = lambda nbytes, seconds: None,
     ) -> None:
         """`streamer`: whose source has the servers' segments; None: experts are packed from the
-        checkpoint. `copied` is told the bytes of each copy and its seconds on the link.
+        checkpoint. `copied` is called with the bytes of each copy and its seconds on the link.
         """
         self._resident = resident
         self._device = device
@@ -176,7 +176,7 @@ class SlotExchanges:
         return changes
 
     def _copyable(self, wanted: Sequence[Wanted]) -> list[Wanted]:
-        """What can be copied at once; the others are packed first."""
+        """Returns what can be copied at once; the others are packed first."""
         source = None if self._streamer is None else self._streamer.source
         segments = None if source is None else source.segments()
         if self._streamer is not None and segments is None:
@@ -191,8 +191,8 @@ class SlotExchanges:
         return found
 
     def _possible(self, copies: Sequence[_Copy]) -> list[tuple[Wanted, _Packed | None, int]]:
-        """Those whose slots are still as they were when they were wanted, with the slot; of one slot or
-        newcomer the first. A slot whose newcomer is on its way is not free.
+        """Returns those whose slots are still as they were when they were wanted, with the slot; of one slot
+        or newcomer the first. A slot whose newcomer is on its way is not free.
         """
         coming = {*self.under_way}
         taken = {(each.layer, each.slot) for each in self._copying}
@@ -234,7 +234,7 @@ class SlotExchanges:
         return found
 
     def _stored(self, segments: ExpertSegments, each: Wanted) -> StoredExperts | None:
-        """The part that has the whole expert just as slots of its layer do; None: there is none."""
+        """Returns the part that has the whole expert just as slots of its layer do; None: there is none."""
         if self._places_of is not segments:
             self._places, self._places_of = {}, segments
         kind = self._resident.slots[each.layer].kind
@@ -244,7 +244,7 @@ class SlotExchanges:
         return None
 
     def _place_in(self, stored: StoredExperts) -> Mapping[int, int]:
-        """Expert -> slot of the segment."""
+        """Returns expert -> slot of the segment."""
         key = id(stored)
         if key not in self._places:
             self._places[key] = {expert: slot for slot, expert in enumerate(stored.experts)}

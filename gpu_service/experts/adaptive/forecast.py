@@ -32,7 +32,7 @@ Choices = NDArray[np.float64]
 
 
 class RoutingForecast:
-    """Of some layers with slots. Not thread safe."""
+    """Forecasts the choices of some layers with slots. Not thread safe."""
 
     def __init__(
         self, resident: NDArray[np.bool_], top_k: int, known: NDArray[np.int64] | None = None
@@ -85,11 +85,11 @@ class RoutingForecast:
         self._saved -= copy_price * copies
 
     def _expected(self) -> Choices:
-        """Of every half-life, within as many tokens as it remembers."""
+        """Returns the choices expected by every half-life, within as many tokens as it remembers."""
         return self._rates() * self._tokens[:, :, None]
 
     def _rates(self) -> Choices:
-        """Of every half-life, choices by a token."""
+        """Returns the choices by a token, of every half-life."""
         even = self._top_k / self._num_experts
         usual = (self._sums[-1] + _PRIOR_TOKENS * even) / (self._tokens[-1, :, None] + _PRIOR_TOKENS)
         prior = np.minimum(self._half_lives, _PRIOR_TOKENS)[:, None, None]
@@ -121,6 +121,6 @@ class RoutingForecast:
         return found
 
     def to_record(self) -> NDArray[np.int64]:
-        """Counts of the longest half-life, for a file that a later start begins with."""
+        """Returns the counts of the longest half-life, for a file that a later start begins with."""
         found: NDArray[np.int64] = np.rint(self._sums[-1]).astype(np.int64)
         return found

@@ -37,13 +37,13 @@ _HITS_OVER = 1024.0
 _SAVED_EVERY_S = 60.0
 # Half-life of decoded tokens per second.
 _TOKENS_OVER_S = 1.0
-# After a find of damage, while servers pack the expert anew and compare the others.
+# After a find of damage, while servers repack the expert and compare the others.
 _CAREFUL_S = 60.0
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Residents:
-    """Of one moment; filled by `begin_step`."""
+    """The residents of one moment; filled by `begin_step`."""
 
     mask: NDArray[np.bool_]  # As `AdaptivePlacement.resident_mask`.
     num_slots: NDArray[np.int64]  # [layers]: slots that have memory.
@@ -73,7 +73,10 @@ class LayerFigures:
 
 
 class AdaptivePlacement:
-    """Of one rank. `begin_step` is called by the thread that launches steps, `figures` by any."""
+    """The placement of one rank.
+
+    `begin_step` is called by the thread that launches steps, `figures` by any.
+    """
 
     def __init__(
         self,
@@ -127,7 +130,7 @@ class AdaptivePlacement:
         self._thread.start()
 
     def begin_step(self) -> None:
-        """Before every step of the main lane; launches work and waits for nothing."""
+        """Launches work before every step of the main lane and waits for nothing."""
         now = time.monotonic()
         self._step_s += 0.1 * (min(now - self._last_step, _LONGEST_STEP_S) - self._step_s)
         self._last_step = now
@@ -162,7 +165,7 @@ class AdaptivePlacement:
 
     @property
     def wants_memory(self) -> bool:
-        """Whether some expert of a layer whose memory moves has no slot."""
+        """Returns whether some expert of a layer whose memory moves has no slot."""
         return self.supply is not None and self.supply.wants_memory
 
     @property
@@ -182,8 +185,9 @@ class AdaptivePlacement:
         return np.array([slots.backed for slots in self._resident.slots.values()])
 
     def resident_mask(self) -> NDArray[np.bool_]:
-        """bool `[layers, experts]`: in a slot, or on its way there. Only by the thread that launches
-        steps.
+        """Returns bool `[layers, experts]`: in a slot, or on its way there.
+
+        Only by the thread that launches steps.
         """
         mask = np.zeros((len(self._layers), self._num_experts), np.bool_)
         for row, layer in enumerate(self._layers):
@@ -194,7 +198,7 @@ class AdaptivePlacement:
         return mask
 
     def figures(self) -> PlacementFigures:
-        """What has happened so far."""
+        """Returns what has happened so far."""
         exchanges, chosen, hits = self._exchanges, self._chosen.tolist(), self._hits.tolist()
         layers = {
             layer: LayerFigures(*exchanges.by_layer[layer], chosen[row], hits[row])
@@ -205,7 +209,7 @@ class AdaptivePlacement:
 
     @property
     def hit_share(self) -> float:
-        """Of the latest choices of decoding rows in layers with slots, those in a slot; 0 before any."""
+        """The share in slots of the latest choices of decoding rows in layers with slots; 0 before any."""
         return self._recent_hits / self._recent_chosen if self._recent_chosen else 0.0
 
     @property

@@ -32,13 +32,13 @@ class Exchanges:
         return len(self.rows)
 
     def best(self, most: int) -> Exchanges:
-        """At most `most` of them, those that gain most first."""
+        """Returns at most `most` of them, those that gain most first."""
         order = np.argsort(-self.gains, kind="stable")[:most]
         return Exchanges(self.rows[order], self.newcomers[order], self.leavers[order], self.gains[order])
 
 
 def worthwhile(expected: NDArray[np.float64], resident: NDArray[np.bool_], copy_price: float) -> Exchanges:
-    """All that pay, each expert in one of them at most.
+    """Returns all that pay, each expert in one of them at most.
 
     expected: float64 `[rows, experts]`, choices within the time for which the forecast holds. resident: bool
     `[rows, experts]`, in a slot or on its way there. copy_price: choices by which a newcomer must be ahead.

@@ -36,7 +36,7 @@ _BETWEEN_LAYERS_S, _BETWEEN_LAYERS, _PAYS_WITHIN = 0.25, 4, 2048.0
 
 
 class SlotSupply:
-    """Of one rank; driven by the thread that launches steps, with the engine's stream active."""
+    """The supply of one rank; driven by the thread that launches steps, with the engine's stream active."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class SlotSupply:
 
     @property
     def wants_memory(self) -> bool:
-        """Whether some expert has no slot."""
+        """Returns whether some expert has no slot."""
         return any(slots.backed < slots.count for slots in self._layers.values())
 
     @property
@@ -109,7 +109,9 @@ class SlotSupply:
             self._exchange_layers(rates, copy_price)
 
     def give_up_now(self, rates: Rates) -> None:
-        """As `advance` for what pages claim, and waits until it is done: while no step is in flight."""
+        """Gives up what pages claim, as `advance`, and waits until it is done; called while no step is in
+        flight.
+        """
         self._exchanges.wait()
         while self.pool.claimed > self.pool.free or self._retiring:
             if not self._retiring:
@@ -158,8 +160,8 @@ class SlotSupply:
         self._shrink({layer: end for layer, end in ends.items() if end < self._layers[layer].backed}, rates)
 
     def _offers(self, layer: int, rates: Rates) -> Iterator[tuple[float, int, int]]:
-        """What giving up one chunk more costs: choices a token times bytes by chunk; slots left, negated, so
-        that of equal ones a layer with many comes first; chunks.
+        """Yields what giving up one chunk more costs: choices a token times bytes by chunk; slots left,
+        negated, so that of equal ones a layer with many comes first; chunks.
         """
         slots = self._layers[layer]
         size, each = self.pool.chunk_bytes, slots.kind.expert_bytes
@@ -240,7 +242,9 @@ class SlotSupply:
                 heapq.heappush(heap, wish)
 
     def _wish(self, layer: int, rates: Rates) -> tuple[float, int, int, int] | None:
-        """What a slot more brings, negated: as `_offers`, chunks, slots then, layer; None: has all slots."""
+        """Returns what a slot more brings, negated: as `_offers`, chunks, slots then, layer; None: has all
+        slots.
+        """
         slots, size = self._layers[layer], self.pool.chunk_bytes
         if slots.backed == slots.count:
             return None
@@ -278,6 +282,6 @@ class SlotSupply:
 def make_supply(
     resident: ResidentExperts, exchanges: SlotExchanges, device: TransferDevice
 ) -> SlotSupply | None:
-    """None: the memory of all slots stays."""
+    """Returns the supply of slots; None: the memory of all slots stays."""
     pools = [slots.memory.pool for slots in resident.slots.values() if slots.memory is not None]
     return SlotSupply(resident, exchanges, device, pools[0]) if pools else None

@@ -14,16 +14,18 @@ class Crossover:
     response_bytes: int | None
 
     def copies_request(self, nbytes: int) -> bool:
-        """Whether so many bytes of hidden states are copied by the engine."""
+        """Returns whether `nbytes` of hidden states are copied by the engine."""
         return self.request_bytes is not None and nbytes >= self.request_bytes
 
     def copies_response(self, nbytes: int) -> bool:
-        """Whether so many bytes of one server's answer are copied by the engine."""
+        """Returns whether `nbytes` of one server's answer are copied by the engine."""
         return self.response_bytes is not None and nbytes >= self.response_bytes
 
 
 def crossing(sizes: Sequence[int], direct: Sequence[float], copied: Sequence[float]) -> int | None:
-    """The smallest size from which on every larger one is faster copied; None: not even the largest."""
+    """Returns the smallest size from which on every larger one is faster copied; None: not even the
+    largest.
+    """
     found: int | None = None
     for size, direct_us, copied_us in sorted(zip(sizes, direct, copied, strict=True), reverse=True):
         if copied_us >= direct_us:

@@ -32,7 +32,7 @@ BLOCK = 512
 # Bytes that one block moves well: fewer blocks leave PCIe's latency uncovered, more only queue up.
 BLOCK_BYTES = 8192
 MAX_BLOCKS = 32
-# What is timed: hand-offs from this size on, in a graph of so many, so often.
+# What is timed: hand-offs from this size on, in a graph of this many, this often.
 SMALLEST_BYTES = 64 * 1024
 RUNS = 8
 REPEATS = 5
@@ -217,7 +217,7 @@ def _blocks(nbytes: int) -> int:
 
 
 def measured_crossover(launcher: CudaLauncher, most_rows: int) -> Crossover:
-    """Times both ways in slot 0's memory, which nobody uses yet. The GPU should be idle."""
+    """Times both ways in slot 0's memory, which is unused yet. The GPU should be idle."""
     box = launcher.box
     scratch = launcher.scratch
     hidden_states = torch.zeros((most_rows, box.hidden_size), dtype=launcher.dtype, device=scratch.device)
@@ -253,7 +253,7 @@ def measured_crossover(launcher: CudaLauncher, most_rows: int) -> Crossover:
 
 
 def _row_counts(most_rows: int, row_bytes: int) -> list[int]:
-    """Powers of two from the smallest size that may be worth it to all rows."""
+    """Returns the powers of two from the smallest size that may be worth it to all rows."""
     counts = [most_rows]
     while counts[-1] > 1 and counts[-1] * row_bytes > SMALLEST_BYTES:
         counts.append(counts[-1] // 2)
@@ -261,7 +261,9 @@ def _row_counts(most_rows: int, row_bytes: int) -> list[int]:
 
 
 def _timed(launch: Callable[[], None]) -> float:
-    """Microseconds of one run in a graph, where launching costs the host nothing; the fastest of some."""
+    """Returns the microseconds of one run in a graph, where launching costs the host nothing; the fastest of
+    some.
+    """
     # torch leaves these untyped.
     cuda: Any = torch.cuda
     graph = cuda.CUDAGraph()

@@ -16,7 +16,7 @@ class DriverError(RuntimeError):
 
 
 def checked(call: str, result: Any) -> Any:
-    """The values that follow a call's status. Raises DriverError unless it succeeded."""
+    """Returns the values that follow a call's status. Raises DriverError unless it succeeded."""
     status, *values = result
     if status != driver.CUresult.CUDA_SUCCESS:
         raise DriverError(f"{call}: {status.name}")
@@ -54,7 +54,7 @@ class Module:
         self._module = checked("cuModuleLoadData", driver.cuModuleLoadData(cubin))
 
     def kernel(self, name: str, *types: type[Any]) -> Kernel:
-        """A kernel whose parameters have these ctypes types."""
+        """Returns a kernel whose parameters have these ctypes types."""
         function = checked(
             f"cuModuleGetFunction({name})", driver.cuModuleGetFunction(self._module, name.encode())
         )

@@ -78,7 +78,7 @@ def make_box(mailbox: Mailbox, base: int, state: int, deadline_ms: int) -> Box:
 
 
 def preamble() -> str:
-    """The constants that doorbell.cu expects in front of it."""
+    """Returns the constants that doorbell.cu expects in front of it."""
     lines = [f"#define MBX_{name.replace('.', '_')} {offset}" for name, offset in field_offsets().items()]
     lines += [f"#define STATE_{word.name} {word.value}" for word in State]
     lines += [f"#define FAILED_{failure.name} {failure.value}u" for failure in ClientFailure]
@@ -86,12 +86,13 @@ def preamble() -> str:
 
 
 def program() -> str:
-    """The complete source of the kernels."""
+    """Returns the complete source of the kernels."""
     return preamble() + SOURCE.read_text(encoding="utf-8")
 
 
 def compiled(arch: str, directory: str) -> bytes:
-    """Machine code for `arch` (as in sm_90), from `directory` when it has it; empty: the user's cache.
+    """Returns machine code for `arch` (as in sm_90), from `directory` when it has it; empty: the user's
+    cache.
 
     Raises UserError when NVRTC is not installed or the directory cannot be written.
     """
@@ -114,14 +115,16 @@ def compiled(arch: str, directory: str) -> bytes:
 
 
 def cache_file(source: str, arch: str, directory: str) -> Path:
-    """The file that keeps the machine code of `source` for `arch`, named after a digest of the source."""
+    """Returns the file that keeps the machine code of `source` for `arch`, named after a digest of the
+    source.
+    """
     root = Path(directory).expanduser() if directory else cache_directory()
     digest = hashlib.sha256(source.encode()).hexdigest()[:16]
     return root / "doorbell" / f"{arch}-{digest}.cubin"
 
 
 def compile_source(source: str, arch: str) -> bytes:
-    """A cubin. Raises UserError when NVRTC is not installed."""
+    """Returns a cubin. Raises UserError when NVRTC is not installed."""
     try:
         try:
             from cuda.core import Program, ProgramOptions

@@ -41,7 +41,7 @@ class Watch:
         self._releases_waits = releases_waits
         # By slot: the open epoch and when it was first seen there.
         self._seen: dict[int, tuple[int, int]] = {}
-        # Requests up to this epoch were abandoned: nobody waits for them.
+        # Requests up to this epoch were abandoned: no step waits for them.
         self._base = 0
         self._lock = threading.Lock()
         # Steps that have begun. A number, not a flag: a step that begins during a look is never forgotten.
@@ -84,7 +84,7 @@ class Watch:
             quiet = 0 if self.look() or begun else quiet + 1
 
     def _sleep(self, seen: int) -> None:
-        """Until another step than the last of `seen` has begun."""
+        """Waits until another step than the last of `seen` has begun."""
         with self._changed:
             self._changed.wait_for(lambda: self._ended or self._steps != seen, LOOK_AGAIN_S)
 
@@ -125,7 +125,7 @@ class Watch:
 def failure_of(
     mailbox: Mailbox, deadline_ms: int, reason: str
 ) -> ExpertUnavailable | ExpertComputeFailed | None:
-    """What this client, or else a peer that shares its slots, has reported; None: nothing.
+    """Returns what this client, or else a peer that shares its slots, has reported; None: nothing.
 
     `reason`: why the host made its device give up, if it did.
     """

@@ -51,7 +51,9 @@ class FetchFigures:
 
 
 class ExpertFetcher:
-    """Of one rank. Driven by the thread that launches steps; `withdraw` and the figures by any."""
+    """The fetcher of one rank. Driven by the thread that launches steps; `withdraw` and the figures
+    by any.
+    """
 
     def __init__(
         self,
@@ -83,11 +85,14 @@ class ExpertFetcher:
 
     @property
     def layers_side(self) -> FetchedExperts:
-        """What a captured graph holds of every step."""
+        """Returns what a captured graph holds of every step."""
         return FetchedExperts(self.state.layers, self._kernels, self._streamer.kernels)
 
     def begin(self) -> FetchedStep:
-        """Before a step of decoding rows is launched; its `launched` has to follow. Waits for nothing."""
+        """Begins a step of decoding rows before it is launched; its `launched` has to follow.
+
+        Waits for nothing.
+        """
         now = time.monotonic()
         damages = self.damages()
         if damages != self._known_damages:
@@ -131,13 +136,13 @@ class ExpertFetcher:
 
     @property
     def share(self) -> float:
-        """Of the latest decoding rows' choices that were not resident, those in fetch slots."""
+        """The share in fetch slots of the latest decoding rows' choices that were not resident."""
         pairs, in_slots = self._recent
         return in_slots / pairs if pairs else 0.0
 
     @property
     def figures(self) -> FetchFigures:
-        """Of all layers."""
+        """The figures of all layers."""
         found = self.by_layer.values()
         return FetchFigures(
             sum(layer.experts for layer in found),
@@ -148,7 +153,7 @@ class ExpertFetcher:
 
     @property
     def by_layer(self) -> dict[int, FetchFigures]:
-        """Of each layer with fetch slots, as of about a tenth of a second ago."""
+        """The figures of each layer with fetch slots, as of about a tenth of a second ago."""
         each, totals = self.state.expert_bytes, self._totals
         return {
             layer: FetchFigures(counts[COPIED], counts[COPIED] * each[layer], counts[IN_SLOTS], counts[LEFT])
@@ -182,7 +187,7 @@ class ExpertFetcher:
             _log.info("decode steps may fetch experts", experts=int((addresses[:, 0] != 0).sum()))
 
     def _set_prices(self, segments: ExpertSegments | None) -> None:
-        """Of copies from these; None: nothing is worth a copy now."""
+        """Sets the prices of copies from these segments; None: nothing is worth a copy now."""
         server, link = self._costs.figures.cpu_expert_seconds, self._costs.link
         prices = dict.fromkeys(self.state.layers, (0.0, 0.0))
         if segments is not None and server is not None:

@@ -25,12 +25,15 @@ HALF_LIFE_TOKENS = 16.0
 
 
 def kept_after(rows: int) -> float:
-    """What is left of a score after a step of so many token rows."""
+    """Returns the factor by which a score decays in a step of `rows` token rows."""
     return float(0.5 ** (rows / HALF_LIFE_TOKENS))
 
 
 class FetchKernels(ABC):
-    """Of one device. Calls only launch work, which graphs may hold; T = token rows, K = experts a row."""
+    """The kernels of one device.
+
+    Calls only launch work, which graphs may hold; T = token rows, K = experts a row.
+    """
 
     @abstractmethod
     def choose(self, layer: FetchLayer, topk_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

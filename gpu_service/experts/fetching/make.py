@@ -20,14 +20,14 @@ from moebius.errors import brief
 from moebius.models.geometry import MoeGeometry
 
 _log = structlog.get_logger(__name__)
-# Slots of a layer: experts of so many tokens, at most; fewer than the least are not worth their memory.
+# Slots of a layer: experts of this many tokens, at most; fewer than the least are not worth their memory.
 _TOKENS_KEPT, _LEAST_SLOTS = 4, 4
 # The part of a GPU's memory that all take, at most; of small ones, whose requests need it more.
 _MOST_OF_DEVICE, _MOST_OF_SMALL, _SMALL_BYTES = 24, 48, 40 * 10**9
 
 
 def fetches(config: MoebiusConfig, device_type: str) -> bool:
-    """Whether the settings ask decode steps on such a device ("cuda", "cpu") to fetch experts.
+    """Returns whether the settings ask decode steps on such a device ("cuda", "cpu") to fetch experts.
 
     With several ranks all would have to choose alike, and to run a step again together: they do not fetch.
     """
@@ -46,7 +46,7 @@ class FetchPlan:
 
     @property
     def nbytes(self) -> int:
-        """Of all slots."""
+        """The bytes of all slots."""
         return self.num_slots * sum(kind.expert_bytes for found in self.kinds.values() for kind in found)
 
 

@@ -46,7 +46,7 @@ class FetchLayer:
 
     @property
     def num_experts(self) -> int:
-        """Of the layer."""
+        """The number of experts of the layer."""
         return self.scores.shape[0]
 
     @property
@@ -87,8 +87,9 @@ def make_state(
     limits: Mapping[int, float],
     device: torch.device,
 ) -> FetchState:
-    """Empty slots, prices at which nothing is copied. `kinds`: by layer, of each group of parts; `limits`:
-    by layer, where its experts clamp.
+    """Returns empty slots, prices at which nothing is copied.
+
+    `kinds`: by layer, of each group of parts; `limits`: by layer, where its experts clamp.
     """
     count, groups = len(kinds), max(map(len, kinds.values()))
     maps = torch.full((count, num_experts), -1, dtype=torch.int32, device=device)
@@ -113,7 +114,8 @@ def addresses_of(
     stored: Sequence[tuple[StoredExperts, int | None]],
     num_experts: int,
 ) -> list[list[int]]:
-    """By group and expert where the host has it, 0 where it must not be copied: `[groups][num_experts]`.
+    """Returns by group and expert where the host has it, 0 where it must not be copied:
+    `[groups][num_experts]`.
 
     `stored`: a layer's parts, each with the address of its first expert, None where the device cannot read
     it. Parts of the same format that have different experts are one group; an expert that lacks a part is

@@ -27,7 +27,8 @@ def choose(  # type: ignore[no-untyped-def]
     ids, slot_of_expert, scores, addresses, prices, coming, counters, served, fetched, count, kept,
     NUM_EXPERTS: tl.constexpr, NUM_SLOTS: tl.constexpr, EXPERTS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """As `FetchKernels.choose`, of `count` pairs; EXPERTS: a power of two that is not below NUM_EXPERTS.
+    """Computes `FetchKernels.choose`, of `count` pairs; EXPERTS: a power of two that is not below
+    NUM_EXPERTS.
 
     Occupied slots are always the first ones: an expert leaves only where another takes its slot.
     """

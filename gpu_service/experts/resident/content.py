@@ -23,10 +23,10 @@ class SlotContent:
     seed: int
 
     def matches(self, packed: torch.Tensor) -> bool:
-        """Whether these bytes, uint8 on the host, are the ones that were meant to be there."""
+        """Returns whether these bytes, uint8 on the host, are the ones that were meant to be there."""
         return _kernels.weight_digest(packed.numpy(), self.seed) == self.digest
 
 
 def content_of(expert: int, packed: torch.Tensor) -> SlotContent:
-    """Of packed bytes as they were made, uint8 `[expert_bytes]`."""
+    """Returns the content of packed bytes as they were made, uint8 `[expert_bytes]`."""
     return SlotContent(expert, _kernels.weight_digest(packed.cpu().numpy(), expert), expert)

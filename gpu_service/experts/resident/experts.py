@@ -119,7 +119,7 @@ def make_slots(
     limit: float,
     pool: PhysicalPool | None = None,
 ) -> LayerSlots:
-    """Device memory for `count` experts of a format, all slots empty.
+    """Returns device memory for `count` experts of a format, all slots empty.
 
     `pool`: where memory comes from that moves; there are slots for all experts then, and `count` have memory.
     """
@@ -174,7 +174,7 @@ class ResidentKernels(ABC):
     def cpu_ids(
         self, slots: LayerSlots, topk_ids: torch.Tensor, counts: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """int32 `[T, K]`: a new tensor with -1 in place of resident experts; -1 stays.
+        """Returns int32 `[T, K]`: a new tensor with -1 in place of resident experts; -1 stays.
 
         counts: int32 `[num_experts]` on the device, to which the number of choices of each expert is added.
         """
@@ -188,14 +188,17 @@ class ResidentKernels(ABC):
         topk_weights: torch.Tensor,
         partial: torch.Tensor | None,
     ) -> torch.Tensor:
-        """float32 `[T, H]`: `partial` (any floating type; None: zeros) plus the weighted resident experts.
+        """Returns float32 `[T, H]`: `partial` (any floating type; None: zeros) plus the weighted resident
+        experts.
 
         hidden_states `[T, H]`, topk_ids int32 `[T, K]`, topk_weights float32 `[T, K]`. Ids that are not
         resident, -1 too, are skipped. A float32 `partial` is added to in place and returned.
         """
 
     def warm_up(self, slots: LayerSlots, max_rows: int, dtype: torch.dtype) -> None:
-        """Compiles what `forward` may need for layers of this format, and up to so many rows of a dtype."""
+        """Compiles what `forward` may need for layers of this format, and up to `max_rows` rows of
+        a dtype.
+        """
         return
 
 
@@ -292,7 +295,7 @@ class ResidentExperts:
 
     @property
     def captures(self) -> bool:
-        """Whether `cpu_ids` and `forward` may be captured in a graph."""
+        """Returns whether `cpu_ids` and `forward` may be captured in a graph."""
         return self._kernels.captures
 
     @property
@@ -306,11 +309,11 @@ class ResidentExperts:
         return sum(len(slots.experts) for slots in self._slots.values())
 
     def experts(self, layer: int) -> tuple[int, ...]:
-        """Resident experts of a layer, ascending."""
+        """Returns resident experts of a layer, ascending."""
         return self._slots[layer].experts if layer in self._slots else ()
 
     def share(self, layer: int) -> Share:
-        """What the device computes of a layer."""
+        """Returns what the device computes of a layer."""
         slots = self._slots.get(layer)
         if slots is None:
             return Share.NONE
@@ -318,7 +321,7 @@ class ResidentExperts:
         return Share.ALL if is_whole else Share.SOME
 
     def cpu_ids(self, layer: int, topk_ids: torch.Tensor) -> torch.Tensor:
-        """int32 `[T, K]` with -1 for experts that are resident in the layer; a new tensor.
+        """Returns int32 `[T, K]` with -1 for experts that are resident in the layer; a new tensor.
 
         Choices are counted, where `counts` is set: call it once a step.
         """
@@ -338,7 +341,7 @@ class ResidentExperts:
         topk_weights: torch.Tensor,
         partial: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """float32 `[T, H]`: `partial` plus the resident experts' weighted sum; see `ResidentKernels`.
+        """Returns float32 `[T, H]`: `partial` plus the resident experts' weighted sum; see `ResidentKernels`.
 
         With several tensor-parallel ranks it is this rank's part of the sum.
         """
@@ -352,7 +355,7 @@ class ResidentExperts:
 
     @property
     def geometry(self) -> MoeGeometry:
-        """Of the model's routed experts."""
+        """The geometry of the model's routed experts."""
         return self._source.geometry
 
     @property
@@ -364,7 +367,7 @@ class ResidentExperts:
         """Changes which experts slots hold, all at once and without touching weights: between steps.
 
         No expert may be in two slots, a layer that is resident as a whole keeps what it has, and weights have
-        to be complete when an expert is mapped: whoever copied them sees to it.
+        to be complete when an expert is mapped: the caller that copied them ensures it.
         """
         self.version += 1
         places, values = [], []

@@ -130,7 +130,9 @@ def resident_bytes(
 def expert_source(
     config: MoebiusConfig, geometry: MoeGeometry, compute_dtype: torch.dtype, parallel: ParallelContext
 ) -> PackedExpertSource:
-    """Experts in the format that the configuration asks for, this rank's intermediate channels of each."""
+    """Returns the experts in the format that the configuration asks for, this rank's intermediate channels of
+    each.
+    """
     return PackedExpertSource(
         config.model.model,
         geometry,
@@ -156,8 +158,10 @@ def _begun_with(
     config: MoebiusConfig,
     source: PackedExpertSource,
 ) -> dict[int, tuple[int, ...]]:
-    """What is loaded where requests are known. Settings of a number for each layer are kept to; with a share
-    of all experts layers that gain more get more.
+    """Returns what is loaded where requests are known.
+
+    Settings of a number for each layer are kept to; with a share of all experts layers that gain more get
+    more.
     """
     if not known or config.placement.gpu_experts is not None:
         return most_chosen(placed, known)

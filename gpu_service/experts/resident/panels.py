@@ -27,7 +27,7 @@ _SCALE_VIEWS = {
 }
 
 
-# From so many (row, choice) pairs an expert on, weights are unpacked to 16 bits once, not by every tile
+# From this many (row, choice) pairs an expert on, weights are unpacked to 16 bits once, not by every tile
 # that reads them.
 UNPACK_FROM = 64
 # Memory that steps of many rows take: unpacked weights of some experts at a time, and what the pairs of some
@@ -37,7 +37,7 @@ PAIRS_BYTES = 512 * 2**20
 
 
 def pair_bytes(intermediate_columns: int, hidden_size: int, item: int) -> int:
-    """Of one (row, choice) pair: its activations and, in float32, its output."""
+    """Returns the bytes of one (row, choice) pair: its activations and, in float32, its output."""
     return intermediate_columns * item + hidden_size * 4
 
 
@@ -46,7 +46,7 @@ class PanelFormat(PanelLayout):
     """One kind of panel as a compile-time constant of kernels; filled by `layer_format`."""
 
     def __repr__(self) -> str:
-        """Part of the names of compiled functions."""
+        """Returns the part of the names of compiled functions."""
         return f"{self.name}_k{self.k}{'_bias' if self.has_bias else ''}"
 
     @property
@@ -61,12 +61,14 @@ class PanelFormat(PanelLayout):
 
     @property
     def is_small_integer(self) -> bool:
-        """Whether elements are integers of fewer than 8 bits."""
+        """Returns whether elements are integers of fewer than 8 bits."""
         return self.code in CODE_MIDDLES
 
     @property
     def middle(self) -> int:
-        """What integer codes of fewer than 8 bits have subtracted, unless by zero points; 0 of others."""
+        """Returns what integer codes of fewer than 8 bits have subtracted, unless by zero points; 0 of
+        others.
+        """
         return 0 if self.mins else CODE_MIDDLES.get(self.code, 0)
 
 
@@ -80,7 +82,7 @@ class LayerFormat:
 
     @property
     def expert_bytes(self) -> int:
-        """Of one slot."""
+        """The bytes of one slot."""
         return self.layout.expert_bytes
 
     @property
@@ -108,7 +110,7 @@ class LayerFormat:
 def layer_format(
     gate_up: str, down: str, hidden: int, intermediate: int, has_bias: bool, gated: bool = True
 ) -> LayerFormat:
-    """Experts with up and down and, if `gated`, gate. Raises ValueError for an unknown format."""
+    """Returns experts with up and down and, if `gated`, gate. Raises ValueError for an unknown format."""
     layout = expert_layout(gate_up, down, hidden, intermediate, has_bias, gated)
     return LayerFormat(layout, PanelFormat(**asdict(layout.gate_up)), PanelFormat(**asdict(layout.down)))
 
@@ -126,7 +128,7 @@ class PanelViews:
 
 
 def views(slots: torch.Tensor, panels: PanelFormat) -> PanelViews:
-    """The same memory as flat tensors; in-place changes of `slots` show in them."""
+    """Returns the same memory as flat tensors; in-place changes of `slots` show in them."""
     flat = slots.view(-1)
     scales = flat.view(_SCALE_VIEWS[panels.scale] if panels.scale else torch.bfloat16)
     return PanelViews(flat.view(torch.int32), scales, flat, flat.view(torch.float32))

@@ -50,7 +50,8 @@ class PackedExpertSource:
         self._formats: dict[int, LayerFormat] = {}
 
     def format_of(self, layer: int) -> LayerFormat:
-        """How the layer's experts are packed: as its first one is stored, unless `expert_dtype` says else.
+        """Returns how the layer's experts are packed: as its first one is stored, unless `expert_dtype` says
+        else.
 
         Raises CheckpointError, and UserError when the channels cannot be divided among the ranks.
         """
@@ -85,7 +86,7 @@ class PackedExpertSource:
         return PackedExpert(packed, error, reference)
 
     def _formats_of(self, found: ExpertMatrices) -> tuple[str, str]:
-        """Of gate and up, and of down, as they are packed here."""
+        """Returns the formats of gate and up, and of down, as they are packed here."""
         gate_up, down = found.formats
         return self._format(gate_up), self._format(down)
 
@@ -95,6 +96,6 @@ class PackedExpertSource:
         return self._widest if stored == "float32" else stored
 
     def _span(self, found: ExpertMatrices) -> tuple[int, int]:
-        """This rank's intermediate channels; quantisation groups stay whole."""
+        """Returns this rank's intermediate channels; quantisation groups stay whole."""
         size = self.geometry.moe_intermediate_size
         return rank_intermediate_range(size, found.intermediate_multiple, self._target, *self._ranks)

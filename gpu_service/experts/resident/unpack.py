@@ -25,7 +25,9 @@ class UnpackedMatrix:
 
 
 def unpack_expert(layer: LayerFormat, packed: torch.Tensor) -> tuple[UnpackedMatrix, ...]:
-    """gate, if there is one, and up `[I, H]`, down `[H, I]` of an expert's bytes, uint8 `[expert_bytes]`."""
+    """Returns gate, if there is one, and up `[I, H]`, down `[H, I]` of an expert's bytes, uint8
+    `[expert_bytes]`.
+    """
     layout = layer.layout
     blocks = packed[: layout.down_offset].view(-1, layout.panels_per_column_block, layer.gate_up.panel_bytes)
     down = packed[layout.down_offset : layout.order_offset].view(-1, layer.down.panel_bytes)
@@ -42,7 +44,7 @@ def unpack_expert(layer: LayerFormat, packed: torch.Tensor) -> tuple[UnpackedMat
 
 
 def unpack_panels(panels: PanelFormat, packed: torch.Tensor, rows: int) -> UnpackedMatrix:
-    """The first `rows` output features of uint8 `[panels, panel_bytes]`, contiguous."""
+    """Returns the first `rows` output features of uint8 `[panels, panel_bytes]`, contiguous."""
     weights = _code_values(panels, _codes(panels, packed))
     count = packed.shape[0]
     group = torch.arange(panels.k, device=packed.device) // max(panels.group_size, 1)
@@ -64,7 +66,7 @@ def unpack_panels(panels: PanelFormat, packed: torch.Tensor, rows: int) -> Unpac
 
 
 def _group_values(panels: PanelFormat, packed: torch.Tensor, offset: int) -> torch.Tensor:
-    """Scales or mins, float32 `[panels, groups, 16]`, or `[panels, groups, 1]` of whole panels."""
+    """Returns scales or mins, float32 `[panels, groups, 16]`, or `[panels, groups, 1]` of whole panels."""
     count, columns = packed.shape[0], 1 if panels.panel_scale else PANEL_COLUMNS
     groups = panels.groups
     typed = views(packed, panels).scales.view(count, -1)
@@ -84,12 +86,12 @@ def _group_values(panels: PanelFormat, packed: torch.Tensor, offset: int) -> tor
 
 
 def _columns(typed: PanelViews, count: int, offset: int) -> torch.Tensor:
-    """float32 `[panels, 16]` at a byte offset."""
+    """Returns float32 `[panels, 16]` at a byte offset."""
     return typed.floats.view(count, -1)[:, offset // 4 : offset // 4 + PANEL_COLUMNS]
 
 
 def _codes(panels: PanelFormat, packed: torch.Tensor) -> torch.Tensor:
-    """The elements' bits, int32 `[panels, k, 16]`."""
+    """Returns the elements' bits, int32 `[panels, k, 16]`."""
     if panels.bits not in WORD_SHIFTS:
         return _plane_codes(panels, packed)
     shifts = torch.tensor(WORD_SHIFTS[panels.bits], dtype=torch.int32, device=packed.device)
@@ -121,7 +123,7 @@ def _plane_codes(panels: PanelFormat, packed: torch.Tensor) -> torch.Tensor:
 
 
 def _code_values(panels: PanelFormat, codes: torch.Tensor) -> torch.Tensor:
-    """float32 of the same shape."""
+    """Returns float32 of the same shape."""
     match panels.code:
         case "float32":
             return codes.view(torch.float32).clone()

@@ -13,7 +13,8 @@ _PRIOR_TOKENS = 32.0
 
 
 def most_chosen(placed: Residents, known: Mapping[int, NDArray[np.int64]]) -> dict[int, tuple[int, ...]]:
-    """As many experts of each layer as `placed` has, those that were chosen most; of equals those placed.
+    """Returns as many experts of each layer as `placed` has, those that were chosen most; of equals those
+    placed.
 
     known: counts int64 `[num_experts]` by layer; a layer without counts keeps what is placed.
     """
@@ -31,7 +32,8 @@ def most_saving(
     expert_bytes: Mapping[int, int],
     top_k: int,
 ) -> dict[int, tuple[int, ...]]:
-    """Experts of all layers together that save most time per byte, in as many bytes as `placed` takes.
+    """Returns the experts of all layers together that save most time per byte, in as many bytes as `placed`
+    takes.
 
     An expert that is resident saves the time in which a server reads its bytes, as often as it is chosen: per
     byte of GPU memory that is how often tokens choose it, whatever its size. Every layer that has residents
@@ -58,6 +60,6 @@ def most_saving(
 
 
 def _ranking(counts: NDArray[np.int64], placed: Sequence[int]) -> list[int]:
-    """Expert ids, most often chosen first; of equals those that are placed."""
+    """Returns expert ids, most often chosen first; of equals those that are placed."""
     held = set(placed)
     return sorted(range(len(counts)), key=lambda expert: (-int(counts[expert]), expert not in held, expert))

@@ -45,7 +45,7 @@ class ResidentDamaged(ExpertComputeFailed):
 
 @dataclass(eq=False, slots=True)
 class _Damage:
-    """Of one slot, from the find until it is filled again; filled by `ResidentWatch`."""
+    """The damage of one slot, from the find until it is filled again; filled by `ResidentWatch`."""
 
     content: SlotContent
     # What goes into the slot; None: it could not be packed yet.
@@ -106,12 +106,12 @@ class ResidentWatch:
 
     @property
     def problem(self) -> str:
-        """Why the next step fails; empty: it does not."""
+        """Returns why the next step fails; empty: it does not."""
         with self._changed:
             return next((found.problem for found in self._damaged.values() if found.problem), "")
 
     def suspect(self, noted: Collection[int], is_float16: bool) -> None:
-        """As `compare`, for layers that may have made what was noted; see `ops.overflow.suspects`."""
+        """Compares layers that may have made what was noted; see `ops.overflow.suspects`."""
         self.compare(suspects(noted, self._resident.slots, is_float16))
 
     def compare(self, layers: Iterable[int]) -> None:
@@ -130,7 +130,7 @@ class ResidentWatch:
             self._quiet_until[layer] = end + (end - begin) * (1 / VERIFY_SHARE - 1)
 
     def begin_step(self) -> None:
-        """Before each step: returns once no slot is known to be damaged.
+        """Returns once no slot is known to be damaged; called before each step.
 
         Raises ResidentDamaged when one cannot be filled again; the next step may try.
         """
@@ -205,7 +205,7 @@ class ResidentWatch:
         self._found(layer, slot, content)
 
     def _is_whole(self, layer: int, slot: int, content: SlotContent) -> bool:
-        """Whether the slot's bytes are the content's."""
+        """Returns whether the slot's bytes are the content's."""
         slots = self._resident.slots[layer]
         with self._reading:
             staged = self._staging[: slots.kind.expert_bytes]

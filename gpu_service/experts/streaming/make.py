@@ -45,7 +45,7 @@ _MOST_OF_DEVICE = 12
 
 
 def streams(config: MoebiusConfig, device_type: str) -> bool:
-    """Whether the settings ask for streaming on such a device ("cuda", "cpu").
+    """Returns whether the settings ask for streaming on such a device ("cuda", "cpu").
 
     Raises UserError where they ask for what cannot be.
     """
@@ -87,7 +87,8 @@ def served_parts(
     group: int,
     resident: Mapping[int, Sequence[int]],
 ) -> dict[int, tuple[ServedPart, ...]]:
-    """By layer of `stored`, as the servers divide it. `group`: channels that stay together, over all layers.
+    """Returns the parts by layer of `stored`, as the servers divide it. `group`: channels that stay together,
+    over all layers.
 
     Raises ValueError naming the setting for a division that cannot be.
     """
@@ -115,7 +116,7 @@ def served_parts(
 def read_parts(
     config: MoebiusConfig, geometry: MoeGeometry, layers: Sequence[int]
 ) -> dict[int, tuple[ServedPart, ...]]:
-    """Of this rank's layers. Raises CheckpointError, and ValueError as `served_parts`."""
+    """Returns the parts of this rank's layers. Raises CheckpointError, and ValueError as `served_parts`."""
     checkpoint = ExpertCheckpoint.open(config.model.model, geometry, config.model.expert_checkpoint)
     first = {layer: checkpoint.expert(layer, 0) for layer in geometry.moe_layers}
     target = REQUANTISED.get(config.experts.expert_dtype)
@@ -131,7 +132,7 @@ def read_parts(
 def ring_of(
     parts: Mapping[int, Sequence[ServedPart]], ranks: int, device_bytes: int | None
 ) -> RingLayout | None:
-    """The ring of one of so many tensor-parallel ranks; None: every expert is resident.
+    """Returns the ring of one of `ranks` tensor-parallel ranks; None: every expert is resident.
 
     `device_bytes`: of the GPU's memory; None: no limit. Raises UserError when that is too small.
     """
@@ -170,7 +171,10 @@ class StreamingPlan:
 def plan_streaming(
     config: MoebiusConfig, geometry: MoeGeometry, layers: Sequence[int], device: torch.device
 ) -> StreamingPlan | None:
-    """Of this rank; None: it streams nothing. Raises UserError naming a setting, CheckpointError."""
+    """Returns the plan of this rank; None: it streams nothing.
+
+    Raises UserError naming a setting, CheckpointError.
+    """
     if not layers or not streams(config, device.type):
         return None
     total = None
@@ -192,7 +196,7 @@ def make_streamer(
     largest: Callable[[torch.Tensor], torch.Tensor],
     costs: ExpertCosts,
 ) -> ExpertStreamer | None:
-    """With its ring, and kernels that are warmed up; None, with a warning: these do not run here.
+    """Returns a streamer with its ring and warmed-up kernels; None, with a warning: these do not run here.
 
     Raises UserError naming a setting.
     """
@@ -248,7 +252,7 @@ def _warm_up(streamer: ExpertStreamer, plan: StreamingPlan, max_rows: int, dtype
 
 
 def _counts(config: MoebiusConfig, geometry: MoeGeometry) -> dict[int, list[int]]:
-    """How often experts were chosen, by layer, where a file says so."""
+    """Returns how often experts were chosen, by layer, where a file says so."""
     found = recorded_counts(config.placement, geometry) or {}
     return {layer: counts.tolist() for layer, counts in found.items()}
 
@@ -295,7 +299,7 @@ def _measured(
     stream: DeviceStream,
     dtype: torch.dtype,
 ) -> MeasuredCosts | None:
-    """None: the settings choose, or a server was lost."""
+    """Returns the measured costs; None: the settings choose, or a server was lost."""
     if config.gpu.prefill_experts != "auto" or experts is None or streamer.products is None:
         return None
     rows = config.gpu.num_batched_tokens
@@ -347,7 +351,7 @@ def _open(paths: Sequence[Path], layers: Sequence[int], fingerprint: str) -> Exp
 
 
 def profiled_stream(plan: StreamingPlan | None, streamer: ExpertStreamer | None) -> ProfiledStream | None:
-    """What the largest step is profiled with; None: it streams nothing."""
+    """Returns what the largest step is profiled with; None: it streams nothing."""
     return None if plan is None or streamer is None else ProfiledStream(streamer, plan.widest)
 
 

@@ -57,7 +57,7 @@ def _random_rows(streamer: ExpertStreamer, rows: int, dtype: torch.dtype) -> _Ro
 def measure_products(
     streamer: ExpertStreamer, kind: LayerFormat, dtype: torch.dtype, max_rows: int
 ) -> CostCurve:
-    """Of the device, for the experts that a rank streams of a layer, by the host's clock.
+    """Measures the device by the host's clock, with the experts that a rank streams of a layer.
 
     `max_rows`: of the largest step that streams. `kind`: how most of a layer's experts are packed. Kernels
     are warm, and nothing else runs on the current stream.
@@ -121,7 +121,7 @@ def _up_to(sizes: tuple[int, ...], most: int) -> list[int]:
 
 
 def _time(wait: Callable[[], None], work: Callable[[_Rows], None], rows: _Rows) -> float:
-    """The best of some, seconds; `wait`: for the device."""
+    """Returns the seconds of the best of some runs; `wait`: for the device."""
     best = float("inf")
     for _ in range(_REPEATS):
         wait()

@@ -16,7 +16,8 @@ from functools import cached_property
 from gpu_service.experts.resident.panels import LayerFormat
 from moebius.models.layers.ranks import even_shard
 
-# A split is chosen in steps of so many parts of a layer's experts, so that ranks can agree on a number.
+# A split is chosen in multiples of one of this many parts of a layer's experts, so that ranks can agree on a
+# number.
 SHARES = 64
 # A piece is about this large: copies of 32 MiB reach the link's rate, larger ones only delay the products.
 PIECE_BYTES = 192 * 2**20
@@ -60,7 +61,7 @@ class Piece:
 
     @property
     def nbytes(self) -> int:
-        """Of the buffer."""
+        """The bytes of the buffer."""
         return len(self.experts) * self.stored.kind.expert_bytes
 
 
@@ -109,13 +110,13 @@ class LayerStream:
 
     @cached_property
     def nbytes(self) -> int:
-        """What this rank copies of it."""
+        """Returns what this rank copies of it."""
         return sum(piece.nbytes for piece in self.pieces)
 
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """Of a step; filled by `ExpertStreamer`. Layers in the order in which they are computed."""
+    """The plan of a step; filled by `ExpertStreamer`. Layers are in the order in which they are computed."""
 
     # Of `SHARES`, what of each layer's experts is streamed.
     share: int
@@ -123,11 +124,11 @@ class StreamPlan:
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
-        """Of all layers, in order."""
+        """The pieces of all layers, in order."""
         return tuple(piece for layer in self.layers for piece in layer.pieces)
 
     def pieces_of(self, layers: Collection[int]) -> int:
-        """How many pieces these layers have."""
+        """Returns how many pieces these layers have."""
         return sum(len(layer.pieces) for layer in self.layers if layer.layer in layers)
 
     @cached_property
@@ -142,7 +143,7 @@ class StreamPlan:
 
 
 def chosen_experts(available: Collection[int], share: int, counts: Sequence[int] = ()) -> tuple[int, ...]:
-    """The share (of `SHARES`) of a layer's experts that is streamed, ascending.
+    """Returns the share (of `SHARES`) of a layer's experts that is streamed, ascending.
 
     `counts`: how often each expert was chosen, by id; those with the most rows are streamed, and the servers
     keep those with the fewest. Without it the first ones, which lie together.
@@ -163,7 +164,7 @@ def plan_layer(
     counts: Sequence[int] = (),
     unrouted: Collection[int] = (),
 ) -> LayerStream:
-    """Of one layer, `stored` being its part in each segment; `rank` of `ranks` tensor-parallel ones.
+    """Plans one layer, `stored` being its part in each segment; `rank` of `ranks` tensor-parallel ones.
 
     `unrouted`: experts that will probably have no rows.
 
@@ -194,7 +195,7 @@ class RingLayout:
 
     @property
     def nbytes(self) -> int:
-        """Of the whole ring."""
+        """The bytes of the whole ring."""
         return self.num_buffers * self.buffer_bytes
 
 

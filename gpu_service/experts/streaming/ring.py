@@ -41,11 +41,11 @@ class TransferDevice(ABC):
 
     @abstractmethod
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """uint8 `[nbytes]` on the device."""
+        """Returns uint8 `[nbytes]` on the device."""
 
     @abstractmethod
     def upload(self, source: torch.Tensor) -> torch.Tensor:
-        """A small host tensor on the device, without waiting; on the current stream."""
+        """Returns a small host tensor on the device, without waiting; on the current stream."""
 
     @abstractmethod
     def download(self, source: torch.Tensor) -> torch.Tensor:
@@ -81,10 +81,10 @@ class TransferDevice(ABC):
 
     @abstractmethod
     def seconds_between(self, begin: Any, end: Any) -> float:
-        """By the device's clock, of two events that have passed."""
+        """Returns the seconds, by the device's clock, between two events that have passed."""
 
     def time_copy(self, target: torch.Tensor, source: torch.Tensor) -> float:
-        """Seconds of a `copy` while there is no other. Not for the thread that launches steps."""
+        """Returns the seconds of a `copy` while there is no other. Not for the thread that launches steps."""
         begin = time.perf_counter()
         self.copy(target, source)
         self.wait(self.record_copied())
@@ -197,7 +197,7 @@ class CudaTransfers(TransferDevice):
 
 
 def transfer_device(device: torch.device) -> TransferDevice:
-    """Of the device that computes."""
+    """Returns the transfers of the device that computes."""
     return CudaTransfers(device) if device.type == "cuda" else HostTransfers()
 
 
@@ -225,12 +225,12 @@ class BufferRing:
         # Of all pieces so far, roughly: what a profiler would have noted.
         self.operations = 0
         # Of the present pieces' copies that were launched: events before and after each. Pieces that follow
-        # have a list of their own, so whoever began keeps this one.
+        # have a list of their own, so the step that has begun keeps this one.
         self.copies: list[tuple[Any, Any]] = []
 
     @property
     def nbytes(self) -> int:
-        """Of all buffers."""
+        """The bytes of all buffers."""
         return len(self.buffers) * self.buffer_bytes
 
     def start(self, pieces: Sequence[Piece], copy: Copy, keeps_one_free: bool = False) -> None:
@@ -290,7 +290,7 @@ class BufferRing:
             self.copies.append(self._launch(piece, index))
 
     def _launch(self, piece: Piece, index: int) -> tuple[Any, Any]:
-        """The copies of a piece; events before and after."""
+        """Returns the copies of a piece; events before and after."""
         assert self._copy is not None
         if self._read[index] is not None:
             self._device.copy_waits(self._read[index])

@@ -3,8 +3,8 @@
 Routing is uneven and changes slowly from step to step. Servers take few rows of many experts quickly and many
 rows slowly, a link copies an expert in the same time whatever its rows. So those with the most rows are
 streamed, by the counts of earlier steps; those that get none are not copied, and cost servers nothing. A
-guess that was wrong costs time only: expert servers compute what is not copied, and the prefill lane, which
-asks none, copies what its router has chosen against expectation.
+prediction that was wrong costs time only: expert servers compute what is not copied, and the prefill lane,
+which asks none, copies what its router has chosen against expectation.
 
 Ranks that share layers route alike, and take the largest of all ranks' counts, so that their plans are the
 same whatever rounding does.
@@ -38,7 +38,7 @@ Counts = npt.NDArray[np.int64]
 
 
 def count_chosen(chosen: Sequence[torch.Tensor], num_experts: int) -> torch.Tensor:
-    """int32 `[layers, num_experts]` of int32 ids `[T, K]` of each layer; ids below 0 are none.
+    """Returns int32 `[layers, num_experts]` of int32 ids `[T, K]` of each layer; ids below 0 are none.
 
     Waits for nothing.
     """
@@ -52,7 +52,7 @@ def count_chosen(chosen: Sequence[torch.Tensor], num_experts: int) -> torch.Tens
 
 
 class RecentRouting:
-    """Of one rank's layers. Driven by the thread that launches steps."""
+    """The routing of one rank's layers. Driven by the thread that launches steps."""
 
     def __init__(self, layers: Sequence[int], num_experts: int, known: Mapping[int, Sequence[int]]) -> None:
         """`known`: recorded counts by layer, for the first steps; layers without any have all alike."""
@@ -65,7 +65,7 @@ class RecentRouting:
         self._left: npt.NDArray[np.float64] | None = None
 
     def counts(self, layer: int) -> Sequence[int]:
-        """For `chosen_experts`: those with the largest numbers are streamed."""
+        """Returns the counts for `chosen_experts`: those with the largest numbers are streamed."""
         used: list[int] = self._used[self.layers.index(layer)].tolist()
         return used
 
@@ -94,8 +94,8 @@ class RecentRouting:
         return changed
 
     def unrouted(self, pairs: int) -> npt.NDArray[np.bool_]:
-        """`[layers, num_experts]`: experts that probably have no row in a step of `pairs` (row, expert) pairs
-        a layer. None where no step has shown anything yet.
+        """Returns `[layers, num_experts]`: experts that probably have no row in a step of `pairs` (row,
+        expert) pairs a layer. None where no step has shown anything yet.
         """
         weight = self._sums + _UNSEEN
         expected = pairs * weight / (self._pairs + _UNSEEN * weight.shape[1])
@@ -113,7 +113,7 @@ class RecentRouting:
 def covered(
     step: Counts, order: npt.NDArray[np.float64], available: npt.NDArray[np.bool_]
 ) -> npt.NDArray[np.float64]:
-    """`[SHARES + 1]`: by share, which part of a step's pairs streaming the largest of `order` takes.
+    """Returns `[SHARES + 1]`: by share, which part of a step's pairs streaming the largest of `order` takes.
 
     Experts that are not available have the smallest numbers.
     """

@@ -1,7 +1,7 @@
 """The expert servers' segments as an engine reads them: opened together, watched, and read from.
 
 Content may change under the reader, when a server loads other weights: it says so first (`is_complete` and
-`generation`). So whoever reads notes the generations, and asks afterwards whether they still hold.
+`generation`). So a reader notes the generations, and asks afterwards whether they still hold.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class ExpertSegments:
 
     @property
     def nbytes(self) -> int:
-        """Of all experts of this rank's layers."""
+        """The bytes of all experts of this rank's layers."""
         return sum(part.nbytes for parts in self.stored.values() for part in parts)
 
     @property
@@ -84,12 +84,12 @@ class ExpertSegments:
         """Why nothing may be read now, or what was read since the opening is worthless; empty: neither."""
         with self._lock:
             if self._closed:
-                return "the segments were opened anew"
+                return "the segments were reopened"
             for index, (segment, generation) in enumerate(
                 zip(self._segments, self._generations, strict=True)
             ):
                 if segment.generation != generation:
-                    return f"expert server {index} has loaded its experts anew"
+                    return f"expert server {index} has reloaded its experts"
                 if not segment.is_complete:
                     return f"expert server {index} has not loaded all of its experts"
             for index, (path, file) in enumerate(self._paths):
@@ -98,7 +98,8 @@ class ExpertSegments:
         return ""
 
     def content(self, stored: StoredExperts, slot: int) -> SlotContent | None:
-        """What the server has packed there, with its checksum; None: the segments were closed meanwhile.
+        """Returns what the server has packed there, with its checksum; None: the segments were closed
+        meanwhile.
 
         Experts of `stored` must be all of its server's range, as they are where none lives on GPUs only.
         """

@@ -16,7 +16,7 @@ _log = structlog.get_logger(__name__)
 _UNMEASURED_BREAK_EVEN = 256
 # Decode batches below this are left to captured graphs and expert servers.
 _LEAST_DECODE_ROWS = 65
-# A step of so many rows that would stream nothing streams so little of each layer (of SHARES) that it takes
+# A step of this many rows that would stream nothing streams so little of each layer (of SHARES) that it takes
 # no longer, where the link's speed was not seen for long.
 _LEAST_PROBED_ROWS, _PROBE = 256, 2
 
@@ -32,12 +32,12 @@ class ShareChooser:
     costs: ExpertCosts
 
     def measured(self, layer: LayerCosts, layer_bytes: float) -> None:
-        """What a layer costs, `layer_bytes` of which are copied where all of it is streamed."""
+        """Takes what a layer costs, `layer_bytes` of which are copied where all of it is streamed."""
         self.costs.measured(layer, layer_bytes)
         _log.info("experts are streamed by what was measured", **describe(layer))
 
     def may_stream(self, rows: int, is_decode: bool) -> bool:
-        """By the settings alone, so that all ranks say the same."""
+        """Returns whether a step may stream, by the settings alone, so that all ranks agree."""
         if self.min_rows is not None:
             return rows >= self.min_rows
         if is_decode:
@@ -45,7 +45,7 @@ class ShareChooser:
         return True
 
     def share(self, rows: int) -> int:
-        """Of SHARES, for a step that may stream."""
+        """Returns the share in SHARES of a step that may stream."""
         if self.mode == "stream":
             return SHARES
         layer = self.costs.layer
@@ -56,18 +56,20 @@ class ShareChooser:
         return _PROBE if is_probe else share
 
     def predict(self, rows: int, share: int) -> float | None:
-        """Seconds of all layers of such a step, attention included; None: nothing was measured."""
+        """Returns the seconds of all layers of such a step, attention included; None: nothing was
+        measured.
+        """
         layer = self.costs.layer
         return None if layer is None else self.num_layers * layer.seconds(rows, share)
 
     def step_tokens(self, most: int, wait_s: float | None) -> int:
-        """As `LayerCosts.step_tokens`; `most` while too little is known."""
+        """Returns what `LayerCosts.step_tokens` does; `most` while too little is known."""
         layer = self.costs.layer
         return most if layer is None or wait_s is None else layer.step_tokens(most, wait_s)
 
     @property
     def asks_servers(self) -> bool:
-        """Whether steps leave to expert servers what is not worth a copy."""
+        """Returns whether steps leave to expert servers what is not worth a copy."""
         return self.mode == "auto"
 
     @property
@@ -89,7 +91,7 @@ class ShareChooser:
 
 
 def describe(costs: LayerCosts) -> dict[str, object]:
-    """For the log: milliseconds a layer, and what follows from them."""
+    """Returns milliseconds a layer for the log, and what follows from them."""
     break_even = next((rows for rows in _STEPS if costs.best_share(rows) > 0), None)
     return {
         "copy_ms": round(costs.copy * 1e3, 3),

@@ -32,19 +32,22 @@ class Registrar(ABC):
 
     @abstractmethod
     def register(self, address: int, nbytes: int) -> str:
-        """Why it cannot be registered; empty: it is. Called by one thread, the same as `unregister`."""
+        """Returns why it cannot be registered; empty: it is.
+
+        Called by one thread, the same as `unregister`.
+        """
 
     @abstractmethod
     def unregister(self, address: int) -> None:
         """Takes it back; copies from it must have ended."""
 
     def active(self) -> AbstractContextManager[Any]:
-        """In which the thread that opens segments works."""
+        """Returns the context in which the thread that opens segments works."""
         return nullcontext()
 
 
 class NullRegistrar(Registrar):
-    """Of a device that reads any memory."""
+    """The registrar of a device that reads any memory."""
 
     def register(self, address: int, nbytes: int) -> str:
         return ""
@@ -77,7 +80,7 @@ class CudaRegistrar(Registrar):
 
 
 def registrar(device: torch.device) -> Registrar:
-    """Of the device that computes."""
+    """Returns the registrar of the device that computes."""
     return CudaRegistrar(device) if device.type == "cuda" else NullRegistrar()
 
 
@@ -121,7 +124,7 @@ class SegmentSource:
         problem = found.problem()
         if not problem:
             return found
-        _log.warning("experts are not streamed until they can be opened anew", because=problem)
+        _log.warning("experts are not streamed until they can be opened again", because=problem)
         # Steps that were begun may go on copying from what is mapped, to no avail.
         self._ready = None
         self._wanted.set()

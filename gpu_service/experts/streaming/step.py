@@ -16,26 +16,28 @@ class ShareChooser(Protocol):
     """Decides how much is streamed; `share.ShareChooser` is the real one."""
 
     def may_stream(self, rows: int, is_decode: bool) -> bool:
-        """Whether a step of so many token rows may; all ranks say the same."""
+        """Returns whether a step of `rows` token rows may stream; all ranks agree."""
 
     def share(self, rows: int) -> int:
-        """Of `SHARES`, 0 being none, for a step that may; ranks may differ."""
+        """Returns the share in `SHARES`, 0 being none, of a step that may stream; ranks may differ."""
 
     def predict(self, rows: int, share: int) -> float | None:
-        """Seconds of a step that streams such a share; None: nothing was measured."""
+        """Returns the seconds of a step that streams such a share; None: nothing was measured."""
 
     def step_tokens(self, most: int, wait_s: float | None) -> int:
-        """Of a step that streams all, at most `most`, where others may wait so long; None: not known."""
+        """Returns the tokens of a step that streams all, at most `most`, where others may wait so long; None:
+        not known.
+        """
 
     @property
     def asks_servers(self) -> bool:
-        """Whether steps of the main lane leave to expert servers what is not worth a copy."""
+        """Returns whether steps of the main lane leave to expert servers what is not worth a copy."""
 
     def measured(self, layer: LayerCosts, layer_bytes: float) -> None:
-        """What a layer costs, and the bytes that all of it has to be copied."""
+        """Takes what a layer costs, and the bytes that all of it has to be copied."""
 
     def observe(self, rows: int, share: int, seconds: float, copying: float, nbytes: int) -> None:
-        """What a step took, how much of it the link was busy, and with how many bytes."""
+        """Takes what a step took, how much of it the link was busy, and with how many bytes."""
 
     def routed(self, left: Sequence[float]) -> None:
         """By share, 0 to SHARES, which part of earlier steps' pairs servers would have had."""
@@ -63,7 +65,9 @@ class StreamedExperts(ABC):
 
     @abstractmethod
     def cpu_ids(self, layer: int, topk_ids: torch.Tensor) -> torch.Tensor:
-        """int32 `[T, K]`: a new tensor with -1 in place of experts that any rank streams; -1 stays."""
+        """Returns int32 `[T, K]`: a new tensor with -1 in place of experts that any rank streams;
+        -1 stays.
+        """
 
     @abstractmethod
     def forward(
@@ -74,7 +78,8 @@ class StreamedExperts(ABC):
         topk_weights: torch.Tensor,
         partials: Sequence[torch.Tensor | None],
     ) -> Sequence[torch.Tensor]:
-        """float32 `[T, H]` each: `partials` (None: zeros) and this rank's part of the streamed experts' sums.
+        """Returns float32 `[T, H]` each: `partials` (None: zeros) and this rank's part of the streamed
+        experts' sums.
 
         The layer's choices int32 `[T, K]` are in parts that have sums of their own, -1 where another part has
         the choice. Each is computed as by `ResidentKernels.forward`, on the current stream. Raises

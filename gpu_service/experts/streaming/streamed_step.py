@@ -136,7 +136,7 @@ class StreamedStep(StreamedExperts):
         return [forward(slots, hidden_states, ids, topk_weights, own) for ids, own in given]
 
     def _routed_pieces(self, plan: LayerStream, counts: torch.Tensor, counted: Any) -> Sequence[Piece]:
-        """Of this rank's experts that were not copied ahead those that have rows after all.
+        """Returns those of this rank's experts that were not copied ahead but have rows after all.
 
         Waits for `counts` of the layer, which products that were launched since cover.
         """

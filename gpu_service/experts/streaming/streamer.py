@@ -11,8 +11,8 @@ Two ways to begin:
 An expert that has probably no rows, by what earlier steps chose, is not copied ahead: expert servers have it,
 or in the lane the host waits for what the layer's router says, while the others' products are computed.
 
-Whoever begins puts the result into `ForwardContext.streamed`, calls `launched` when all layers are, and
-`check` when the step has ended. A step that is run again begins anew.
+The caller of `begin` puts the result into `ForwardContext.streamed`, calls `launched` when all layers are,
+and `check` when the step has ended. A step that is run again begins again.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ class ExpertSource(Protocol):
     """Where experts are copied from; `SegmentSource` is the real one."""
 
     def segments(self) -> ExpertSegments | None:
-        """What may be copied now; None: nothing, until it was opened anew, which goes on by itself.
+        """Returns what may be copied now; None: nothing, until it is open again, which goes on by itself.
 
         Any thread may ask.
         """
 
     def address(self, segments: ExpertSegments, stored: StoredExperts) -> int | None:
-        """Where the device's kernels find the part's first expert; None: they cannot read it."""
+        """Returns where the device's kernels find the part's first expert; None: they cannot read it."""
 
     def copy(self, segments: ExpertSegments, target: torch.Tensor, piece: Piece, run: CopyRun) -> None:
         """Launches a run's copy to device memory."""
@@ -79,7 +79,7 @@ def _alone(values: torch.Tensor) -> torch.Tensor:
 
 
 class ExpertStreamer:
-    """Of one rank. Driven by the thread that launches steps."""
+    """The streamer of one rank. Driven by the thread that launches steps."""
 
     def __init__(
         self,
@@ -133,11 +133,11 @@ class ExpertStreamer:
         self._whole: StreamedStep | None = None
 
     def open(self, source: ExpertSource) -> None:
-        """Where experts come from; until then nothing is streamed."""
+        """Sets where experts come from; until then nothing is streamed."""
         self._source = source
 
     def begin(self, rows: int, is_decode: bool = False) -> StreamedExperts | None:
-        """For a step of `rows` token rows; `is_decode`: every request computes one token.
+        """Begins a step of `rows` token rows; `is_decode`: every request computes one token.
 
         All ranks call it for the same steps, and get alike. Not while a graph is captured.
         """
@@ -146,7 +146,7 @@ class ExpertStreamer:
         if not self.chooser.may_stream(rows, is_decode):
             return None
         segments = self._usable()
-        # One rank that cannot stream keeps all from it: nobody else would compute its part.
+        # One rank that cannot stream keeps all from it: no other process would compute its part.
         refused = SHARES + 1
         chosen = self.agree(refused if segments is None else self.chooser.share(rows))
         if chosen in (0, refused) or segments is None:
@@ -155,7 +155,8 @@ class ExpertStreamer:
         return self._begin(segments, self._plan(segments, chosen, unrouted), rows)
 
     def begin_whole(self, rows: int, wait_until: WaitUntil) -> StreamedStep | None:
-        """For a lane of its own; None: not everything can be streamed now, or another has not ended yet.
+        """Begins a step of a separate lane; None: not everything can be streamed now, or another has not
+        ended yet.
 
         All ranks call it for the same steps, and get alike. `wait_until`: while layers are launched.
         """
@@ -167,7 +168,9 @@ class ExpertStreamer:
         return self._whole
 
     def _unrouted(self, rows: int) -> npt.NDArray[np.bool_]:
-        """`[passed layers, num_experts]`: experts that are not copied before they are known to have rows."""
+        """Returns `[passed layers, num_experts]`: experts that are not copied before they are known to have
+        rows.
+        """
         return self._routing.unrouted(rows * self.geometry.top_k)
 
     def _usable(self) -> ExpertSegments | None:
@@ -208,7 +211,7 @@ class ExpertStreamer:
 
     @property
     def source(self) -> ExpertSource | None:
-        """What is copied from; None: nothing is there yet."""
+        """Returns what is copied from; None: nothing is there yet."""
         return self._source
 
     @property
@@ -218,12 +221,14 @@ class ExpertStreamer:
 
     @property
     def useful_tokens(self) -> int:
-        """Of a step that streams everything: with more it takes as long for each, by what was measured."""
+        """The tokens of a step that streams everything beyond which each takes as long, by what was
+        measured.
+        """
         return self.chooser.step_tokens(MAX_STREAMED_TOKENS, 0.0)
 
     @property
     def is_open(self) -> bool:
-        """Whether there is something to copy now. Any thread may ask."""
+        """Returns whether there is something to copy now. Any thread may ask."""
         return self._usable() is not None
 
     @property
@@ -285,11 +290,11 @@ class ExpertStreamer:
         return self._layer_plans[key]
 
     def resident_of(self, layer: int) -> tuple[int, ...]:
-        """Experts that are on the device anyhow."""
+        """Returns the experts that are on the device anyhow."""
         return () if self._resident is None else self._resident.experts(layer)
 
     def slots(self, buffer: int, piece: Piece) -> LayerSlots:
-        """A piece in a buffer as kernels see it."""
+        """Returns a piece in a buffer as kernels see it."""
         key = buffer, piece
         if key not in self._slots:
             if len(self._slots) > _MOST_SLOTS:
@@ -306,7 +311,9 @@ class ExpertStreamer:
         return self._slots[key]
 
     def slot_map(self, experts: tuple[int, ...]) -> torch.Tensor:
-        """int32 `[num_experts]` on the device: an expert's place among `experts`; -1: it is not there."""
+        """Returns int32 `[num_experts]` on the device: an expert's place among `experts`; -1: it is not
+        there.
+        """
         if experts not in self._maps:
             if len(self._maps) > _MOST_SLOTS:
                 self._maps = {}
@@ -316,7 +323,7 @@ class ExpertStreamer:
         return self._maps[experts]
 
     def sample_slots(self, kind: LayerFormat) -> LayerSlots:
-        """The first buffer as experts of a format, whatever is in it: to warm up and to measure with.
+        """Returns the first buffer as experts of a format, whatever is in it: to warm up and to measure with.
 
         Not while a step streams.
         """
@@ -331,15 +338,16 @@ class ExpertStreamer:
         self._source.copy(segments, target, piece, run)
 
     def is_current(self, step: StreamedStep) -> bool:
-        """Whether the ring's pieces are this step's."""
+        """Returns whether the ring's pieces are this step's."""
         return self._current is step
 
     def agree(self, number: int) -> int:
-        """The largest of all ranks'."""
+        """Returns the largest of all ranks'."""
         return int(self._largest(torch.tensor([number])))
 
     def agree_on_step(self, problem: bool, counts: Mapping[int, torch.Tensor]) -> tuple[bool, Counts]:
-        """Whether any rank has a problem, and what all have counted, int64 `[passed layers, num_experts]`.
+        """Returns whether any rank has a problem, and what all have counted, int64 `[passed layers,
+        num_experts]`.
 
         `counts`: by layer, `[num_experts]` on the host. Ranks of all stages call it.
         """
@@ -354,7 +362,7 @@ class ExpertStreamer:
         return bool(agreed[-1].any()), agreed[own].numpy()
 
     def routed(self, counts: Counts) -> None:
-        """What a step chose, of all layers: later ones stream those with the most rows."""
+        """Notes what a step chose, of all layers: later ones stream those with the most rows."""
         available = np.ones(counts.shape, np.bool_)
         for place, layer in enumerate(self.passed_layers):
             available[place, list(self.resident_of(layer))] = False
@@ -372,7 +380,7 @@ class ExpertStreamer:
 
     @property
     def is_synchronous(self) -> bool:
-        """Whether the host is the device."""
+        """Returns whether the host is the device."""
         return self.device.is_synchronous
 
     def close(self) -> None:

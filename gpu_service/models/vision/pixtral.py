@@ -21,7 +21,9 @@ class PixtralTower(VisionTower):
         self._num_heads: int = vision_tower.config.num_attention_heads
 
     def encode(self, pixels: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
-        """By its parts: the whole makes a mask of patches by patches, which one image does not need."""
+        """Encodes by the tower's parts: the whole makes a mask of patches by patches, which one image does
+        not need.
+        """
         tower = self.vision_tower
         embedded = tower.ln_pre(tower.patch_conv(pixels).flatten(2).mT)
         rows, columns = grid[0, 1:].tolist()

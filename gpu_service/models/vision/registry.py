@@ -35,7 +35,10 @@ _BUILDERS: Mapping[str, Callable[[Mapping[str, Any], int, torch.dtype], VisionTo
 
 
 def build_from_config(config: Mapping[str, Any], hidden_size: int, dtype: torch.dtype) -> VisionTower:
-    """From config.json's keys, on torch's current device and without values. Raises ValueError."""
+    """Builds the tower from config.json's keys, on torch's current device and without values.
+
+    Raises ValueError.
+    """
     family = vision_family(config["model_type"]).tower
     build = _BUILDERS.get(family)
     if build is not None:
@@ -44,7 +47,7 @@ def build_from_config(config: Mapping[str, Any], hidden_size: int, dtype: torch.
 
 
 def _grid_tower(family: str, config: Mapping[str, Any], hidden_size: int, dtype: torch.dtype) -> VisionTower:
-    """Of a family whose tower is one class of transformers."""
+    """Builds the tower of a family that is one class of transformers."""
     import transformers
 
     vision = getattr(transformers, f"{family}VisionConfig")(**config["vision_config"])

@@ -34,7 +34,7 @@ class StepTower(VisionTower):
         return torch.cat(parts)[None]
 
     def _features(self, patches: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-        """`[N, H]` of as many pictures of rows x columns patches as there are."""
+        """Returns `[N, H]` of as many pictures of rows x columns patches as there are."""
         patch = patches.shape[-1]
         squares = patches.view(-1, rows, columns, 3, patch, patch).permute(0, 3, 1, 4, 2, 5)
         squares = squares.reshape(-1, 3, rows * patch, columns * patch)

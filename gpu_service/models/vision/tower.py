@@ -15,7 +15,7 @@ from moebius.errors import UserError
 
 @contextmanager
 def transformers_needed() -> Iterator[None]:
-    """Around imports of transformers, which only models that take images need.
+    """Wraps imports of transformers, which only models that take images need.
 
     Raises UserError, where it is not installed, with what to install and how to do without.
     """
@@ -35,7 +35,7 @@ class VisionTower(nn.Module, ABC):
 
     @abstractmethod
     def encode(self, pixels: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
-        """Features `[1 + D, N, H]` of one image, in the tower's dtype.
+        """Returns features `[1 + D, N, H]` of one image, in the tower's dtype.
 
         pixels `[P, ...]` as the family's image processor makes them, grid int64 `[1, 3]` with P patches.
         The first of the 1 + D replaces the embeddings of the image's N tokens, the others are added to the
@@ -43,7 +43,7 @@ class VisionTower(nn.Module, ABC):
         """
 
     def parts(self, name: str, values: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """Parameters that a checkpoint's tensor fills, and with what; `name` by `tower_name`."""
+        """Yields the parameters that a checkpoint's tensor fills, and with what; `name` by `tower_name`."""
         yield name, values
 
 
@@ -63,7 +63,8 @@ class GridTower(VisionTower):
 def unfused(
     name: str, values: torch.Tensor, fused: str, own: str, num_heads: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Queries, keys and values of one tensor, the rotary pairs of the first two as `half_split` has them.
+    """Yields queries, keys and values of one tensor, the rotary pairs of the first two as `half_split` has
+    them.
 
     `fused` is what its name has in place of `own`, in which `{}` is q, k and v; other tensors stay.
     """
@@ -75,6 +76,8 @@ def unfused(
 
 
 def half_split(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Rows of a projection whose rotary pairs are (2j, 2j + 1), so that they are (j, j + half)."""
+    """Returns the rows of a projection whose rotary pairs are (2j, 2j + 1), so that they are (j, j
+    + half).
+    """
     pairs = rows.view(num_heads, rows.shape[0] // num_heads // 2, 2, *rows.shape[1:])
     return pairs.transpose(1, 2).reshape(rows.shape)

@@ -22,7 +22,9 @@ def _rows_of_tile(  # type: ignore[no-untyped-def]
     tile, packed, positions, query_starts, num_requests, first_row, num_rows, BLOCK_Q: tl.constexpr,
     EACH: tl.constexpr,
 ):  # fmt: skip
-    """A tile's request; of each packed line, EACH to a row: its row, whether that is there, its position."""
+    """Returns a tile's request; of each packed line, EACH to a row: its row, whether that is there, its
+    position.
+    """
     request, first_tile = request_of_tile(tile, query_starts, num_requests, 0, BLOCK_Q)
     start = tl.load(query_starts + request)
     num_new = tl.load(query_starts + request + 1) - start

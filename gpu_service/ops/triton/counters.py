@@ -18,7 +18,9 @@ _cuda: Any = torch.cuda
 
 
 def stream_counters(device: torch.device) -> torch.Tensor | None:
-    """Of the current stream; None while it is captured and has none yet: a graph could not keep it."""
+    """Returns the counters of the current stream; None while it is captured and has none yet: a graph could
+    not keep it.
+    """
     on_gpu = device.type == "cuda"
     key = device, int(_cuda.current_stream(device).cuda_stream) if on_gpu else 0
     if key not in _counters:

@@ -11,7 +11,7 @@ from gpu_service.ops.triton.jit import jit
 
 @jit
 def decode_e4m3(bits):  # type: ignore[no-untyped-def]
-    """float32 of e4m3fn, whose bits are the lowest eight of an int32.
+    """Returns float32 of e4m3fn, whose bits are the lowest eight of an int32.
 
     Set into place as a float32, whose bias of 127 takes the place of 7 by a factor of 2^120: exact, and of
     full rate.
@@ -23,7 +23,9 @@ def decode_e4m3(bits):  # type: ignore[no-untyped-def]
 
 @jit
 def encode_e4m3(values):  # type: ignore[no-untyped-def]
-    """uint8 bits of float32 values of at most 448 in magnitude, rounded to nearest even; NaN stays NaN."""
+    """Returns uint8 bits of float32 values of at most 448 in magnitude, rounded to nearest even; NaN stays
+    NaN.
+    """
     bits = values.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     # What is cut off rounds up from half on, a tie to the even neighbour; then the bias of 127 becomes 7.
@@ -37,14 +39,16 @@ def encode_e4m3(values):  # type: ignore[no-untyped-def]
 
 @jit
 def widened(stored, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Cached values in the type that they are multiplied in; bytes are e4m3."""
+    """Returns cached values in the type that they are multiplied in; bytes are e4m3."""
     if stored.dtype == tl.uint8:
         return decode_e4m3(stored.to(tl.int32)).to(dtype)
     return stored.to(dtype)
 
 
 def as_loadable(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory in a type that kernels of its device may name: bytes for 8-bit floats they lack."""
+    """Returns the same memory in a type that kernels of its device may name: bytes for 8-bit floats they
+    lack.
+    """
     if tensor.dtype == torch.float8_e4m3fn and not device_limits(tensor.device).has_fp8:
         return tensor.view(torch.uint8)
     return tensor

@@ -25,7 +25,7 @@ MAX_COLUMNS, TILE_BYTES = 8192, 65536
 MAX_FEATURES = 16
 # Programs that keep all processors of a large device reading.
 MIN_PROGRAMS = 256
-# Of a program; and registers of a thread with which a multiprocessor holds two programs of so many warps.
+# Of a program; and registers of a thread with which a multiprocessor holds two programs of that many warps.
 # With more, the second half of a weight would be read only when the first one is done.
 MOST_WARPS, MAX_REGISTERS = 8, 128
 
@@ -82,7 +82,7 @@ def gemv_kernel(
 
 
 def features_per_program(num_features: int, row_bytes: int) -> int:
-    """As many rows of a weight as fit into a program's tile and leave enough programs."""
+    """Returns as many rows of a weight as fit into a program's tile and leave enough programs."""
     features = min(MAX_FEATURES, max(1, TILE_BYTES // row_bytes))
     while features > 1 and num_features < features * MIN_PROGRAMS:
         features //= 2
@@ -141,7 +141,7 @@ def add_norm_linear(
 
 
 class Launch(NamedTuple):
-    """Of `gemv_kernel`, or of a kernel that begins with it."""
+    """A launch of `gemv_kernel`, or of a kernel that begins with it."""
 
     grid: tuple[int]
     arguments: dict[str, Any]

@@ -19,12 +19,12 @@ from gpu_service.device.limits import DeviceLimits, device_limits
 
 
 def jit(function: Callable[..., Any]) -> Any:
-    """The compiled (or, under TRITON_INTERPRET, interpreted) kernel: `kernel[grid](*args)`."""
+    """Returns the compiled (or, under TRITON_INTERPRET, interpreted) kernel: `kernel[grid](*args)`."""
     return triton.jit(function)
 
 
 def jit_for_any(*names: str) -> Callable[[Callable[..., Any]], Any]:
-    """Decorator: one compiled kernel for all values of these arguments.
+    """Returns a decorator: one compiled kernel for all values of these arguments.
 
     Left alone, Triton compiles again when a number becomes 1, or a multiple of 16: in the middle of a
     service, when the first batch of 16 requests comes.
@@ -37,7 +37,7 @@ def jit_for_any(*names: str) -> Callable[[Callable[..., Any]], Any]:
 
 
 def next_power_of_2(size: int) -> int:
-    """The smallest power of two that is not smaller; block sizes are these."""
+    """Returns the smallest power of two that is not smaller; block sizes are these."""
     return 1 << max(0, size - 1).bit_length()
 
 
@@ -47,7 +47,8 @@ def num_warps(block: int) -> int:
 
 
 def overlap(device: torch.device, allowed: bool = True) -> dict[str, bool]:
-    """Launch options of a kernel with `wait_for_previous`: whether it may begin before the last one ends.
+    """Returns launch options of a kernel with `wait_for_previous`: whether it may begin before the last one
+    ends.
 
     Programmatic dependent launch (CUDA programming guide), from Hopper on. `allowed`: whether all that the
     kernel reads before it waits was there long before.

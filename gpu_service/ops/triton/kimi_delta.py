@@ -33,7 +33,9 @@ _COLUMNS = 32
 
 @jit
 def _log_decay(x, a_log, bound, HAS_BOUND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of each element: `-exp(a_log) softplus(x)`, or `bound * sigmoid(exp(a_log) x)`."""
+    """Returns the log decay of each element: `-exp(a_log) softplus(x)`, or `bound *
+    sigmoid(exp(a_log) x)`.
+    """
     # Chosen while compiling.
     return bound * tl.sigmoid(tl.exp(a_log) * x) if HAS_BOUND else -tl.exp(a_log) * softplus(x)
 
@@ -241,7 +243,7 @@ def supports_extend(
     states: torch.Tensor,
     *_: object,
 ) -> bool:
-    """Whether heads are so small that a program can hold what it needs of them."""
+    """Returns whether heads are so small that a program can hold what it needs of them."""
     return max(states.shape[2:]) <= MAX_HEAD_DIM
 
 
@@ -276,7 +278,7 @@ def kimi_delta_extend(
     writes: torch.Tensor,
     sequences: Sequences,
 ) -> torch.Tensor:
-    """As `ops.kimi_delta.kimi_delta_extend`; single tokens are one launch of the update's kernel."""
+    """Computes `ops.kimi_delta.kimi_delta_extend`; single tokens are one launch of the update's kernel."""
     num_rows, (_, heads, _, value_dim) = qkv.shape[0], states.shape
     output = torch.empty(num_rows, heads, value_dim, dtype=qkv.dtype, device=qkv.device)
     rows, slots = (qkv, a, b, a_log, dt_bias), (reads, writes)

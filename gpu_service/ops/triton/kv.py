@@ -95,7 +95,7 @@ def append_kv(
 
 @jit
 def request_of_row(row, query_starts, num_requests):  # type: ignore[no-untyped-def]
-    """The request that a row belongs to, by bisection."""
+    """Returns the request that a row belongs to, by bisection."""
     low, high = 0, num_requests
     while low < high:
         middle = (low + high) // 2

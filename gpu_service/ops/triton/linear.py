@@ -63,7 +63,7 @@ def fp8_linear(
     first_column: int,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """As `ops.linear.fp8_linear`; sums in float32, scaled group by group."""
+    """Computes `ops.linear.fp8_linear`; sums in float32, scaled group by group."""
     x = hidden_states if hidden_states.stride(-1) == 1 else hidden_states.contiguous()
     rows, (outputs, columns) = x.shape[0], weight.shape
     result = x.new_empty((rows, outputs))

@@ -68,7 +68,7 @@ def softplus(x: tl.tensor) -> tl.tensor:
 
 @jit
 def unit(pointer: tl.tensor, mask: tl.tensor) -> tl.tensor:
-    """A head's query or key, of length 1."""
+    """Returns a head's query or key, of length 1."""
     values = tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
     return values / tl.sqrt(tl.sum(values * values, axis=0) + 1e-6)
 

@@ -31,11 +31,11 @@ from gpu_service.ops.triton.linear_attention import launch_update, softplus
 
 @jit
 def request_of_tile(tile, query_starts, num_requests, first_row, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of the rows from `first_row` on: a tile's request, and where in these rows the request's tiles begin.
+    """Finds a tile's request among the rows from `first_row` on, and where in these rows its tiles begin.
 
     Returns the last request whose first tile is not after `tile`, by bisection, and that first tile. Request
     r owns tiles from start // ROWS + r on: at least as many as it needs, because rounding down loses less
-    than one tile per request. So many rows of R requests are in rows // ROWS + R tiles, some of them empty.
+    than one tile per request. The rows of R requests are in rows // ROWS + R tiles, some of them empty.
     """
     low, high = 0, num_requests
     while low < high:
@@ -50,7 +50,7 @@ def request_of_tile(tile, query_starts, num_requests, first_row, ROWS: tl.conste
 
 
 def num_row_tiles(num_rows: int, num_requests: int, rows: int) -> int:
-    """How many tiles of so many rows there are, the empty ones included."""
+    """Returns the number of tiles that these rows take, the empty ones included."""
     return num_rows // rows + num_requests
 
 
@@ -132,7 +132,7 @@ def causal_conv_extend(
 def unit_lower_inverse(  # type: ignore[no-untyped-def]
     strict, CHUNK: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr
 ):
-    """(I + strict)^-1, strict `[CHUNK, CHUNK]` being strictly lower triangular; CHUNK = 2^LEVELS.
+    """Returns (I + strict)^-1, strict `[CHUNK, CHUNK]` being strictly lower triangular; CHUNK = 2^LEVELS.
 
     Of blocks twice as large at each level: the inverse of [[A, 0], [B, C]] has -C^-1 B A^-1 below A^-1.
     Unlike powers of `strict`, inverses of blocks stay small, because each token's step is a contraction.
@@ -156,7 +156,7 @@ def _inverse_length(rows):  # type: ignore[no-untyped-def]
 
 @jit
 def _cumulated_decay(at_step, held, a_log, dt_bias):  # type: ignore[no-untyped-def]
-    """The sum of log decays up to each row; rows that are not held do not decay."""
+    """Returns the sum of log decays up to each row; rows that are not held do not decay."""
     step = tl.load(at_step, mask=held, other=0.0).to(tl.float32) + dt_bias
     return tl.cumsum(tl.where(held, -tl.exp(a_log) * softplus(step), 0.0), 0)
 
@@ -290,7 +290,7 @@ def supports_extend(
     states: torch.Tensor,
     *_: object,
 ) -> bool:
-    """Whether heads are so small that a program can hold what it needs of them."""
+    """Returns whether heads are so small that a program can hold what it needs of them."""
     return max(states.shape[2:]) <= MAX_HEAD_DIM
 
 
@@ -305,7 +305,9 @@ class _Tile(NamedTuple):
 
 
 def _tiles(dtype: torch.dtype, value_heads: int, value_dim: int, limits: DeviceLimits) -> tuple[_Tile, ...]:
-    """For a type of rows and the sizes of a model, best first: it takes one variant of each kernel."""
+    """Returns tiles for a type of rows and the sizes of a model, best first: it takes one variant of each
+    kernel.
+    """
     if dtype == torch.float32:
         # No tensor cores: what a GEMM takes is in registers, and as many instructions as sums.
         return (_Tile(MIN_BLOCK, MIN_BLOCK, 1, 4),)
@@ -330,7 +332,9 @@ def gated_delta_extend(
     writes: torch.Tensor,
     sequences: Sequences,
 ) -> torch.Tensor:
-    """As `ops.linear_attention.gated_delta_extend`; single tokens are one launch of the update's kernel."""
+    """Computes `ops.linear_attention.gated_delta_extend`; single tokens are one launch of the update's
+    kernel.
+    """
     num_rows, (_, heads, _, value_dim), dtype = qkv.shape[0], states.shape, qkv.dtype
     if dtype == torch.float16:
         # Rounded to float16 or TF32 between its GEMMs, a chunk would be some times less exact than its rows.

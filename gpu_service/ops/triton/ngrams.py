@@ -12,7 +12,7 @@ from gpu_service.ops.triton.kv import request_of_row
 
 @jit
 def _earlier(ids, state, row, start, places, KEPT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The token so many places before a row: of the step, or of its request's state."""
+    """Loads the token `places` positions before a row, from the step or from its request's state."""
     at = row - places
     is_new = at >= start
     return tl.load(ids + at, mask=is_new, other=0) + tl.load(state + KEPT + at - start, mask=~is_new, other=0)

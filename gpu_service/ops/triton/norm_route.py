@@ -13,7 +13,7 @@ from gpu_service.ops.triton.counters import stream_counters
 from gpu_service.ops.triton.gemv import can_add_norm_linear, gemv_kernel, seam_launch
 from gpu_service.ops.triton.jit import jit
 from gpu_service.ops.triton.router import chosen_memory, route_arguments, route_row
-from moebius.models.config import RouterConfig
+from moebius.models.layers.router import RouterConfig
 
 
 @jit

@@ -115,7 +115,7 @@ def rope_table(
 
 
 def heads_per_program(tokens: int) -> int:
-    """Heads of one token that share a program."""
+    """Returns the number of heads of one token that share a program."""
     return _HEADS_PER_PROGRAM if tokens >= _MANY_TOKENS else 1
 
 
@@ -151,7 +151,9 @@ def _weighted(
     mask: tl.tensor,
     dtype: tl.constexpr,
 ) -> tl.tensor:
-    """`values * scale * weight` in float32, rounded like the reference; the weight is the head's kind's."""
+    """Computes `values * scale * weight` in float32, rounded like the reference; the weight is the head's
+    kind's.
+    """
     q = tl.load(q_weight, mask=mask, other=0.0)
     k = tl.load(k_weight, mask=mask, other=0.0)
     weight = tl.where(is_query, q, k)
@@ -163,7 +165,7 @@ def _element(
     row: tl.tensor, value_row: tl.tensor, at: tl.tensor, mask: tl.tensor, is_value: tl.tensor,
     STORES: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """float32 elements of heads: of queries and keys from one tensor, of values from another."""
+    """Returns float32 elements of heads: of queries and keys from one tensor, of values from another."""
     element = tl.load(row + at, mask=mask & ~is_value, other=0.0).to(tl.float32)
     if STORES:
         element += tl.load(value_row + at, mask=mask & is_value, other=0.0).to(tl.float32)
@@ -246,7 +248,7 @@ def qk_norm_rope(
 
 
 def can_rotate_and_append(heads: torch.Tensor, *arguments: Any) -> bool:
-    """Whether heads are dense."""
+    """Returns whether heads are dense."""
     value: torch.Tensor = arguments[5]
     return heads.stride(2) == value.stride(2) == 1
 

@@ -14,7 +14,7 @@ import torch
 import triton.language as tl
 
 from gpu_service.ops.triton.jit import jit, next_power_of_2, overlap, wait_for_previous
-from moebius.models.config import RouterConfig
+from moebius.models.layers.router import RouterConfig
 
 _SCORES = {"none": 0, "softmax": 1, "sigmoid": 2, "sqrt_softplus": 3}
 _POSTS = {"none": 0, "renormalize": 1, "softmax": 2, "sigmoid": 3, "sigmoid_renormalize": 4}
@@ -23,7 +23,7 @@ _LOWEST = -3.0e38
 
 @jit
 def _capped(logits: tl.tensor, softcap: float, CAPS: tl.constexpr) -> tl.tensor:
-    """`softcap * tanh(logits / softcap)`, by the logistic function, whose powers never overflow."""
+    """Computes `softcap * tanh(logits / softcap)`, by the logistic function, whose powers never overflow."""
     if CAPS:
         logits = softcap * (2.0 / (1.0 + tl.exp(-2.0 * logits / softcap)) - 1.0)
     return logits
@@ -31,7 +31,7 @@ def _capped(logits: tl.tensor, softcap: float, CAPS: tl.constexpr) -> tl.tensor:
 
 @jit
 def _softmax_bounds(logits: tl.tensor, valid: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """The largest logit of the tile, and the sum of the powers relative to it."""
+    """Returns the largest logit of the tile, and the sum of the powers relative to it."""
     logits = tl.where(valid, logits, float("-inf"))
     top = tl.max(tl.max(logits, axis=1), axis=0)
     return top, tl.sum(tl.sum(tl.exp(logits - top), axis=1), axis=0)
@@ -54,7 +54,7 @@ def _score(logits: tl.tensor, top: tl.tensor, total: tl.tensor, SCORE: tl.conste
 
 @jit
 def _group_scores(choice: tl.tensor, SUM_OF_TWO: tl.constexpr) -> tl.tensor:
-    """`[G, S]` to `[G]`: the best of each group, or the sum of its best two."""
+    """Returns `[G, S]` to `[G]`: the best of each group, or the sum of its best two."""
     best = tl.max(choice, axis=1)
     if SUM_OF_TWO:
         place = tl.arange(0, choice.shape[1])[None, :]
@@ -67,7 +67,7 @@ def _group_scores(choice: tl.tensor, SUM_OF_TWO: tl.constexpr) -> tl.tensor:
 def _kept_groups(
     scores: tl.tensor, num_groups: int, TOP_GROUPS: tl.constexpr, LOWEST: tl.constexpr
 ) -> tl.tensor:
-    """1 for the best `TOP_GROUPS` of the first `num_groups`, int32 `[G]`."""
+    """Returns 1 for the best `TOP_GROUPS` of the first `num_groups`, int32 `[G]`."""
     group = tl.arange(0, scores.shape[0])
     scores = tl.where(group < num_groups, tl.maximum(scores, LOWEST), float("-inf"))
     kept = tl.zeros_like(group)
@@ -82,7 +82,7 @@ def _kept_groups(
 def _finished(
     weights: tl.tensor, used: tl.tensor, epsilon: float, scale: float, POST: tl.constexpr
 ) -> tl.tensor:
-    """What happens to the chosen scores `[K]`."""
+    """Returns what happens to the chosen scores `[K]`."""
     if POST >= 3:
         weights = 1.0 / (1.0 + tl.exp(-weights))
     if POST == 1 or POST == 4:
@@ -365,7 +365,7 @@ def route(
 
 
 def chosen_memory(logits: torch.Tensor, config: RouterConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """For weights and ids of all rows' choices."""
+    """Returns memory for weights and ids of all rows' choices."""
     weights = logits.new_empty((logits.shape[0], config.top_k), dtype=torch.float32)
     return weights, torch.empty_like(weights, dtype=torch.int32)
 
@@ -378,7 +378,7 @@ def route_arguments(
     weights: torch.Tensor,
     ids: torch.Tensor,
 ) -> dict[str, Any]:
-    """Of `route_row`, all but the row."""
+    """Returns the arguments of `route_row`, all but the row."""
     limits_groups = config.top_groups < config.num_groups
     # Groups that limit nothing are one group to the kernel.
     num_groups = config.num_groups if limits_groups else 1

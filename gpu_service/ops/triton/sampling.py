@@ -80,7 +80,7 @@ def mask_logits_kernel(
 
 
 def mask_logits(logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -> None:
-    """As `ops.sampling.mask_logits`; `logits` without gaps between columns."""
+    """Computes `ops.sampling.mask_logits`; `logits` without gaps between columns."""
     assert logits.stride(1) == 1, "logits of a row lie next to one another"
     size, words = logits.shape[1], words.contiguous()
     if rows.shape[0]:
@@ -90,7 +90,7 @@ def mask_logits(logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -
 
 
 def argmax_and_finite(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `ops.sampling.argmax_and_finite`; the lowest id wins a tie."""
+    """Computes `ops.sampling.argmax_and_finite`; the lowest id wins a tie."""
     values = logits if logits.stride(1) == 1 else logits.contiguous()
     rows, size = values.shape
     num_chunks = -(-size // _CHUNK)

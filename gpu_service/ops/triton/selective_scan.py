@@ -22,7 +22,7 @@ def _token(  # type: ignore[no-untyped-def]
     state, x, dt, b, c, gate, a, skip, output, row, channel, at_state, in_channel, in_state,
     x_stride, dt_stride, b_stride, c_stride, gate_stride, NUM_CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """The state [BLOCK_C, BLOCK_S] after a row, whose output is stored."""
+    """Returns the state [BLOCK_C, BLOCK_S] after a row, whose output is stored."""
     values = tl.load(x + row * x_stride + channel, mask=in_channel, other=0.0).to(tl.float32)
     step = tl.load(dt + row * dt_stride + channel, mask=in_channel, other=0.0).to(tl.float32)
     gates = tl.load(gate + row * gate_stride + channel, mask=in_channel, other=0.0).to(tl.float32)

@@ -63,7 +63,7 @@ class Streams:
             return self.events[-1].at
 
     def outputs(self) -> list[list[int]]:
-        """Token ids of every stream so far."""
+        """Returns token ids of every stream so far."""
         return [
             [token for event in self.events if event.stream == stream for token in event.token_ids]
             for stream in range(self.count)
@@ -91,18 +91,20 @@ class EngineUnderTest:
         max_tokens: int,
         temperature: float,
         constraints: Sequence[OutputConstraint] = (),
+        namespace: str = "",
     ) -> Streams:
-        """Starts one stream per prompt; they never end early. `constraints`: of the first ones.
+        """Starts one stream per prompt; they never end early. `constraints`: of the first ones. `namespace`:
+        within which prefixes are shared; empty: with no other call.
 
         Raises UserError for streams that the model's context cannot hold.
         """
-        from gpu_service.core.limits import RequestRefused
-        from gpu_service.core.request import Request, SamplingParams
+        from gpu_service.core.request import Request, RequestRefused, SamplingParams
 
         self._runs += 1
         params = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True)
+        shared = namespace or str(self._runs)
         requests = [
-            Request(f"bench-{self._runs}-{number}", list(prompt), params, cache_namespace=str(self._runs))
+            Request(f"bench-{self._runs}-{number}", list(prompt), params, cache_namespace=shared)
             for number, prompt in enumerate(prompts)
         ]
         for request, constraint in zip(requests, constraints, strict=False):
@@ -168,7 +170,7 @@ def running_engine(config: MoebiusConfig) -> Iterator[EngineUnderTest]:
 
 
 def wait_until_streaming(streamer: ExpertStreamer, timeout_s: float = _READY_S) -> None:
-    """Until the servers' memory is registered; the engine must be idle. Raises UserError."""
+    """Waits until the servers' memory is registered; the engine must be idle. Raises UserError."""
     deadline = time.monotonic() + timeout_s
     while not streamer.can_stream:
         if time.monotonic() > deadline:

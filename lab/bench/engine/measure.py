@@ -93,7 +93,7 @@ def make_setting(engine: EngineUnderTest, servers: ExpertServers, bandwidths: Ba
 
 
 def random_prompts(streams: int, length: int, vocab_size: int, seed: int) -> list[list[int]]:
-    """Prompts that share no prefix."""
+    """Returns the prompts that share no prefix."""
     rng = np.random.default_rng([seed, streams, length])
     return [rng.integers(3, vocab_size, length).tolist() for _ in range(streams)]
 
@@ -135,7 +135,9 @@ def decode_together(
 
 
 def fetched_experts(engine: EngineUnderTest) -> int:
-    """Experts that decode steps have copied so far, as of about a tenth of a second ago."""
+    """Returns the number of experts that decode steps have copied so far, as of about a tenth of a second
+    ago.
+    """
     fetcher = engine.built.fetcher
     return 0 if fetcher is None else fetcher.figures.experts
 
@@ -195,7 +197,7 @@ def _result(
 def recorded_experts(
     engine: EngineUnderTest, setting: Setting, streams: int, prompt_len: int, temperature: float
 ) -> float:
-    """Different experts per layer and step, wherever they are: of a run whose steps are recorded.
+    """Returns different experts per layer and step, wherever they are: of a run whose steps are recorded.
 
     A run of its own, because recording takes time and steps that no captured graph holds.
     """
@@ -232,7 +234,7 @@ def _calls_per_step(found: ServerCounters, setting: Setting) -> int:
 def touched(
     before: Sequence[ServerCounters], after: Sequence[ServerCounters], setting: Setting
 ) -> tuple[float, float]:
-    """Experts per layer and step that the servers read, and bytes of weights that is per step.
+    """Returns the experts per layer and step that the servers read, and bytes of weights that is per step.
 
     Servers that divide every expert count the same ones; servers that divide whole experts count their own.
     """
@@ -256,7 +258,7 @@ def touched(
 def measure_prefill(
     engine: EngineUnderTest, setting: Setting, prompt_len: int, repeats: int = 3
 ) -> PrefillResult:
-    """Time from a prompt's submission to its first token; the best of several prompts."""
+    """Returns the time from a prompt's submission to its first token; the best of several prompts."""
     best, busy = float("inf"), 0.0
     for repeat in range(repeats):
         [prompt] = random_prompts(1, prompt_len, setting.vocab_size, 100 + repeat)
@@ -339,6 +341,6 @@ def span(events: Sequence[TokenEvent], begin: float, end: float) -> tuple[float,
 
 
 def _longest_busy(before: Sequence[ServerCounters], after: Sequence[ServerCounters]) -> float:
-    """Seconds that the busiest server computed between two looks; 0 without servers."""
+    """Returns the seconds that the busiest server computed between two looks; 0 without servers."""
     busy = [late.busy_seconds - early.busy_seconds for early, late in zip(before, after, strict=True)]
     return max(busy, default=0.0)

@@ -75,7 +75,7 @@ class EngineBench:
     device: str
 
     def document(self) -> dict[str, Any]:
-        """The result as the JSON file has it."""
+        """Returns the result as the JSON file has it."""
         return asdict(self)
 
 
@@ -108,7 +108,7 @@ def run(config: MoebiusConfig, options: EngineBenchOptions, json_file: Path | No
 def measure_all(
     engine: EngineUnderTest, setting: Setting, options: EngineBenchOptions, device: str
 ) -> EngineBench:
-    """Every row, printed as it is measured."""
+    """Returns every row, printed as it is measured."""
     if engine.built.fetcher is not None and engine.built.streamer is not None:
         wait_until_streaming(engine.built.streamer)
     _DECODE.print_header()

@@ -61,11 +61,11 @@ class ExpertServers:
         return self.config.experts.expert_addresses
 
     def counters(self) -> list[ServerCounters]:
-        """The present counters of every server."""
+        """Returns the present counters of every server."""
         return [self._ask(address, "Stats", _counters) for address in self.addresses]
 
     def info(self) -> list[ServerInfo]:
-        """What every server says of itself."""
+        """Returns what every server says of itself."""
         return [self._ask(address, "Info", _info) for address in self.addresses]
 
     def _ask(self, address: str, method: str, read: Callable[[Any], Any]) -> Any:
@@ -100,7 +100,7 @@ def _info(answer: Any) -> ServerInfo:
 
 @contextlib.contextmanager
 def running_servers(config: MoebiusConfig) -> Iterator[ExpertServers]:
-    """Everything of `moebius serve` but gateway and the engine's first rank; stopped at the end.
+    """Yields everything of `moebius serve` but gateway and the engine's first rank; stopped at the end.
 
     From the main thread only. Raises StartupError, ConfigError, CheckpointError as `moebius serve` does.
     """
@@ -149,7 +149,7 @@ def _watched(processes: Sequence[ManagedProcess], segments: Sequence[str]) -> It
 
 
 def _own_state(config: MoebiusConfig, directory: Path) -> MoebiusConfig:
-    """A state directory and a port that collide with no server of the same user; warnings only."""
+    """Returns a state directory and a port that collide with no server of the same user; warnings only."""
     supervisor = config.supervisor
     if not supervisor.state_dir:
         supervisor = supervisor.model_copy(update={"state_dir": str(directory)})

@@ -13,7 +13,7 @@ _HEAD_END = b"\r\n\r\n"
 
 
 def request_bytes(body: Any, path: str = "/v1/chat/completions") -> bytes:
-    """A whole HTTP request; `body` is JSON or bytes."""
+    """Returns a whole HTTP request; `body` is JSON or bytes."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
@@ -117,7 +117,7 @@ async def whole_requests(port: int, connections: int, request: bytes, seconds: f
 
 
 async def read_answer(reader: asyncio.StreamReader, statuses: Sequence[int] = (200,)) -> bytes:
-    """The body of one answer. Raises ConnectionError for another status."""
+    """Returns the body of one answer. Raises ConnectionError for another status."""
     head = await reader.readuntil(_HEAD_END)
     lengths = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
     body = await reader.readexactly(int(lengths[0].split(b":")[1]) if lengths else 0)

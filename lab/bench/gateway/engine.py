@@ -20,7 +20,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from gpu_service.server.image_pieces import GatheredRequest
-from gpu_service.server.many_calls import ManyCalls
+from gpu_service.server.responses import ManyCalls
 from lab.bench.gateway.bare import Pace
 from protos import engine_pb2 as pb
 from protos import engine_pb2_grpc
@@ -67,7 +67,7 @@ class ScriptedEngine(engine_pb2_grpc.EngineServicer):
         self._pace = Pace(step_s)
 
     async def GetModelInfo(self, _request: Any, _context: Any) -> pb.GetModelInfoResponse:
-        """Facts of the pretended model."""
+        """Returns the facts of the pretended model."""
         return pb.GetModelInfoResponse(
             model_path=str(self._directory),
             is_generation=True,
@@ -90,7 +90,7 @@ class ScriptedEngine(engine_pb2_grpc.EngineServicer):
     async def Generate(
         self, request: pb.GenerateRequest, _context: Any
     ) -> AsyncIterator[pb.GenerateResponse]:
-        """One output of `max_tokens` tokens; those of a request without `stream` at once."""
+        """Yields one output of `max_tokens` tokens; those of a request without `stream` at once."""
         count = request.sampling_params.max_tokens
         if request.stream:
             for number in range(count):
@@ -123,7 +123,7 @@ class ScriptedEngine(engine_pb2_grpc.EngineServicer):
     async def GenerateWithImages(
         self, messages: AsyncIterator[pb.GenerateWithImagesRequest], context: Any
     ) -> AsyncIterator[pb.GenerateResponse]:
-        """Such a call whose images are thrown away."""
+        """Answers such a call, whose images are thrown away."""
         gathered = GatheredRequest()
         async for message in messages:
             gathered.take(message)

@@ -37,7 +37,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def running(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process whose output goes to `log`; it is ended with the context."""
+    """Yields a process whose output goes to `log`; it is ended with the context."""
     with log.open("wb") as sink:
         process = subprocess.Popen(
             [sys.executable, "-P", *command], stdin=subprocess.PIPE, stdout=sink, stderr=sink
@@ -65,7 +65,7 @@ def scripted_engine(address: str, directory: Path, step_ms: float) -> Iterator[N
 
 @contextlib.contextmanager
 def gateway(config: MoebiusConfig, directory: Path) -> Iterator[int]:
-    """The gateway with these settings, ready; yields its process id. Raises UserError."""
+    """Runs the gateway with these settings; yields its process id once it is ready. Raises UserError."""
     settings, log = directory / "gateway.json", directory / "gateway.log"
     settings.write_text(config.model_dump_json())
     with running(["-c", _GATEWAY, str(settings)], log) as process:
@@ -75,7 +75,7 @@ def gateway(config: MoebiusConfig, directory: Path) -> Iterator[int]:
 
 @contextlib.contextmanager
 def bare_server(port: int, directory: Path, step_ms: float) -> Iterator[int]:
-    """The limit's server; yields its process id. Raises UserError."""
+    """Runs the limit's server; yields its process id. Raises UserError."""
     command = ["-m", "lab.bench.gateway.bare", str(port), str(directory), str(step_ms)]
     log = directory / "bare.log"
     with running(command, log) as process:
@@ -100,7 +100,7 @@ def wait_for(port: int, path: str, process: subprocess.Popen[bytes], log: Path) 
 
 
 def descendants(pid: int) -> list[int]:
-    """`pid` and all processes below it that live."""
+    """Returns `pid` and all processes below it that live."""
     found = [pid]
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
@@ -110,20 +110,20 @@ def descendants(pid: int) -> list[int]:
 
 
 def is_prompt_process(pid: int) -> bool:
-    """Whether it is one of those that read requests."""
+    """Returns whether it is one of those that read requests."""
     with contextlib.suppress(OSError):
         return _PROMPT_PROCESS in Path(f"/proc/{pid}/cmdline").read_bytes()
     return False
 
 
 def cpu_seconds(pids: Sequence[int]) -> float:
-    """Processor time that the processes have taken, all their threads together."""
+    """Returns processor time that the processes have taken, all their threads together."""
     # How the kernel numbers the clocks of other processes: include/linux/posix-timers_types.h.
     return sum(time.clock_gettime((~pid << 3) | 2) for pid in pids)
 
 
 def http_processes(pid: int) -> list[int]:
-    """Those below the gateway's first process, itself included, that speak HTTP."""
+    """Returns those below the gateway's first process, itself included, that speak HTTP."""
     return [one for one in descendants(pid) if not is_prompt_process(one)]
 
 

@@ -117,7 +117,7 @@ def run(options: GatewayOptions, json_file: Path | None = None) -> list[GatewayR
 
 
 def _gateway_figures(options: GatewayOptions, directory: Path) -> tuple[Figures, list[Stall]]:
-    """The gateway's, and the records for the limit's server."""
+    """Returns the gateway's, and the records for the limit's server."""
     write_tokenizer(directory)
     address = options.engine or f"unix:{directory}/engine.sock"
     config = _settings(options, address, directory)
@@ -159,7 +159,7 @@ def _served_model(port: int) -> str:
 
 
 def chat(model: str, tokens: int, stream: bool) -> bytes:
-    """The request that is measured."""
+    """Returns the request that is measured."""
     messages = [{"role": "user", "content": PROMPT}]
     return request_bytes({"model": model, "messages": messages, "max_tokens": tokens, "stream": stream})
 
@@ -185,7 +185,7 @@ async def _record(port: int, model: str, directory: Path) -> None:
 
 
 async def _measure(options: GatewayOptions, port: int, pid: int, model: str) -> Figures:
-    """One server's figures."""
+    """Returns one server's figures."""
     cpu_us_per_token, rate = await _stream_cost(options, port, pid, model)
     short = chat(model, _SHORT, True)
     rounds = [await first_bytes(port, options.arrivals, short) for _ in range(1 + _ROUNDS)][1:]

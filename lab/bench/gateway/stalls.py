@@ -48,7 +48,7 @@ def _text(words: int) -> str:
 
 
 def png(size: int) -> bytes:
-    """A square picture of noise, which does not compress: about 3 * size**2 bytes."""
+    """Returns a square picture of noise, which does not compress: about 3 * size**2 bytes."""
     rows = b"".join(b"\0" + os.urandom(3 * size) for _ in range(size))
     chunks = (
         (b"IHDR", struct.pack(">IIBBBBB", size, size, 8, 2, 0, 0, 0)),

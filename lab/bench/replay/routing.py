@@ -46,7 +46,7 @@ class RandomRouting:
     seed: int = 0
 
     def counts(self, steps: int, streams: int) -> Counts:
-        """Choices of `steps` decode steps of `streams` requests, each of which has its own topic.
+        """Returns the choices of `steps` decode steps of `streams` requests, each of which has its own topic.
 
         Raises UserError when the overlap is out of reach.
         """
@@ -69,7 +69,7 @@ class RandomRouting:
         return self.exponents[layer % len(self.exponents)]
 
     def _biases(self, layer: int, steps: int) -> NDArray[np.float32]:
-        """float32 `[steps, num_experts]`."""
+        """Returns float32 `[steps, num_experts]`."""
         by_phase = np.stack(
             [
                 layer_biases(self.num_experts, self.top_k, self._exponent(layer), layer, self.seed + phase)
@@ -79,7 +79,9 @@ class RandomRouting:
         return by_phase[np.arange(steps) * self.phases // steps].astype(np.float32)
 
     def _trajectories(self, steps: int, streams: int) -> NDArray[np.float32]:
-        """float32 `[steps, streams, NUM_ELEMENTS]`: an autoregressive process of order one, unit variance."""
+        """Returns float32 `[steps, streams, NUM_ELEMENTS]`: an autoregressive process of order one, unit
+        variance.
+        """
         kept = self.topics.correlation
         found = generator(self.seed, _TOPIC).standard_normal((steps, streams, NUM_ELEMENTS), np.float32)
         for step in range(1, steps):
@@ -88,7 +90,9 @@ class RandomRouting:
 
 
 def rows_that_chose(chosen: NDArray[np.integer], num_experts: int) -> NDArray[np.int16]:
-    """int16 `[steps, num_experts]` of expert ids `[steps, streams, top_k]`; negative ids are left out."""
+    """Returns int16 `[steps, num_experts]` of expert ids `[steps, streams, top_k]`; negative ids are left
+    out.
+    """
     steps = chosen.shape[0]
     flat = chosen.reshape(steps, -1).astype(np.int64)
     places = np.arange(steps)[:, None] * num_experts + flat
@@ -108,7 +112,7 @@ def random_routing(drawn: RandomRouting, steps: int) -> Routing:
 
 
 def recorded_routing(path: Path) -> Routing:
-    """Choices of a file that `moebius experts record start --mode per_token` led to.
+    """Returns the choices of a file that `moebius experts record start --mode per_token` led to.
 
     With several streams the recorded tokens are cut into as many consecutive parts, which decode side by
     side. Raises UserError naming the file when it cannot be read, or has no choices of tokens.

@@ -82,7 +82,9 @@ def check(options: ReplayOptions) -> None:
 
 
 def placed(strategy: str, ratio: int, counts: NDArray[np.int64], seed: int = 42) -> Mask:
-    """Where a list of `moebius.placement` puts a share of all experts; `counts` int64 `[layers, experts]`."""
+    """Returns where a list of `moebius.placement` puts a share of all experts; `counts` int64 `[layers,
+    experts]`.
+    """
     layers, num_experts = counts.shape
     by_layer = dict(enumerate(counts))
     ranking = LISTS[strategy].rank(Candidates(tuple(range(layers)), num_experts, seed, by_layer))
@@ -93,7 +95,7 @@ def placed(strategy: str, ratio: int, counts: NDArray[np.int64], seed: int = 42)
 
 
 def begun_with(ratio: int, counts: NDArray[np.int64], top_k: int) -> Mask:
-    """Where a start puts experts that knows `counts`, int64 `[layers, experts]`, of the last run."""
+    """Returns where a start puts experts that knows `counts`, int64 `[layers, experts]`, of the last run."""
     even = {layer: np.flatnonzero(row).tolist() for layer, row in enumerate(placed("uniform", ratio, counts))}
     some = {layer: experts for layer, experts in even.items() if experts}
     mask = np.zeros(counts.shape, np.bool_)
@@ -105,8 +107,8 @@ def begun_with(ratio: int, counts: NDArray[np.int64], top_k: int) -> Mask:
 def make_strategy(
     name: str, ratio: int, counts: Counts, settle: int, top_k: int, costs: Costs, seed: int
 ) -> SimulatedStrategy:
-    """A list, of which `frequency` knows how many steps use each expert in the very steps that count, which
-    no user's file can, and `recorded` what was chosen before them; or one that follows choices.
+    """Returns a list, of which `frequency` knows how many steps use each expert in the very steps that count,
+    which no user's file can, and `recorded` what was chosen before them; or one that follows choices.
     """
     before = counts[:settle].sum(axis=0, dtype=np.int64)
     match name:
@@ -151,7 +153,9 @@ def _head(options: ReplayOptions) -> str:
 
 
 def _line(points: Sequence[Point], ratio: int, options: ReplayOptions) -> str:
-    """Tokens per second, hit rate and, of strategies that copy, the ratio to the best list and copies."""
+    """Returns the tokens per second, hit rate and, of strategies that copy, the ratio to the best list and
+    copies.
+    """
     cells = [f"{ratio} %"]
     for point in points:
         each = point.replayed

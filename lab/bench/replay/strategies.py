@@ -53,7 +53,9 @@ class SimulatedStrategy(ABC):
 
     @abstractmethod
     def end_step(self, chosen: NDArray[np.integer]) -> tuple[int, float]:
-        """Experts that the step's choices, `[layers, num_experts]`, had copied, and seconds for experts."""
+        """Returns the experts that the step's choices, `[layers, num_experts]`, had copied, and seconds for
+        experts.
+        """
 
 
 class StaticList(SimulatedStrategy):

@@ -46,21 +46,21 @@ class BlockType:
 
     @property
     def is_float(self) -> bool:
-        """Whether it stores floats as they are."""
+        """Returns whether it stores floats as they are."""
         return self.name in FLOAT_TYPES
 
     @property
     def is_integer(self) -> bool:
-        """Whether it stores whole numbers as they are."""
+        """Returns whether it stores whole numbers as they are."""
         return self.name in INTEGER_TYPES
 
     def pieces(self, count: int) -> Iterator[slice]:
-        """Of `count` blocks, such that arithmetic on one stays in a core's cache."""
+        """Yields slices of `count` blocks, such that arithmetic on one stays in a core's cache."""
         step = max(1, _CHUNK // self.weights)
         yield from (slice(begin, begin + step) for begin in range(0, count, step))
 
     def dequantise(self, blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
-        """uint8 `[rows, blocks * nbytes]` to float32 `[rows, blocks * weights]`."""
+        """Maps uint8 `[rows, blocks * nbytes]` to float32 `[rows, blocks * weights]`."""
         rows, width = blocks.shape
         flat = blocks.reshape(-1, self.nbytes)
         output = np.empty((len(flat), self.weights), np.float32)
@@ -93,7 +93,7 @@ def unusable(kind: object, tensor: str) -> CheckpointError:
 
 
 def block_type(number: int, tensor: str) -> BlockType:
-    """The type of that number. Raises CheckpointError naming the tensor and the types there are."""
+    """Returns the type of that number. Raises CheckpointError naming the tensor and the types there are."""
     found = _block_types().get(number)
     if found is None:
         known = {kind.value: kind.name for kind in GGMLQuantizationType}

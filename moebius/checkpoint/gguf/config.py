@@ -43,7 +43,7 @@ def gguf_config(model: GgufModel, model_type: str, family: GgufFamily) -> dict[s
 
 
 def _shape(model: GgufModel, keys: MetadataKeys, config: dict[str, Any]) -> dict[str, Any]:
-    """Sizes that tensors tell, or that are spelt differently."""
+    """Returns the sizes that tensors tell, or that are spelt differently."""
     embedding = model.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise CheckpointError(f"{model.file}: tensor 'token_embd.weight' is missing, or no matrix")
@@ -62,7 +62,7 @@ def _shape(model: GgufModel, keys: MetadataKeys, config: dict[str, Any]) -> dict
 
 
 def _token_ids(model: GgufModel) -> dict[str, Any]:
-    """Ids of special tokens; generation ends at the end of text, of a turn, or of a message."""
+    """Returns the ids of special tokens; generation ends at the end of text, of a turn, or of a message."""
     ids = {
         name: model.metadata.get(f"tokenizer.ggml.{name}_token_id")
         for name in ("bos", "eos", "eot", "eom", "padding")

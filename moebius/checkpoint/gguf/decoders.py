@@ -18,12 +18,12 @@ Floats = NDArray[np.float32]
 
 
 def _float16_factors(blocks: Bytes) -> Floats:
-    """float16 factors, `[blocks, factors]`."""
+    """Decodes float16 factors, `[blocks, factors]`."""
     return np.ascontiguousarray(blocks).view("<f2").astype(np.float32)
 
 
 def _q4_0(blocks: Bytes) -> Floats:
-    """Factor; 16 bytes of two codes from 0 to 15, which mean -8 to 7."""
+    """Decodes factor; 16 bytes of two codes from 0 to 15, which mean -8 to 7."""
     codes = blocks[:, 2:]
     values = np.empty((len(blocks), 32), np.float32)
     np.subtract(codes & 15, np.float32(8), out=values[:, :16])
@@ -33,12 +33,14 @@ def _q4_0(blocks: Bytes) -> Floats:
 
 
 def _q8_0(blocks: Bytes) -> Floats:
-    """A float16 factor, then 32 int8."""
+    """Decodes a float16 factor, then 32 int8."""
     return np.multiply(blocks[:, 2:].view(np.int8), _float16_factors(blocks[:, :2]), dtype=np.float32)
 
 
 def _q1_0(blocks: Bytes) -> Floats:
-    """A float16 factor; a bit for each of 128 weights, lowest bits first: the factor, or its negative."""
+    """Decodes a float16 factor; a bit for each of 128 weights, lowest bits first: the factor, or its
+    negative.
+    """
     bits = np.unpackbits(np.ascontiguousarray(blocks[:, 2:]), axis=1, bitorder="little")
     values: Floats = np.where(bits, np.float32(1), np.float32(-1))
     values *= _float16_factors(blocks[:, :2])
@@ -46,7 +48,7 @@ def _q1_0(blocks: Bytes) -> Floats:
 
 
 def _q2_0(blocks: Bytes) -> Floats:
-    """A float16 factor; 64 codes of two bits, lowest bits first, which mean -1 to 2."""
+    """Decodes a float16 factor; 64 codes of two bits, lowest bits first, which mean -1 to 2."""
     codes = blocks[:, 2:, None] >> np.arange(0, 8, 2, dtype=np.uint8) & 3
     values: Floats = np.subtract(codes.reshape(len(blocks), 64), np.float32(1), dtype=np.float32)
     values *= _float16_factors(blocks[:, :2])
@@ -54,7 +56,8 @@ def _q2_0(blocks: Bytes) -> Floats:
 
 
 def _scales_and_mins(blocks: Bytes) -> tuple[Floats, Floats]:
-    """Of Q4_K and Q5_K, `[blocks, 8]` each: what codes are multiplied by, and less by then.
+    """Returns the scales and mins of Q4_K and Q5_K, `[blocks, 8]` each: what codes are multiplied by, and
+    less by then.
 
     Products of the two factors and of whole numbers 6 bits wide, exact in float32. Of these 12 bytes hold
     the first four whole, and of the others two bits next to them.
@@ -68,7 +71,7 @@ def _scales_and_mins(blocks: Bytes) -> tuple[Floats, Floats]:
 
 
 def _scaled(values: Floats, blocks: Bytes) -> Floats:
-    """Codes `[blocks, 8, 32]` times their scales less their mins, in place."""
+    """Decodes codes `[blocks, 8, 32]` times their scales less their mins, in place."""
     scales, mins = _scales_and_mins(blocks)
     values *= scales[:, :, None]
     values -= mins[:, :, None]
@@ -76,7 +79,9 @@ def _scaled(values: Floats, blocks: Bytes) -> Floats:
 
 
 def _q4_k(blocks: Bytes) -> Floats:
-    """Two factors; scales and minima of 8 groups; 4 x 32 bytes, each of a group's code and the next one's."""
+    """Decodes two factors; scales and minima of 8 groups; 4 x 32 bytes, each of a group's code and the next
+    one's.
+    """
     count = len(blocks)
     codes = blocks[:, 16:].reshape(count, 4, 32)
     values = np.empty((count, 4, 2, 32), np.float32)
@@ -85,7 +90,8 @@ def _q4_k(blocks: Bytes) -> Floats:
 
 
 def _q5_k_codes(blocks: Bytes) -> Bytes:
-    """As Q4_K, with the codes' fifth bits of all groups in 32 bytes before them: 0 to 31.
+    """Returns the codes of Q5_K, 0 to 31: those of Q4_K, with the fifth bits of all groups in 32 bytes before
+    them.
 
     `[blocks, 8, 32]`.
     """
@@ -104,7 +110,8 @@ def _q5_k(blocks: Bytes) -> Floats:
 
 
 def _q6_k_codes(blocks: Bytes) -> Bytes:
-    """Two halves of 64 low bytes and 32 high ones: 0 to 63, which mean -32 to 31, `[blocks, 2, 4, 32]`.
+    """Decodes two halves of 64 low bytes and 32 high ones: 0 to 63, which mean -32 to 31, `[blocks, 2, 4,
+    32]`.
 
     In a half, low nibbles of the two 32 bytes are quarters 0 and 1, high ones 2 and 3, and bits 2q and 2q + 1
     of the high bytes are quarter q's.
@@ -119,7 +126,7 @@ def _q6_k_codes(blocks: Bytes) -> Bytes:
 
 
 def _q6_k_scales(blocks: Bytes) -> Floats:
-    """16 int8 after the codes times the factor after them, `[blocks, 16]`."""
+    """Decodes 16 int8 after the codes times the factor after them, `[blocks, 16]`."""
     return _float16_factors(blocks[:, 208:]) * np.ascontiguousarray(blocks[:, 192:208]).view(np.int8)
 
 

@@ -89,13 +89,13 @@ INDEXED_KEYS = MLA_KEYS | {
 
 
 def rotated(keys: MetadataKeys, config: Config) -> Config:
-    """The part of a head that is rotated; without a key all of it."""
+    """Returns the part of a head that is rotated; without a key all of it."""
     head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     return {"partial_rotary_factor": keys.integer("rope.dimension_count", head) / head}
 
 
 def always_normed(keys: MetadataKeys, config: Config) -> Config:
-    """`rotated`, of families whose weights of chosen experts always sum to one."""
+    """Returns `rotated`, of families whose weights of chosen experts always sum to one."""
     if not keys.get("expert_weights_norm"):
         raise keys.error("expert_weights_norm", False, "true")
     return rotated(keys, config)
@@ -111,7 +111,8 @@ def grouped(keys: MetadataKeys) -> Config:
 
 
 def sliding_layers(keys: MetadataKeys, config: Config, *, last_is_full: bool) -> list[bool]:
-    """Whether each layer has the window: as listed; else all but every fourth, or what the file has for four.
+    """Returns whether each layer has the window: as listed; else all but every fourth, or what the file has
+    for four.
 
     `last_is_full`: which one of each group sees the whole context, its last or its first layer. Raises
     CheckpointError for a list of fewer layers.
@@ -144,7 +145,9 @@ def latent(keys: MetadataKeys, config: Config) -> Config:
 
 
 def indexed(keys: MetadataKeys, config: Config) -> Config:
-    """`latent`, where layers that choose tokens have an indexer; others take over an earlier one's choice."""
+    """Returns `latent`, where layers that choose tokens have an indexer; others take over an earlier one's
+    choice.
+    """
     count = config["num_hidden_layers"]
     own = keys.layers_with("indexer.attn_k.weight")
     full = keys.flags("attention.indexer.types", count) or [layer in own for layer in range(count)]
@@ -152,7 +155,10 @@ def indexed(keys: MetadataKeys, config: Config) -> Config:
 
 
 def linear_layers(keys: MetadataKeys) -> list[int]:
-    """Layers with a decay, which have linear attention. Raises CheckpointError where there are none."""
+    """Returns layers with a decay, which have linear attention.
+
+    Raises CheckpointError where there are none.
+    """
     own = keys.layers_with("ssm_a")
     if not own:
         raise keys.error("block_count", keys.integer("block_count"), "a layer with ssm_a")
@@ -160,7 +166,7 @@ def linear_layers(keys: MetadataKeys) -> list[int]:
 
 
 def linear_heads_of(keys: MetadataKeys, linear: list[int]) -> Config:
-    """Sizes of Kimi Delta Attention, of as many heads as the queries of its layers say."""
+    """Returns the sizes of Kimi Delta Attention, of as many heads as the queries of its layers say."""
     head_dim = keys.integer("kda.head_dim")
     rows = keys.model.tensors[f"blk.{linear[0]}.attn_q.weight"].shape[0]
     return {

@@ -16,7 +16,7 @@ _SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 
 
 def is_gguf(model_path: str | Path) -> bool:
-    """Whether the path is a `.gguf` file, or a directory that has such files but no safetensors."""
+    """Returns whether the path is a `.gguf` file, or a directory that has such files but no safetensors."""
     path = Path(model_path)
     if path.suffix == SUFFIX:
         return True
@@ -26,20 +26,25 @@ def is_gguf(model_path: str | Path) -> bool:
 
 
 def companion_directory(model_path: str | Path) -> Path:
-    """Where files that describe a model lie: its directory, which of a GGUF model may be that of its file."""
+    """Returns where files that describe a model lie: its directory, which of a GGUF model may be that of its
+    file.
+    """
     path = Path(model_path)
     return path.parent if path.suffix == SUFFIX and not path.is_dir() else path
 
 
 def served_name(model_path: Path) -> str:
-    """The name of a model that was given none: its directory's, or its file's without the ending."""
+    """Returns the name of a model that was given none: its directory's, or its file's without the ending."""
     name = model_path.name
     match = _SPLIT.fullmatch(name)
     return match["stem"] if match else name.removesuffix(SUFFIX)
 
 
 def gguf_files(model_path: str | Path) -> tuple[Path, ...]:
-    """All parts, ascending. Raises CheckpointError naming what is missing, or the models to choose from."""
+    """Returns all parts, ascending.
+
+    Raises CheckpointError naming what is missing, or the models to choose from.
+    """
     path = Path(model_path)
     if path.is_dir():
         path = _only_model(path)
@@ -59,7 +64,9 @@ def _parts(path: Path, match: re.Match[str]) -> tuple[Path, ...]:
 
 
 def gguf_models(directory: Path) -> tuple[tuple[Path, ...], ...]:
-    """The models of a directory, each with its parts as their names count them, without towers and drafts."""
+    """Returns the models of a directory, each with its parts as their names count them, without towers and
+    drafts.
+    """
     models: dict[str, tuple[Path, ...]] = {}
     for file in sorted(directory.glob(f"*{SUFFIX}")):
         if _COMPANION.fullmatch(file.name) is None:

@@ -32,7 +32,7 @@ class GridParts(NamedTuple):
 
 @cache
 def _grid(kind: str) -> Bytes:
-    """`[rows, 4 or 8]`: places of the grid's numbers among the magnitudes."""
+    """Returns `[rows, 4 or 8]`: places of the grid's numbers among the magnitudes."""
     found = quants._type_traits[GGMLQuantizationType[kind]]
     found.init_grid()  # type: ignore[no-untyped-call]
     assert found.grid is not None
@@ -42,17 +42,19 @@ def _grid(kind: str) -> Bytes:
 
 @cache
 def _signs() -> Bytes:
-    """`[128, 8]`: signs of eight weights, of which seven bits are stored and the number of ones is even."""
+    """Returns `[128, 8]`: signs of eight weights, of which seven bits are stored and the number of ones is
+    even.
+    """
     return _bits(np.frombuffer(quants.IQ2_XXS.ksigns, np.uint8))
 
 
 def _bits(found: Bytes) -> Bytes:
-    """`[..., 8]` of bytes, the lowest bit first."""
+    """Returns `[..., 8]` of bytes, the lowest bit first."""
     return np.unpackbits(found[..., None], axis=-1, bitorder="little")
 
 
 def _fields(found: Integers, places: tuple[int, ...], bits: int) -> Integers:
-    """`[n, count * places]` of `[n, count]`: `bits` from each place on, one after the other."""
+    """Returns `[n, count * places]` of `[n, count]`: `bits` from each place on, one after the other."""
     kind = found.dtype.type
     fields = found[..., None] >> np.array(places, kind) & kind((1 << bits) - 1)
     return fields.reshape(len(found), -1)
@@ -67,7 +69,9 @@ def _words(blocks: Bytes, kind: type[np.unsignedinteger]) -> Integers:
 
 
 def _signed(kind: str, rows: Integers, signs: Bytes, place: int) -> Bytes:
-    """Codes `[n, 256]` from rows of the grid, and signs of all weights, which are bit `place` of a code."""
+    """Returns codes `[n, 256]` from rows of the grid, and signs of all weights, which are bit `place` of a
+    code.
+    """
     codes: Bytes = _grid(kind)[rows].reshape(len(rows), 256)
     codes |= signs.reshape(codes.shape) << np.uint8(place)
     return codes
@@ -147,7 +151,10 @@ GRID_PARTS: Mapping[str, GridParts] = {
 
 
 def take_grid_part(kind: str, role: str, blocks: Bytes, output: NDArray[np.generic]) -> None:
-    """As `block_parts.take_part`, of a type in `GRID_PARTS`. Raises ValueError for arrays of other sizes."""
+    """Fills `output` as `block_parts.take_part`, of a type in `GRID_PARTS`.
+
+    Raises ValueError for arrays of other sizes.
+    """
     nbytes = quants._type_traits[GGMLQuantizationType[kind]].type_size
     if blocks.shape[1] % nbytes:
         raise ValueError(f"rows of {blocks.shape[1]} bytes; they have to be whole blocks of {nbytes} bytes")

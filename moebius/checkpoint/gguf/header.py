@@ -72,7 +72,7 @@ class _Cursor:
         self._content = content
 
     def take(self, count: int) -> bytes:
-        """The next bytes. Raises CutHeaderError at the file's end."""
+        """Returns the next bytes. Raises CutHeaderError at the file's end."""
         end = self.position + count
         if end > len(self._content):
             raise CutHeaderError(
@@ -83,16 +83,16 @@ class _Cursor:
         return data
 
     def number(self, kind: str) -> Any:
-        """One scalar of a struct type."""
+        """Returns one scalar of a struct type."""
         return struct.unpack(kind, self.take(struct.calcsize(kind)))[0]
 
     def text(self) -> str:
-        """A string: its length, then UTF-8."""
+        """Returns a string: its length, then UTF-8."""
         # Vocabularies may hold pieces that are no text; nothing is looked up by them.
         return self.take(self.number("<Q")).decode(errors="replace")
 
     def texts(self, count: int) -> list[str]:
-        """As many strings one after the other: a vocabulary has hundreds of thousands."""
+        """Returns `count` strings that follow one another: a vocabulary has hundreds of thousands."""
         content, position = self._content, self.position
         found: list[str] = []
         for _ in range(count):
@@ -109,7 +109,7 @@ class _Cursor:
         return found if len(found) == count else [*found, self.text()]
 
     def value(self, kind: int) -> Any:
-        """A metadata value of that type.
+        """Returns a metadata value of that type.
 
         Raises CheckpointError for a type that the format does not have, and for deeply nested arrays.
         """
@@ -140,7 +140,10 @@ class _Cursor:
 
 
 def read_header(file: Path) -> GgufHeader:
-    """Metadata and tensors of one file. Raises CheckpointError naming the file and what is wrong with it."""
+    """Returns metadata and tensors of one file.
+
+    Raises CheckpointError naming the file and what is wrong with it.
+    """
     refuse_pointer(file)
     try:
         with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:

@@ -14,7 +14,7 @@ from moebius.checkpoint.matrix_finder import MatrixFinder
 
 
 def kept_blocks(info: TensorInfo) -> KeptMatrix | None:
-    """The matrix behind a tensor of decoded values.
+    """Returns the matrix behind a tensor of decoded values.
 
     None where it is stored in floats, in blocks that no packed format holds, multiplied by a factor, put
     together from several tensors, or no matrix.

@@ -47,7 +47,8 @@ class LinearHeads:
         return 2 * self.key_size + self.value_size
 
     def tiled(self, width: int) -> Order:
-        """Where the rows of the value heads lie, each of `width`, if those of a key head are no neighbours.
+        """Returns where the rows of the value heads lie, each of `width`, if those of a key head are no
+        neighbours.
 
         Such files have the first value head of every key head, then the second of every one, and so on.
         """
@@ -55,7 +56,7 @@ class LinearHeads:
         return stored.swapaxes(0, 1).reshape(-1)
 
     def mixed_rows(self) -> Order:
-        """Where each key head's query, key, values and gates follow one another, head by head.
+        """Returns where each key head's query, key, values and gates follow one another, head by head.
 
         Stored are all queries, all keys and all values, and in a second tensor after these all gates.
         """

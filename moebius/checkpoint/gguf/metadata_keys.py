@@ -20,7 +20,7 @@ class MetadataKeys:
         self._asked: set[str] = set()
 
     def get(self, name: str) -> Any:
-        """The value as config.json spells it; None where there is none.
+        """Returns the value as config.json spells it; None where there is none.
 
         A float32 is the shortest decimal that stands for it. Of a list of one for each layer, in which 0 is a
         layer that has none, the one value there is. Raises CheckpointError for several.
@@ -35,7 +35,7 @@ class MetadataKeys:
         return float(str(np.float32(value))) if isinstance(value, float) else value
 
     def integer(self, name: str, default: int | None = None) -> int:
-        """An integer. Raises CheckpointError naming the key where it is missing or none."""
+        """Returns an integer. Raises CheckpointError naming the key where it is missing or none."""
         value = self.get(name)
         value = default if value is None else value
         if type(value) is not int:
@@ -43,8 +43,10 @@ class MetadataKeys:
         return value
 
     def listed(self, name: str, count: int) -> list[int]:
-        """The values of the first `count` layers; one value is that of all. Raises CheckpointError naming the
-        key."""
+        """Returns the values of the first `count` layers; one value is that of all.
+
+        Raises CheckpointError naming the key.
+        """
         self.skip(name)
         value = self.model.value(name)
         values = [value] * count if isinstance(value, int) else value
@@ -54,8 +56,10 @@ class MetadataKeys:
         return [int(entry) for entry in values[:count]]
 
     def numbers(self, name: str, count: int) -> list[float]:
-        """The numbers of the first `count` layers, spelled as in `get`; none without a key. Raises
-        CheckpointError."""
+        """Returns the numbers of the first `count` layers, spelled as in `get`; none without a key.
+
+        Raises CheckpointError.
+        """
         self.skip(name)
         values = self.model.value(name)
         if values is None:
@@ -65,8 +69,10 @@ class MetadataKeys:
         return [float(str(np.float32(value))) for value in values[:count]]
 
     def flags(self, name: str, count: int) -> list[bool]:
-        """The flags of the first `count` layers; none without a key. Raises CheckpointError naming the
-        key."""
+        """Returns the flags of the first `count` layers; none without a key.
+
+        Raises CheckpointError naming the key.
+        """
         self.skip(name)
         values = self.model.value(name)
         if values is None:
@@ -76,7 +82,7 @@ class MetadataKeys:
         return [bool(value) for value in values[:count]]
 
     def floats(self, tensor: str) -> NDArray[np.float32] | None:
-        """The values of a small tensor of float32; None: there is none."""
+        """Returns the values of a small tensor of float32; None: there is none."""
         stored = self.model.tensors.get(tensor)
         if stored is None:
             return None
@@ -97,10 +103,10 @@ class MetadataKeys:
         )
 
     def error(self, name: str, value: object, allowed: str) -> CheckpointError:
-        """The error for a value that cannot be served."""
+        """Returns the error for a value that cannot be served."""
         return CheckpointError(f"{self.model.file}: {self._prefix}{name} is {value!r}; allowed: {allowed}")
 
     def layers_with(self, tensor: str) -> list[int]:
-        """Layers that have `blk.<layer>.<tensor>`, ascending."""
+        """Returns the layers that have `blk.<layer>.<tensor>`, ascending."""
         count = self.integer("block_count") - self.integer("nextn_predict_layers", 0)
         return [layer for layer in range(count) if f"blk.{layer}.{tensor}" in self.model.tensors]

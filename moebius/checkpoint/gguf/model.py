@@ -40,7 +40,7 @@ class GgufModel:
     tensors: Mapping[str, StoredBlocks]
 
     def value(self, key: str) -> Any:
-        """`<architecture>.<key>`; None where the file does not have it."""
+        """Returns `<architecture>.<key>`; None where the file does not have it."""
         return self.metadata.get(f"{self.architecture}.{key}")
 
 

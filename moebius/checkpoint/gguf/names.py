@@ -80,7 +80,7 @@ class GgufRule:
 
 
 def gguf_top(name: str, canonical: str, change: Change = "same") -> GgufRule:
-    """The GGUF name of a tensor outside of layers."""
+    """Returns the GGUF name of a tensor outside of layers."""
     return GgufRule(re.escape(name), canonical, (name, canonical), change)
 
 
@@ -91,7 +91,7 @@ def gguf_layer(name: str, canonical: str, change: Change = "same") -> GgufRule:
 
 
 def gguf_linear(name: str, canonical: str, *suffixes: str) -> Iterator[GgufRule]:
-    """The rules of a module in each layer; without `suffixes`, of its weight."""
+    """Yields the rules of a module in each layer; without `suffixes`, of its weight."""
     for suffix in suffixes or ("weight",):
         yield gguf_layer(f"{name}.{suffix}", f"{canonical}.{suffix}")
 
@@ -192,8 +192,9 @@ HYPER_RULES = (
 
 
 def gguf_mamba2(module: str) -> tuple[GgufRule, ...]:
-    """The rules of the layers' modules of this name; per-head numbers are columns, and the norm has a row per
-    group."""
+    """Returns the rules of the layers' modules of this name; per-head numbers are columns, and the norm has a
+    row per group.
+    """
     return (
         *gguf_linear("ssm_in", f"{module}.in_proj"),
         gguf_layer("ssm_conv1d.weight", f"{module}.conv1d.weight", "taps"),
@@ -216,7 +217,9 @@ class Renamed:
 
 
 def canonical_name(own_rules: tuple[GgufRule, ...], name: str) -> Renamed | None:
-    """What a GGUF tensor is here, by its architecture's rules, then by the common ones; None: unknown."""
+    """Returns what a GGUF tensor is here, by its architecture's rules, then by the common ones; None:
+    unknown.
+    """
     for rule in (*own_rules, *COMMON_RULES):
         match = re.fullmatch(rule.pattern, name)
         if match is not None:

@@ -27,7 +27,9 @@ _MARKED_WORDS = (
 
 
 def _cased_words(but: str, rest: str) -> str:
-    """Words that begin in capitals or not, each with its contraction; `but`: letters they do not have."""
+    """Returns the words that begin in capitals or not, each with its contraction; `but`: letters they do not
+    have.
+    """
     upper, lower, start = f"[{_UPPER}{but}]", f"[{_LOWER}{but}]", r"[^\r\n\p{L}\p{N}]?"
     ends = f"{_CONTRACTIONS}?"
     return rf"{start}{upper}*{lower}+{ends}|{start}{upper}+{lower}*{ends}|\p{{N}}{{1,3}}|{rest}"
@@ -54,7 +56,7 @@ class PreTokenizer:
 
     @property
     def normalizer(self) -> normalizers.Normalizer | None:
-        """What is done to the text before all."""
+        """Returns what is done to the text before all."""
         return normalizers.NFC() if self.composes else None
 
     @property

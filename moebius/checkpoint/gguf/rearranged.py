@@ -23,7 +23,7 @@ Floats = NDArray[np.float32]
 
 
 def rearranged(model: GgufModel, info: TensorInfo, change: Change) -> TensorInfo:
-    """The canonical tensor of one stored tensor.
+    """Returns the canonical tensor of one stored tensor.
 
     Raises CheckpointError naming the tensor where the metadata does not fit its shape.
     """
@@ -33,7 +33,10 @@ def rearranged(model: GgufModel, info: TensorInfo, change: Change) -> TensorInfo
 
 
 def merged(model: GgufModel, name: str, parts: Mapping[Change, TensorInfo]) -> TensorInfo:
-    """The canonical tensor that is stored in two parts. Raises CheckpointError where one is missing."""
+    """Returns the canonical tensor that is stored in two parts.
+
+    Raises CheckpointError where one is missing.
+    """
     kinds, together, merge = next(row for row in _MERGES if parts.keys() & set(row[0]))
     if parts.keys() != set(kinds):
         found = next(iter(parts.values()))
@@ -43,12 +46,12 @@ def merged(model: GgufModel, name: str, parts: Mapping[Change, TensorInfo]) -> T
 
 
 def is_part(change: Change) -> bool:
-    """Whether there is another tensor that belongs to it."""
+    """Returns whether there is another tensor that belongs to it."""
     return any(change in kinds for kinds, *_ in _MERGES)
 
 
 def _gathered(sources: Sequence[TensorInfo], order: NDArray[np.intp]) -> TensorInfo:
-    """The first source's shape but for the rows."""
+    """Returns the first source's shape but for the rows."""
     kinds = {source.dtype for source in sources}
     return replace(
         sources[0],
@@ -67,7 +70,7 @@ def _row(model: GgufModel, info: TensorInfo) -> TensorInfo:
 
 
 def _halves_of_pairs(key: str) -> Callable[[GgufModel, TensorInfo], TensorInfo]:
-    """Rows of as many heads as the key says, see `rows_of_pairs`."""
+    """Returns the rows of as many heads as the key says, see `rows_of_pairs`."""
 
     def change(model: GgufModel, info: TensorInfo) -> TensorInfo:
         heads = model.value(key)
@@ -112,7 +115,7 @@ def _axes(model: GgufModel, info: TensorInfo) -> TensorInfo:
 
 
 def _taps(model: GgufModel, info: TensorInfo) -> TensorInfo:
-    """`[channels, 1, width]`; the axis between is one that converters leave out."""
+    """Returns `[channels, 1, width]`; the axis between is one that converters leave out."""
     if len(info.shape) != 2 or info.shape[0] != linear_heads(model).channels:
         raise _misfit(model, info, f"{linear_heads(model).channels} channels of as many taps")
     return replace(info, shape=(info.shape[0], 1, info.shape[1]))
@@ -125,7 +128,9 @@ def _channel_taps(model: GgufModel, info: TensorInfo) -> TensorInfo:
 
 
 def _tiled(mixed: bool) -> Callable[[GgufModel, TensorInfo], TensorInfo]:
-    """Rows by value head, put back one after another; `mixed`: queries and keys lie before them."""
+    """Returns the rows by value head, put back one after another; `mixed`: queries and keys lie
+    before them.
+    """
 
     def change(model: GgufModel, info: TensorInfo) -> TensorInfo:
         heads = linear_heads(model)
@@ -150,7 +155,7 @@ def _tiled_columns(model: GgufModel, info: TensorInfo) -> TensorInfo:
 
 
 def _merged_latent(model: GgufModel, keys: TensorInfo, values: TensorInfo) -> TensorInfo:
-    """kv_b_proj `[heads * (nope + value), rank]`."""
+    """Returns kv_b_proj `[heads * (nope + value), rank]`."""
     shapes = keys.shape, values.shape
     if [len(shape) for shape in shapes] != [3, 3] or keys.shape[:2] != (values.shape[0], values.shape[2]):
         raise CheckpointError(
@@ -175,7 +180,9 @@ def _rows_together(model: GgufModel, first: TensorInfo, later: TensorInfo) -> Te
 
 
 def _mixed_by_key_head(model: GgufModel, mixed: TensorInfo, gate: TensorInfo) -> TensorInfo:
-    """in_proj_qkvz: of each key head its query, its key, and the values and gates that belong to it."""
+    """Returns in_proj_qkvz: of each key head its query, its key, and the values and gates that
+    belong to it.
+    """
     heads = linear_heads(model)
     for info, rows in ((mixed, heads.channels), (gate, heads.value_size)):
         if info.shape != (rows, mixed.shape[-1]):

@@ -32,7 +32,7 @@ _ROUTED = re.compile(r"model\.layers\.\d+\.mlp\.experts\.(?P<which>gate_up|gate|
 
 
 def gguf_index(model_path: str | Path, model: GgufModel, rules: tuple[GgufRule, ...]) -> CheckpointIndex:
-    """Every tensor by its canonical name, by the architecture's `rules` and the common ones.
+    """Returns every tensor by its canonical name, by the architecture's `rules` and the common ones.
 
     Raises CheckpointError naming tensors that the architecture does not have.
     """
@@ -89,7 +89,7 @@ def _check_new(
 def _tensors(
     model: GgufModel, rules: tuple[GgufRule, ...], stored: StoredBlocks, name: str, change: Change
 ) -> dict[str, TensorInfo]:
-    """The tensor, or the several that a packed format takes it as."""
+    """Returns the tensor, or the several that a packed format takes it as."""
     if change == "table":
         return {name: _in_integers(stored, name)}
     if _is_packed(model, stored, name):
@@ -100,7 +100,7 @@ def _tensors(
 
 
 def _belongs_to_weight(model: GgufModel, name: str) -> bool:
-    """Whether it is a weight's scale, or that of its activations, which are not quantised here."""
+    """Returns whether it is a weight's scale, or that of its activations, which are not quantised here."""
     stem, _, last = name.rpartition(".")
     return last in ("scale", "input_scale") and f"{stem}.weight" in model.tensors
 
@@ -115,7 +115,7 @@ def _scale(model: GgufModel, rules: tuple[GgufRule, ...], stored: StoredBlocks) 
 def _scaled(
     model: GgufModel, rules: tuple[GgufRule, ...], stored: StoredBlocks, info: TensorInfo
 ) -> TensorInfo:
-    """With the scale that files of NVFP4 have besides: one for each matrix.
+    """Returns the tensor with the scale that files of NVFP4 have besides: one for each matrix.
 
     Raises CheckpointError naming a scale that is not of float32, or not as many.
     """
@@ -128,7 +128,7 @@ def _scaled(
 def _factors(
     model: GgufModel, rules: tuple[GgufRule, ...], stored: StoredBlocks
 ) -> NDArray[np.float32] | None:
-    """What each matrix of a weight is multiplied by. Raises CheckpointError as `_scaled`."""
+    """Returns what each matrix of a weight is multiplied by. Raises CheckpointError as `_scaled`."""
     scale = _scale(model, rules, stored)
     if scale is None:
         return None
@@ -143,7 +143,7 @@ def _factors(
 
 
 def _in_integers(stored: StoredBlocks, name: str) -> TensorInfo:
-    """The tensor as it lies. Raises CheckpointError unless it has whole numbers."""
+    """Returns the tensor as it lies. Raises CheckpointError unless it has whole numbers."""
     if not stored.type.is_integer:
         raise CheckpointError(
             f"{stored.file}: tensor {stored.name!r} is {stored.type.name}; "
@@ -154,7 +154,7 @@ def _in_integers(stored: StoredBlocks, name: str) -> TensorInfo:
 
 
 def in_floats(stored: StoredBlocks, name: str) -> TensorInfo:
-    """The tensor in floats: as they lie, or dequantised when they are read.
+    """Returns the tensor in floats: as they lie, or dequantised when they are read.
 
     Raises CheckpointError naming a tensor of whole numbers, or a quantised one of one axis or of four.
     """
@@ -185,7 +185,7 @@ def _derived(
 
 
 def _raw(stored: StoredBlocks) -> TensorInfo:
-    """The blocks as bytes, `[matrices, rows, bytes of a row]`."""
+    """Returns the blocks as bytes, `[matrices, rows, bytes of a row]`."""
     *outer, cols = stored.shape
     matrices = outer[0] if len(outer) == 2 else 1
     width = cols // stored.type.weights * stored.type.nbytes
@@ -195,7 +195,7 @@ def _raw(stored: StoredBlocks) -> TensorInfo:
 
 
 def _is_packed(model: GgufModel, stored: StoredBlocks, name: str) -> bool:
-    """Whether its codes are packed as they are; gate and up of a layer need the same format."""
+    """Returns whether its codes are packed as they are; gate and up of a layer need the same format."""
     match = _ROUTED.fullmatch(name)
     if match is None or stored.type.name not in KEPT_SCHEMES:
         return False
@@ -208,7 +208,7 @@ def _is_packed(model: GgufModel, stored: StoredBlocks, name: str) -> bool:
 def packed_tensors(
     stored: StoredBlocks, name: str, factors: NDArray[np.float32] | None = None
 ) -> dict[str, TensorInfo]:
-    """The tensors of its scheme; `factors`: one for each matrix, 1 without any."""
+    """Returns the tensors of its scheme; `factors`: one for each matrix, 1 without any."""
     raw, (*outer, cols) = _raw(stored), stored.shape
     parts = BLOCK_PARTS[stored.type.name]
     found: dict[str, TensorInfo] = {}

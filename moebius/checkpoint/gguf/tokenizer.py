@@ -42,27 +42,30 @@ class Vocabulary:
         self.tokens: list[str] = self.required("tokens")
 
     def get(self, name: str) -> Any:
-        """`tokenizer.ggml.<name>`; None where there is none."""
+        """Returns `tokenizer.ggml.<name>`; None where there is none."""
         return self._metadata.get(f"tokenizer.ggml.{name}")
 
     def required(self, name: str) -> Any:
-        """The same. Raises CheckpointError where there is none."""
+        """Returns the same. Raises CheckpointError where there is none."""
         value = self.get(name)
         if value is None:
             raise CheckpointError(f"{self.file} has no tokenizer.ggml.{name}; {_ADVICE}")
         return value
 
     def numbered(self) -> dict[str, int]:
-        """Ids by token."""
+        """Returns the ids by token."""
         return {token: number for number, token in enumerate(self.tokens)}
 
     def of_type(self, kind: int) -> list[str]:
-        """Tokens of that type (`token_type`)."""
+        """Returns the tokens of that type (`token_type`)."""
         types = self.get("token_type") or ()
         return [token for token, found in zip(self.tokens, types, strict=False) if found == kind]
 
     def special(self, name: str) -> str | None:
-        """The token that `<name>_token_id` names. Raises CheckpointError for an id that there is not."""
+        """Returns the token that `<name>_token_id` names.
+
+        Raises CheckpointError for an id that there is not.
+        """
         number = self.get(f"{name}_token_id")
         if number is None:
             return None
@@ -105,7 +108,7 @@ def read_tokenizer(model_path: str | Path) -> GgufTokenizer:
 
 
 def byte_level(vocabulary: Vocabulary) -> Tokenizer:
-    """BPE over bytes. Raises CheckpointError naming the way of cutting text where it is not known."""
+    """Returns BPE over bytes. Raises CheckpointError naming the way of cutting text where it is not known."""
     pre = vocabulary.required("pre")
     cut = PRE_TOKENIZERS.get(str(pre))
     if cut is None:
@@ -146,7 +149,9 @@ def _sentencepiece(vocabulary: Vocabulary) -> Tokenizer:
 
 
 def _merges(ids: Mapping[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """Pairs of pieces that make a piece, those of the best one first, as SentencePiece joins them."""
+    """Returns the pairs of pieces that make a piece, those of the best one first, as SentencePiece joins
+    them.
+    """
     found: list[tuple[float, int, int, str, str]] = []
     for piece, number in ids.items():
         for cut in range(1, len(piece)):

@@ -154,7 +154,7 @@ class MergedHeads:
     values: TensorInfo  # [heads, value, rank].
 
     def read(self, reader: SliceReader, stack_index: int, rows: range, cols: range) -> NDArray[np.generic]:
-        """In float32."""
+        """Returns the values in float32."""
         size = self.keys.shape[2] + self.values.shape[1]
         heads = range(rows.start // size, -(-rows.stop // size))
         parts: list[NDArray[np.float32]] = []
@@ -168,7 +168,8 @@ class MergedHeads:
 
 
 def rows_of_pairs(rows: NDArray[np.intp], head_dim: int) -> NDArray[np.intp]:
-    """Where llama.cpp stores these rows of a query or key projection whose pairs are two halves of a head.
+    """Returns where llama.cpp stores these rows of a query or key projection whose pairs are two halves of a
+    head.
 
     It has the two members of a pair side by side: stored row 2i + j of a head is row j * half + i.
     """
@@ -180,7 +181,7 @@ def rows_of_pairs(rows: NDArray[np.intp], head_dim: int) -> NDArray[np.intp]:
 def _rows_of(
     reader: SliceReader, source: TensorInfo, rows: range, cols: range, as_stored: bool
 ) -> NDArray[np.generic]:
-    """`[rows, cols]` of a matrix, or of a vector as one column; float32 unless `as_stored`."""
+    """Returns `[rows, cols]` of a matrix, or of a vector as one column; float32 unless `as_stored`."""
     is_matrix = len(source.shape) == 2
     block = reader.read_slice(
         source,
@@ -194,7 +195,8 @@ def _rows_of(
 def _read_blocks(
     reader: SliceReader, kind: BlockType, stored: TensorInfo, stack_index: int, rows: range, cols: range
 ) -> tuple[Bytes, int]:
-    """uint8 `[rows, blocks * nbytes]` of the blocks that hold the columns, and the first block's position.
+    """Returns uint8 `[rows, blocks * nbytes]` of the blocks that hold the columns, and the first block's
+    position.
 
     Rows may lie apart; a row's bytes follow one another.
     """

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from moebius.checkpoint.gguf.family import SPARSE_KEYS, GgufFamily, always_normed
 from moebius.checkpoint.gguf.names import gguf_linear
-from moebius.models.common import SLIDING, every_nth_full, read_common, read_windows, refuse_bias
-from moebius.models.config import ModelConfig, MoeConfig, RouterConfig
+from moebius.models.common import every_nth_full, read_common, read_windows, refuse_bias, sliding_rotated
+from moebius.models.config import ModelConfig
 from moebius.models.family import Family
 from moebius.models.keys import HfKeys
+from moebius.models.layers.gqa import Gate, QkNorm
+from moebius.models.layers.residual import Sequential
+from moebius.models.layers.router import RouterConfig
 from moebius.models.names import ROTARY, TensorNames, rename
 from moebius.models.rope import read_rope
 
@@ -19,7 +22,7 @@ _LAYER = "model.layers.*."
 
 
 def _read_router(hf: HfKeys) -> RouterConfig:
-    """The router: sigmoid scores with a bias; more than one group, which no checkpoint has, is refused."""
+    """Reads the router: sigmoid scores with a bias; more than one group is refused."""
     for name in ("n_group", "topk_group", "num_expert_groups", "num_limited_groups"):
         hf.refuse(name, 1)
     hf.refuse("score_func", "sigmoid")
@@ -41,26 +44,21 @@ def read_afmoe(hf: HfKeys) -> ModelConfig:
     hf.skip("load_balance_coeff", "use_grouped_mm")
     common = read_common(hf)
     refuse_bias(hf, common)
-    num_layers = common["num_layers"]
+    num_layers = common.num_layers
     period = hf.integer("global_attn_every_n_layers", default=4)
     kinds = list(hf.strings("layer_types")) or every_nth_full(num_layers, period)
     windows = read_windows(hf.with_values(layer_types=kinds), num_layers)
-    rope = read_rope(hf, common["head_dim"])
+    rope = read_rope(hf, common.head_dim)
     size = hf.integer("moe_intermediate_size")
     shared = hf.integer("num_shared_experts", default=2, minimum=0) * size
     layers = frozenset(range(hf.integer("num_dense_layers", default=1, minimum=0), num_layers))
-    scale = common["hidden_size"] ** 0.5 if hf.boolean("mup_enabled", default=False) else 1.0
-    return ModelConfig(
-        **common,
-        model_type="afmoe",
-        rope=rope,
-        layer_ropes=tuple(rope if kind == SLIDING else None for kind in kinds),
-        moe=MoeConfig(_read_router(hf), size, shared, layers),
-        qk_norm=True,
-        element_gate=True,
-        output_norms=True,
+    scale = common.hidden_size**0.5 if hf.boolean("mup_enabled", default=False) else 1.0
+    attention = common.gqa(rope, qk_norm=QkNorm(common.norm), gate=Gate("element"))
+    return common.model(
+        sliding_rotated(attention, windows, kinds),
+        common.ffns(common.moe(_read_router(hf), size, shared), layers),
+        residuals=Sequential(normed_output="both"),
         embedding_scale=scale,
-        attention_windows=windows,
     )
 
 

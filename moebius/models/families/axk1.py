@@ -11,6 +11,7 @@ from moebius.models.common import listed_or_after_dense, read_biased_router, rea
 from moebius.models.config import ModelConfig
 from moebius.models.family import Family
 from moebius.models.keys import HfKeys
+from moebius.models.layers.residual import Sequential
 from moebius.models.mla import read_mla_common, read_moe
 from moebius.models.names import ROTARY, TensorNames, rename
 
@@ -20,16 +21,18 @@ def read_axk1(hf: HfKeys) -> ModelConfig:
     hf.refuse("scoring_func", "sigmoid")
     # Whether there is a bias, the tensors say.
     hf.skip("topk_method")
-    common = read_mla_common(hf)
-    if common["mla"].q_lora_rank is None:
+    common, attention = read_mla_common(hf.with_values(model_type="axk1"))
+    if attention.q_lora_rank is None:
         raise hf.error("q_lora_rank", None, "an integer >= 1")
     router = replace(read_biased_router(hf, groups=(8, 4), scale=2.5), correction_bias_may_be_missing=True)
-    return ModelConfig(
-        **common,
-        model_type="axk1",
-        moe=read_moe(hf, router, listed_or_after_dense(hf, common["num_layers"], 1), default_shared=1),
+    moe = read_moe(hf, common, router, default_shared=1)
+    layers = listed_or_after_dense(hf, common.num_layers, 1)
+    normed, plain = Sequential(normed_output="ffn"), Sequential()
+    return common.model(
+        attention,
+        common.ffns(moe, layers),
+        residuals=[normed if layer in layers else plain for layer in range(common.num_layers)],
         num_mtp_layers=read_mtp_layers(hf),
-        moe_output_norms=True,
     )
 
 

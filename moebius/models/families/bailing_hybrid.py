@@ -7,6 +7,7 @@ apply them; transformers does not read them.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +20,14 @@ from moebius.checkpoint.gguf.family import (
     linear_layers,
 )
 from moebius.checkpoint.gguf.names import KDA_RULES, GgufRule, gguf_layer, gguf_linear
-from moebius.models.common import FULL, listed_or_after_dense, read_biased_router, read_mtp_layers
-from moebius.models.config import LinearAttentionConfig, ModelConfig
-from moebius.models.families.step3p5 import clamp_limits
+from moebius.models.common import FULL, Common, listed_or_after_dense, read_biased_router, read_mtp_layers
+from moebius.models.config import ModelConfig
+from moebius.models.families.step3p5 import clamp_limits, clamped_ffns
 from moebius.models.family import Family
 from moebius.models.keys import HfKeys
+from moebius.models.layers.latent import MLA
+from moebius.models.layers.mixer import Mixer
+from moebius.models.layers.recurrent import KDA
 from moebius.models.mla import read_mla_common, read_moe
 from moebius.models.names import ROTARY, TensorNames, rename
 
@@ -66,8 +70,9 @@ _FIXED: dict[str, object] = {
 }
 
 
-def _read_linear(hf: HfKeys, heads: int, num_layers: int) -> LinearAttentionConfig:
-    """Raises ModelConfigError unless each layer is of one type, and there are layers of both."""
+def _read_mixers(hf: HfKeys, common: Common, attention: MLA) -> list[Mixer]:
+    """The mixer of each layer. Raises ModelConfigError unless each is of one type, and both types occur."""
+    num_layers, heads = common.num_layers, common.num_heads
     period = hf.integer("layer_group_size", default=6)
     default = tuple(LINEAR if (layer + 1) % period else FULL for layer in range(num_layers))
     kinds = hf.strings("layer_types") or default
@@ -79,17 +84,17 @@ def _read_linear(hf: HfKeys, heads: int, num_layers: int) -> LinearAttentionConf
         raise hf.error("kda_lower_bound", bound, "a number < 0")
     # transformers stores the rotated part's size as `head_dim`, and the size itself as `linear_head_dim`.
     head_dim = hf.integer("linear_head_dim", "head_dim", default=128)
-    return LinearAttentionConfig(
+    linear = KDA(
         num_key_heads=heads,
         num_value_heads=heads,
         key_head_dim=head_dim,
         value_head_dim=head_dim,
         conv_width=hf.integer("short_conv_kernel_size", default=4, minimum=2),
-        layers=frozenset(layer for layer, kind in enumerate(kinds) if kind == LINEAR),
-        channel_decay=True,
+        eps=common.eps,
         direct_gates=True,
         decay_bound=float(bound) if bounded else None,
     )
+    return [linear if kind == LINEAR else attention for kind in kinds]
 
 
 def _rotated_whole(hf: HfKeys) -> HfKeys:
@@ -109,25 +114,24 @@ def read_bailing_hybrid(hf: HfKeys) -> ModelConfig:
         if hf.has(name) and hf.value(name) != value:
             raise hf.error(name, hf.value(name), repr(value))
     length = hf.integer("model_max_length", "max_position_embeddings")
-    common = read_mla_common(_rotated_whole(hf.with_values(max_position_embeddings=length)))
+    common, attention = read_mla_common(_rotated_whole(hf.with_values(max_position_embeddings=length)))
     hf.refuse("q_lora_rank")
     name, size = "moe_shared_expert_intermediate_size", hf.integer("moe_intermediate_size")
     if hf.integer(name, default=size) != size:
         raise hf.error(name, hf.integer(name), f"moe_intermediate_size ({size})")
-    num_layers = common["num_layers"]
+    num_layers = common.num_layers
     router = read_biased_router(hf, groups=(8, 4), scale=2.5)
     layers = listed_or_after_dense(hf, num_layers, default=2)
-    moe = read_moe(hf, router, layers, default_shared=1)
+    moe = read_moe(hf, common, router, default_shared=1)
     limits = clamp_limits(hf, "expert_swiglu_limit_list", num_layers)
     if limits:
-        moe = replace(moe, expert_activation="silu_clamped", expert_limits=limits)
-    return ModelConfig(
-        **common,
-        model_type="bailing_hybrid",
-        moe=moe,
-        mlp_limits=clamp_limits(hf, "share_expert_swiglu_limit_list", num_layers),
-        linear=_read_linear(hf, common["num_heads"], num_layers),
-        head_gate=True,
+        moe = replace(moe, experts=replace(moe.experts, activation="silu_clamped"))
+    else:
+        limits = (moe.experts.limit,) * num_layers
+    dense_limits = clamp_limits(hf, "share_expert_swiglu_limit_list", num_layers)
+    return common.model(
+        _read_mixers(hf, common, replace(attention, gate="head")),
+        clamped_ffns(common, moe, layers, limits, dense_limits or (math.inf,) * num_layers),
         num_mtp_layers=read_mtp_layers(hf),
     )
 

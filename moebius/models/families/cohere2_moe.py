@@ -6,13 +6,18 @@ Sources: configuration class and model of transformers 5.23.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from moebius.checkpoint.gguf.family import Config, GgufFamily, sliding_layers
-from moebius.models.common import FULL, SLIDING, read_common, read_mtp_layers, read_windows
-from moebius.models.config import ModelConfig, MoeConfig, RouterConfig, RouterPost
+from moebius.models.common import FULL, SLIDING, Common, read_common, read_mtp_layers, read_windows, sliding
+from moebius.models.config import ModelConfig
 from moebius.models.family import Family
 from moebius.models.keys import HfKeys
+from moebius.models.layers.ffn import MoE
+from moebius.models.layers.norms import LayerNorm
+from moebius.models.layers.residual import Parallel
+from moebius.models.layers.router import RouterConfig, RouterPost
 from moebius.models.names import ROTARY, TensorNames
 from moebius.models.rope import read_rope
 
@@ -25,7 +30,7 @@ _HARMLESS = ("cache_implementation", "layer_switch", "model_max_length", "order_
 
 
 def _layer_types(hf: HfKeys, num_layers: int, num_dense: int) -> list[str]:
-    """By `layer_types`; without it every n-th layer sees all; the first dense ones have an n of their own."""
+    """Returns `layer_types`; by default every n-th layer sees all; the first dense ones have their own n."""
     before = hf.integer("prefix_dense_sliding_window_pattern", default=1)
     after = hf.integer("sliding_window_pattern", "_sliding_window_pattern", default=4)
     places = [(layer, before) for layer in range(num_dense)]
@@ -35,7 +40,7 @@ def _layer_types(hf: HfKeys, num_layers: int, num_dense: int) -> list[str]:
 
 
 def _moe_layers(hf: HfKeys, num_layers: int, num_dense: int) -> frozenset[int]:
-    """As listed, or all but the first."""
+    """Returns the MoE layers as listed, or all but the first."""
     kinds = hf.strings("mlp_layer_types") or ("dense",) * num_dense + ("sparse",) * (num_layers - num_dense)
     if len(kinds) != num_layers or not set(kinds) <= {"dense", "sparse"}:
         raise hf.error("mlp_layer_types", list(kinds), f"{num_layers} of 'dense' and 'sparse'")
@@ -60,13 +65,13 @@ def _read_router(hf: HfKeys) -> RouterConfig:
     )
 
 
-def _read_moe(hf: HfKeys, size: int, layers: frozenset[int]) -> MoeConfig:
+def _read_moe(hf: HfKeys, common: Common, size: int) -> MoE:
     shared = hf.integer("num_shared_experts", default=0, minimum=0)
     combined = hf.string("shared_expert_combination_strategy", default="average")
     if combined not in ("average", "sum"):
         raise hf.error("shared_expert_combination_strategy", combined, "average, sum")
     scale = 0.5 if shared and combined == "average" else 1.0
-    return MoeConfig(_read_router(hf), size, shared * size, layers, output_scale=scale)
+    return common.moe(_read_router(hf), size, shared * size, output_scale=scale)
 
 
 def read_cohere2_moe(hf: HfKeys) -> ModelConfig:
@@ -87,25 +92,25 @@ def read_cohere2_moe(hf: HfKeys) -> ModelConfig:
     dense_size = hf.integer("prefix_dense_intermediate_size", default=size)
     changed = hf.with_values(logit_scale=None, tie_word_embeddings=tied, rms_norm_eps=eps)
     common = read_common(changed, dense_size=dense_size)
-    num_layers = common["num_layers"]
+    num_layers = common.num_layers
     num_dense = min(hf.integer("first_k_dense_replace", default=0, minimum=0), num_layers)
     kinds, layers = _layer_types(hf, num_layers, num_dense), _moe_layers(hf, num_layers, num_dense)
     window = hf.integer("sliding_window", default=4096)
-    rope = read_rope(hf, common["head_dim"], interleaved=True)
+    rope = read_rope(hf, common.head_dim, interleaved=True)
     # Dense layers rotate, too, unless they slide in a pattern of their own.
     dense_rotates = hf.integer("prefix_dense_sliding_window_pattern", default=1) == 1
-    rotates = (kind == SLIDING or (dense_rotates and layer not in layers) for layer, kind in enumerate(kinds))
-    return ModelConfig(
-        **common,
-        model_type="cohere2_moe",
-        rope=rope,
-        layer_ropes=tuple(rope if one else None for one in rotates),
-        moe=_read_moe(hf, size, layers),
-        output_bias=common["attention_bias"],
-        mean_norms=removes_mean,
-        parallel_halves=True,
+    windows = read_windows(hf.with_values(layer_types=kinds, sliding_window=window), num_layers)
+    attention = common.gqa(rope, output_bias=common.attention_bias)
+    mixers = [
+        layer if kind == SLIDING or (dense_rotates and index not in layers) else replace(layer, rope=None)
+        for index, (layer, kind) in enumerate(zip(sliding(attention, windows), kinds, strict=True))
+    ]
+    return common.model(
+        mixers,
+        common.ffns(_read_moe(hf, common, size), layers),
+        norm=LayerNorm(common.eps) if removes_mean else common.norm,
+        residuals=Parallel(),
         logit_scale=hf.number("logit_scale", default=0.0625),
-        attention_windows=read_windows(hf.with_values(layer_types=kinds, sliding_window=window), num_layers),
         num_mtp_layers=read_mtp_layers(hf),
     )
 

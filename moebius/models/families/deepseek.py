@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 from moebius.checkpoint.gguf.family import MLA_KEYS, Config, GgufFamily, deepseek_yarn, latent
 from moebius.models.common import after_dense, listed_or_after_dense, read_mtp_layers
-from moebius.models.config import ModelConfig, RouterConfig
+from moebius.models.config import ModelConfig
 from moebius.models.family import Family, MtpFamily
 from moebius.models.keys import HfKeys
+from moebius.models.layers.router import RouterConfig
 from moebius.models.mla import read_mla_common, read_moe, read_v3_router
 from moebius.models.names import ROTARY, TensorNames
 
@@ -24,7 +25,7 @@ _METHODS = ("greedy", "group_limited_greedy")
 
 
 def read_deepseek_v2(hf: HfKeys) -> ModelConfig:
-    """DeepSeek-V2 and V2-Lite: softmax scores, chosen among all or within the groups of the best experts."""
+    """Reads DeepSeek-V2 and V2-Lite: softmax scores, chosen among all or in the best experts' groups."""
     hf.refuse("scoring_func", "softmax")
     hf.refuse("mlp_bias")
     # Transformers and the published code disagree about what it would do; no checkpoint has it.
@@ -44,9 +45,9 @@ def read_deepseek_v2(hf: HfKeys) -> ModelConfig:
         scale=hf.number("routed_scaling_factor", default=1.0),
         float32_gate=True,
     )
-    common = read_mla_common(hf)
-    moe = read_moe(hf, router, after_dense(hf, common["num_layers"]))
-    return ModelConfig(**common, model_type="deepseek_v2", moe=moe)
+    common, attention = read_mla_common(hf)
+    moe = read_moe(hf, common, router)
+    return common.model(attention, common.ffns(moe, after_dense(hf, common.num_layers)))
 
 
 def _latent_v2(keys: MetadataKeys, config: Config) -> Config:
@@ -55,22 +56,20 @@ def _latent_v2(keys: MetadataKeys, config: Config) -> Config:
 
 
 def read_deepseek_v3(hf: HfKeys) -> ModelConfig:
-    """DeepSeek-V3, R1 and V3.1, and Kimi-K2: sigmoid router with correction bias."""
+    """Reads DeepSeek-V3, R1 and V3.1, and Kimi-K2: sigmoid router with correction bias."""
     return _v3(hf, after_dense)
 
 
 def read_glm4_moe_lite(hf: HfKeys) -> ModelConfig:
-    """GLM-4.7-Flash: DeepSeek-V3 whose MoE layers may be listed by kind."""
+    """Reads GLM-4.7-Flash: DeepSeek-V3 whose MoE layers may be listed by kind."""
     return _v3(hf, listed_or_after_dense)
 
 
 def _v3(hf: HfKeys, moe_layers: Callable[[HfKeys, int], frozenset[int]]) -> ModelConfig:
-    common = read_mla_common(hf)
-    return ModelConfig(
-        **common,
-        model_type=hf.string("model_type"),
-        moe=read_moe(hf, read_v3_router(hf), moe_layers(hf, common["num_layers"])),
-        num_mtp_layers=read_mtp_layers(hf),
+    common, attention = read_mla_common(hf)
+    moe = read_moe(hf, common, read_v3_router(hf))
+    return common.model(
+        attention, common.ffns(moe, moe_layers(hf, common.num_layers)), num_mtp_layers=read_mtp_layers(hf)
     )
 
 

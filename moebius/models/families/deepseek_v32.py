@@ -6,16 +6,14 @@ the configuration classes of transformers 5.23.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from moebius.checkpoint.gguf.family import INDEXED_KEYS, GgufFamily, deepseek_yarn, indexed, latent
 from moebius.checkpoint.gguf.names import INDEXER_RULES
-from moebius.models.attention_config import IndexerConfig
 from moebius.models.common import INDEXED, listed_or_after_dense, read_mtp_layers
 from moebius.models.config import ModelConfig
 from moebius.models.family import Family, MtpFamily
 from moebius.models.keys import HfKeys
-from moebius.models.mla import read_mla_common, read_moe, read_v3_router
+from moebius.models.layers.latent import TokenIndexer
+from moebius.models.mla import read_mla_common, read_moe, read_v3_router, sparse
 from moebius.models.names import ROTARY, TensorNames
 
 _FULL, _SHARED = "full", "shared"
@@ -24,7 +22,7 @@ _SCHEDULE = ("index_topk_pattern", "index_topk_freq", "index_skip_topk_offset")
 
 
 def _listed_kinds(hf: HfKeys, num_layers: int) -> tuple[str, ...]:
-    """The kinds of layers in the order in which the keys outrank one another; none: empty."""
+    """Returns the kinds of layers in the order in which the keys outrank one another; none: empty."""
     name = "indexer_types"
     kinds = hf.strings(name)
     if kinds:
@@ -48,55 +46,53 @@ def _scheduled_kinds(hf: HfKeys, num_layers: int) -> tuple[str, ...]:
     return tuple(_FULL if max(layer - offset + 1, 0) % every == 0 else _SHARED for layer in range(num_layers))
 
 
-def _read_indexer(hf: HfKeys, kinds: tuple[str, ...], rope_dim: int, *, interleaved: bool) -> IndexerConfig:
+def _read_indexer(hf: HfKeys, num_layers: int, rope_dim: int, *, interleaved: bool) -> TokenIndexer:
     """`interleaved` is the family's: a checkpoint may name it, and can only confirm it."""
-    hf.refuse("layer_types", *([kind] * len(kinds) for kind in INDEXED))
+    hf.refuse("layer_types", *([kind] * num_layers for kind in INDEXED))
     name = "indexer_rope_interleave"
     if hf.has(name) and hf.boolean(name) != interleaved:
         raise hf.error(name, hf.boolean(name), str(interleaved).lower())
     head_dim = hf.integer("index_head_dim")
     if head_dim < rope_dim:
         raise hf.error("index_head_dim", head_dim, f"at least qk_rope_head_dim ({rope_dim})")
-    return IndexerConfig(
+    return TokenIndexer(
         num_heads=hf.integer("index_n_heads"),
         head_dim=head_dim,
         top_k=hf.integer("index_topk"),
         interleaved=interleaved,
-        layers=frozenset(layer for layer, kind in enumerate(kinds) if kind == _FULL),
     )
 
 
 def _read_sparse(hf: HfKeys, *, shares: bool, interleaved: bool) -> ModelConfig:
-    """Either family; `shares`: whether layers may take over what an earlier one chose."""
+    """Returns either family; `shares`: whether layers may take over what an earlier one chose."""
     hf.refuse("mlp_bias")
     if not hf.boolean("rope_interleave", default=True):
         raise hf.error("rope_interleave", False, "true")
-    common = read_mla_common(hf)
-    mla, num_layers = common.pop("mla"), common["num_layers"]
+    common, mla = read_mla_common(hf)
+    num_layers = common.num_layers
     if mla.q_lora_rank is None:
         raise hf.error("q_lora_rank", None, "an integer >= 1: the indexer reads the queries' latent")
     kinds: tuple[str, ...] = (_FULL,) * num_layers
     if shares:
         kinds = _listed_kinds(hf, num_layers) or _scheduled_kinds(hf, num_layers)
-    indexer = _read_indexer(hf, kinds, mla.qk_rope_head_dim, interleaved=interleaved)
-    return ModelConfig(
-        **common,
-        mla=replace(mla, indexer=indexer),
-        model_type=hf.string("model_type"),
-        moe=read_moe(hf, read_v3_router(hf), listed_or_after_dense(hf, num_layers)),
+    indexer = _read_indexer(hf, num_layers, mla.qk_rope_head_dim, interleaved=interleaved)
+    moe = read_moe(hf, common, read_v3_router(hf))
+    return common.model(
+        sparse(mla, indexer, [kind == _FULL for kind in kinds]),
+        common.ffns(moe, listed_or_after_dense(hf, num_layers)),
         num_mtp_layers=read_mtp_layers(hf),
     )
 
 
 def read_deepseek_v32(hf: HfKeys) -> ModelConfig:
-    """DeepSeek-V3.2: DeepSeek-V3 with an indexer in every layer, whose rotated halves lie apart."""
+    """Reads DeepSeek-V3.2: DeepSeek-V3 with an indexer in every layer, whose rotated halves lie apart."""
     for name in ("indexer_types", *_SCHEDULE):
         hf.refuse(name)
     return _read_sparse(hf, shares=False, interleaved=False)
 
 
 def read_glm_moe_dsa(hf: HfKeys) -> ModelConfig:
-    """GLM-5, and GLM-5.2, whose layers may share an earlier layer's choice."""
+    """Reads GLM-5, and GLM-5.2, whose layers may share an earlier layer's choice."""
     hf.skip("index_share_for_mtp_iteration")
     return _read_sparse(hf, shares=True, interleaved=True)
 

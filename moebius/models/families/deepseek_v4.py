@@ -7,21 +7,20 @@ published name attention by `compress_ratios`, those that transformers writes by
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from moebius.checkpoint.gguf.family import DEEPSEEK_KEYS, Config, GgufFamily
 from moebius.checkpoint.gguf.names import HYPER_RULES, GgufRule, gguf_layer, gguf_linear
-from moebius.models.attention_config import CompressedAttentionConfig, HyperConnectionConfig
-from moebius.models.common import read_common, read_mtp_layers, refuse_bias
-from moebius.models.config import (
-    ModelConfig,
-    MoeConfig,
-    RopeConfig,
-    RouterConfig,
-    ScoreFunction,
-)
+from moebius.models.common import Common, read_common, read_mtp_layers, refuse_bias
+from moebius.models.config import ModelConfig
 from moebius.models.family import Family
 from moebius.models.keys import HfKeys
+from moebius.models.layers.compressed import CompressedAttention, EntryIndexer
+from moebius.models.layers.ffn import Experts, FeedForward
+from moebius.models.layers.residual import HyperConnections
+from moebius.models.layers.rope import RopeConfig
+from moebius.models.layers.router import RouterConfig, ScoreFunction
 from moebius.models.names import MTP, TensorNames, rename
 from moebius.models.rope import read_rope
 
@@ -68,7 +67,7 @@ _OF_V41 = (
 
 
 def _kinds(hf: HfKeys, num_layers: int) -> tuple[str, ...]:
-    """The kind of attention of each layer; numbers beyond the last one are of multi-token prediction."""
+    """Returns each layer's kind of attention; numbers beyond the last one are of multi-token prediction."""
     kinds = hf.strings("layer_types")
     ratios = hf.integers("compress_ratios")
     if not kinds and ratios:
@@ -84,7 +83,7 @@ def _kinds(hf: HfKeys, num_layers: int) -> tuple[str, ...]:
 
 
 def _rates(hf: HfKeys) -> dict[str, int]:
-    """Tokens of an entry, by the kind of attention."""
+    """Returns the tokens of an entry, by the kind of attention."""
     section = hf.section("compress_rates")
     found = {}
     for kind, default in _RATES.items():
@@ -96,7 +95,7 @@ def _rates(hf: HfKeys) -> dict[str, int]:
 
 
 def _read_ropes(hf: HfKeys, head_dim: int) -> dict[bool, RopeConfig]:
-    """By whether a layer compresses. Scaling is of those that do, and changes frequencies only."""
+    """Returns rotations by whether a layer compresses, which alone scales, and only frequencies."""
     by_kind = hf.section("rope_parameters")
     theta = hf.number("rope_theta", default=10000.0)
     compressed_theta = hf.number("compress_rope_theta", default=160000.0)
@@ -122,26 +121,40 @@ def _read_ropes(hf: HfKeys, head_dim: int) -> dict[bool, RopeConfig]:
     return {False: ropes[0], True: ropes[1]}
 
 
-def _read_attention(hf: HfKeys, common: dict[str, Any], rope_dim: int) -> CompressedAttentionConfig:
-    kinds, rates = _kinds(hf, common["num_layers"]), _rates(hf)
-    heads, groups = common["num_heads"], hf.integer("o_groups", default=8)
+def _read_mixers(hf: HfKeys, common: Common) -> list[CompressedAttention]:
+    """Returns the attention of each layer."""
+    ropes = _read_ropes(hf, common.head_dim)
+    rope_dim = ropes[True].rotary_dim
+    kinds, rates = _kinds(hf, common.num_layers), _rates(hf)
+    heads, groups = common.num_heads, hf.integer("o_groups", default=8)
     if heads % groups:
         raise hf.error("o_groups", groups, f"a divisor of num_attention_heads ({heads})")
     index_head_dim = hf.integer("index_head_dim", default=128)
     if index_head_dim < rope_dim:
         raise hf.error("index_head_dim", index_head_dim, f"at least qk_rope_head_dim ({rope_dim})")
-    return CompressedAttentionConfig(
+    indexer = EntryIndexer(
+        hf.integer("index_n_heads", default=64), index_head_dim, hf.integer("index_topk", default=512)
+    )
+    plain = CompressedAttention(
+        num_heads=heads,
+        head_dim=common.head_dim,
         q_lora_rank=hf.integer("q_lora_rank"),
         rope_dim=rope_dim,
+        rope=ropes[False],
         window=hf.integer("sliding_window", default=128),
-        rates=tuple(rates.get(kind, 0) for kind in kinds),
-        sparse_layers=frozenset(layer for layer, kind in enumerate(kinds) if kind == _SPARSE),
-        index_num_heads=hf.integer("index_n_heads", default=64),
-        index_head_dim=index_head_dim,
-        top_k=hf.integer("index_topk", default=512),
+        rate=0,
         output_groups=groups,
         output_rank=hf.integer("o_lora_rank", default=1024),
+        scale=common.head_dim**-0.5,
+        eps=common.eps,
     )
+    compressed = replace(plain, rope=ropes[True])
+    by_kind = {
+        _SLIDING: plain,
+        _SPARSE: replace(compressed, rate=rates[_SPARSE], indexer=indexer),
+        _HEAVY: replace(compressed, rate=rates[_HEAVY]),
+    }
+    return [by_kind[kind] for kind in kinds]
 
 
 def _hash_layers(hf: HfKeys, num_layers: int) -> frozenset[int]:
@@ -154,7 +167,8 @@ def _hash_layers(hf: HfKeys, num_layers: int) -> frozenset[int]:
     return frozenset(layer for layer, kind in enumerate(kinds) if kind == "hash_moe")
 
 
-def _read_moe(hf: HfKeys, num_layers: int, limit: float) -> MoeConfig:
+def _read_ffns(hf: HfKeys, common: Common) -> list[FeedForward]:
+    """Returns the experts in every layer; in the first, a token's id chooses them."""
     hf.refuse("topk_method", "noaux_tc")
     hf.refuse("n_group", 1)
     hf.refuse("topk_group", 1)
@@ -175,47 +189,33 @@ def _read_moe(hf: HfKeys, num_layers: int, limit: float) -> MoeConfig:
         scale=hf.number("routed_scaling_factor", default=1.5),
         float32_gate=True,
     )
-    return MoeConfig(
-        router,
-        size,
-        size,
-        frozenset(range(num_layers)),
-        expert_activation="clamped_silu",
-        expert_limit=limit,
-        hash_layers=_hash_layers(hf, num_layers),
-    )
+    moe = common.moe(router, Experts(size, "clamped_silu", limit=common.limit), size)
+    hashed = _hash_layers(hf, common.num_layers)
+    by_id = replace(moe, hashed_tokens=common.vocab_size)
+    return [by_id if layer in hashed else moe for layer in range(common.num_layers)]
 
 
 def read_deepseek_v4(hf: HfKeys) -> ModelConfig:
-    """DeepSeek-V4-Flash and -Pro."""
+    """Reads DeepSeek-V4-Flash and -Pro."""
     hf.skip(*_HARMLESS)
     for name in _OF_V41:
         hf.refuse(name, [])
     hf.refuse("mlp_bias")
     common = read_common(hf, dense_size=0)
     refuse_bias(hf, common)
-    num_layers, limit = common["num_layers"], hf.number("swiglu_limit", default=10.0)
-    if common["num_kv_heads"] != 1:
-        raise hf.error("num_key_value_heads", common["num_kv_heads"], "1")
-    ropes = _read_ropes(hf, common["head_dim"])
-    compressed = _read_attention(hf, common, ropes[True].rotary_dim)
-    layer_ropes = tuple(ropes[rate > 0] for rate in compressed.rates)
-    return ModelConfig(
-        **(common | {"activation": "clamped_silu"}),
-        model_type=hf.string("model_type"),
-        rope=ropes[True],
-        layer_ropes=layer_ropes if len(set(layer_ropes)) > 1 else (),
-        compressed=compressed,
-        moe=_read_moe(hf, num_layers, limit),
-        mlp_limits=(limit,) * num_layers,
-        hyper=HyperConnectionConfig(
-            num_streams=hf.integer("hc_mult", default=4, minimum=2),
-            iterations=hf.integer("hc_sinkhorn_iters", default=20),
-            eps=hf.number("hc_eps", default=1e-6),
-            weighs_last=True,
-        ),
-        num_mtp_layers=read_mtp_layers(hf),
+    limit = hf.number("swiglu_limit", default=10.0)
+    common = replace(common, activation="clamped_silu", limit=limit)
+    if common.num_kv_heads != 1:
+        raise hf.error("num_key_value_heads", common.num_kv_heads, "1")
+    mixers = _read_mixers(hf, common)
+    streams = HyperConnections(
+        num_streams=hf.integer("hc_mult", default=4, minimum=2),
+        iterations=hf.integer("hc_sinkhorn_iters", default=20),
+        eps=hf.number("hc_eps", default=1e-6),
+        weighs_last=True,
     )
+    ffns = _read_ffns(hf, common)
+    return common.model(mixers, ffns, residuals=streams, num_mtp_layers=read_mtp_layers(hf))
 
 
 # Modules of a layer, as published and as here; compressor and indexer keep their names.

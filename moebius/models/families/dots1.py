@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from moebius.checkpoint.gguf.family import DEEPSEEK_KEYS, Config, GgufFamily, grouped, rotated
-from moebius.models.common import FULL, SLIDING, read_biased_router, read_common, read_windows
-from moebius.models.config import ModelConfig, MoeConfig
+from moebius.models.common import FULL, SLIDING, read_biased_router, read_common, read_windows, sliding
+from moebius.models.config import ModelConfig
 from moebius.models.family import Family
 from moebius.models.keys import HfKeys
+from moebius.models.layers.gqa import QkNorm
 from moebius.models.names import ROTARY, TensorNames
 from moebius.models.rope import read_rope
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 def read_dots1(hf: HfKeys) -> ModelConfig:
     """dots.llm1: attention of Qwen3, router and shared experts of DeepSeek-V3."""
     common = read_common(hf)
-    num_layers = common["num_layers"]
+    num_layers = common.num_layers
     # Where no list says so, layers from `max_window_layers` on slide.
     first = hf.integer("max_window_layers", default=62, minimum=0) if hf.has("sliding_window") else num_layers
     kinds = list(hf.strings("layer_types")) or [FULL if i < first else SLIDING for i in range(num_layers)]
@@ -29,19 +30,13 @@ def read_dots1(hf: HfKeys) -> ModelConfig:
     router = read_biased_router(hf, renormalizes=False)
     first_moe = hf.integer("first_k_dense_replace", default=0, minimum=0)
     moe_size = hf.integer("moe_intermediate_size")
-    return ModelConfig(
-        **common,
-        model_type="dots1",
-        rope=read_rope(hf, common["head_dim"]),
-        moe=MoeConfig(
-            router,
-            moe_size,
-            hf.integer("n_shared_experts") * moe_size,
-            frozenset(range(first_moe, common["num_layers"])),
-        ),
-        qk_norm=True,
-        output_bias=common["attention_bias"],
-        attention_windows=read_windows(hf.with_values(layer_types=kinds), num_layers),
+    attention = common.gqa(
+        read_rope(hf, common.head_dim), qk_norm=QkNorm(common.norm), output_bias=common.attention_bias
+    )
+    moe = common.moe(router, moe_size, hf.integer("n_shared_experts") * moe_size)
+    return common.model(
+        sliding(attention, read_windows(hf.with_values(layer_types=kinds), num_layers)),
+        common.ffns(moe, range(first_moe, num_layers)),
     )
 
 

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 from moebius.checkpoint.gguf.family import Config, GgufFamily, rotated
 from moebius.checkpoint.gguf.names import gguf_layer
 from moebius.models.common import read_common, read_mtp_layers, refuse_bias
-from moebius.models.config import ModelConfig, MoeConfig, RouterConfig
+from moebius.models.config import ModelConfig
 from moebius.models.family import Family
 from moebius.models.keys import HfKeys
+from moebius.models.layers.router import RouterConfig
 from moebius.models.names import ROTARY, TensorNames, drop, rename
 from moebius.models.rope import read_rope
 
@@ -25,15 +26,14 @@ _BIAS = rename(
 
 def read_ernie4_5_moe(hf: HfKeys) -> ModelConfig:
     """ERNIE 4.5 text models; MoE layers are every n-th of a range."""
-    common = read_common(hf)
+    common = read_common(hf, tied=True)
     refuse_bias(hf, common)
     hf.refuse("use_bias")
     hf.refuse("sliding_window")
     if not hf.boolean("moe_use_aux_free", default=True):
         raise hf.error("moe_use_aux_free", False, "true")
     hf.skip("moe_capacity", "moe_gate")  # of training; the router is always the same
-    common["tie_word_embeddings"] = hf.boolean("tie_word_embeddings", default=True)
-    last = common["num_layers"] - 1
+    last = common.num_layers - 1
     first_moe = hf.integer("moe_layer_start_index", default=1, minimum=0)
     end = hf.integer("moe_layer_end_index", default=-1, minimum=-1)
     step = hf.integer("moe_layer_interval", default=1)
@@ -51,11 +51,10 @@ def read_ernie4_5_moe(hf: HfKeys) -> ModelConfig:
     )
     moe_size = hf.integer("moe_intermediate_size")
     shared = hf.integer("moe_num_shared_experts", default=2, minimum=0) * moe_size
-    return ModelConfig(
-        **common,
-        model_type="ernie4_5_moe",
-        rope=read_rope(hf, common["head_dim"], default_theta=500000.0, interleaved=True),
-        moe=MoeConfig(router, moe_size, shared, frozenset(i for i in layers if (i + 1) % step == 0)),
+    rope = read_rope(hf, common.head_dim, default_theta=500000.0, interleaved=True)
+    return common.model(
+        common.gqa(rope),
+        common.ffns(common.moe(router, moe_size, shared), {i for i in layers if (i + 1) % step == 0}),
         num_mtp_layers=read_mtp_layers(hf, "num_nextn_predict_layers"),
     )
 

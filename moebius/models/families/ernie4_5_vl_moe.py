@@ -7,13 +7,13 @@ one becomes in the other: the configuration's conversion in transformers.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
-from moebius.models.attention_config import ExpertKindsConfig
 from moebius.models.common import read_common, refuse_bias
-from moebius.models.config import ModelConfig, MoeConfig, RopeConfig, RouterConfig, VisionConfig
+from moebius.models.config import ModelConfig, VisionConfig
 from moebius.models.family import Family, VisionFamily
 from moebius.models.keys import HfKeys
+from moebius.models.layers.rope import RopeConfig
+from moebius.models.layers.router import ExpertKindsConfig, RouterConfig
 from moebius.models.names import ROTARY, TensorNames, drop, rename
 from moebius.models.rope import SectionDefaults, read_rope
 
@@ -78,7 +78,7 @@ _RELEASED = (
 
 
 def _one_of(hf: HfKeys, name: str, default: int) -> int:
-    """A number, or the same for both kinds of experts."""
+    """Returns a number, or the same for both kinds of experts."""
     found = set(hf.integers(name)) or {default}
     if len(found) != 1 or min(found) < 1:
         raise hf.error(name, sorted(found), "one integer >= 1, for both kinds of experts")
@@ -86,7 +86,7 @@ def _one_of(hf: HfKeys, name: str, default: int) -> int:
 
 
 def _moe_layers(hf: HfKeys, num_layers: int) -> frozenset[int]:
-    """As listed, or every n-th of the range from the smallest start to the largest end."""
+    """Returns the layers listed, or every n-th of the range from the smallest start to the largest end."""
     kinds = hf.strings("mlp_layer_types")
     starts, ends = hf.integers("moe_layer_start_index"), hf.integers("moe_layer_end_index")
     step = hf.integer("moe_layer_interval", default=1)
@@ -115,9 +115,9 @@ def _read_rope(hf: HfKeys, head_dim: int) -> RopeConfig:
 
 
 def read_ernie4_5_vl_moe(hf: HfKeys) -> ModelConfig:
-    """In either spelling; how wide experts are, and what weighs them, is that of ERNIE 4.5."""
+    """Reads either spelling; how wide experts are, and what weighs them, is that of ERNIE 4.5."""
     hf.skip(*_RELEASED)
-    common: dict[str, Any] = read_common(hf)
+    common = read_common(hf, tied=True)
     refuse_bias(hf, common)
     hf.refuse("use_bias")
     hf.refuse("sliding_window")
@@ -125,7 +125,6 @@ def read_ernie4_5_vl_moe(hf: HfKeys) -> ModelConfig:
         raise hf.error("rope_3d", False, "true")
     if not hf.boolean("moe_use_aux_free", default=True):
         raise hf.error("moe_use_aux_free", False, "true")
-    common["tie_word_embeddings"] = hf.boolean("tie_word_embeddings", default=True)
     widths = hf.integers("moe_intermediate_size") or (1536, 512)
     if len(widths) != 2 or min(widths) < 1:
         raise hf.error("moe_intermediate_size", list(widths), "two integers >= 1: of text and of images")
@@ -155,13 +154,9 @@ def read_ernie4_5_vl_moe(hf: HfKeys) -> ModelConfig:
         if hf.is_null("moe_num_shared_experts")
         else hf.integer("moe_num_shared_experts", default=2, minimum=0)
     )
-    layers = _moe_layers(hf, common["num_layers"])
-    return ModelConfig(
-        **common,
-        model_type=hf.string("model_type"),
-        rope=_read_rope(hf, common["head_dim"]),
-        moe=MoeConfig(router, kinds.part_size, shared * widths[0], layers, kinds=kinds),
-    )
+    layers = _moe_layers(hf, common.num_layers)
+    moe = common.moe(router, kinds.part_size, shared * widths[0], kinds=kinds)
+    return common.model(common.gqa(_read_rope(hf, common.head_dim)), common.ffns(moe, layers))
 
 
 def _read_vision(hf: HfKeys, vision: HfKeys) -> VisionConfig:

@@ -10,17 +10,18 @@ from typing import TYPE_CHECKING
 
 from moebius.checkpoint.gguf.family import SPARSE_KEYS, Config, GgufFamily, grouped, rotated
 from moebius.models.common import (
-    SLIDING,
     every_nth_full,
     listed_or_after_dense,
     read_biased_router,
     read_common,
     read_windows,
     refuse_bias,
+    sliding_rotated,
 )
-from moebius.models.config import ModelConfig, MoeConfig
+from moebius.models.config import ModelConfig
 from moebius.models.family import Family
 from moebius.models.keys import HfKeys
+from moebius.models.layers.gqa import QkNorm
 from moebius.models.names import MTP, ROTARY, TensorNames, rename
 from moebius.models.rope import read_rope
 
@@ -45,7 +46,7 @@ def _moe_layers(hf: HfKeys, num_layers: int) -> frozenset[int]:
 
 
 def _layer_types(hf: HfKeys, num_layers: int) -> list[str]:
-    """By `layer_types`; without it every n-th layer sees all, by default the fourth."""
+    """Returns `layer_types`; without it every n-th layer sees all, by default the fourth."""
     pattern = hf.value("sliding_window_pattern")
     listed = hf.strings("layer_types")
     if listed:
@@ -63,20 +64,16 @@ def read_exaone_moe(hf: HfKeys) -> ModelConfig:
     hf.refuse("topk_method", "noaux_tc")
     # Of multi-token prediction, which has tensors of its own.
     hf.skip("num_nextn_predict_layers", "mtp_loss_weight", "mtp_share_layers", "mtp_layer_types")
-    num_layers = common["num_layers"]
+    num_layers = common.num_layers
     kinds = _layer_types(hf, num_layers)
     windows = read_windows(hf.with_values(layer_types=kinds), num_layers)
-    rope = read_rope(hf, common["head_dim"])
+    rope = read_rope(hf, common.head_dim)
     size = hf.integer("moe_intermediate_size")
     shared = hf.integer("num_shared_experts", default=1, minimum=0) * size
-    return ModelConfig(
-        **common,
-        model_type="exaone_moe",
-        rope=rope,
-        layer_ropes=tuple(rope if kind == SLIDING else None for kind in kinds),
-        moe=MoeConfig(read_biased_router(hf), size, shared, _moe_layers(hf, num_layers)),
-        qk_norm=True,
-        attention_windows=windows,
+    moe = common.moe(read_biased_router(hf), size, shared)
+    return common.model(
+        sliding_rotated(common.gqa(rope, qk_norm=QkNorm(common.norm)), windows, kinds),
+        common.ffns(moe, _moe_layers(hf, num_layers)),
     )
 
 

@@ -6,9 +6,11 @@ Sources: configuration class and model of transformers 5.23.
 from __future__ import annotations
 
 from moebius.models.common import read_common, read_softmax_router
-from moebius.models.config import ModelConfig, MoeConfig
+from moebius.models.config import ModelConfig
 from moebius.models.family import Family
 from moebius.models.keys import HfKeys
+from moebius.models.layers.gqa import FullWidthQkNorm
+from moebius.models.layers.residual import Sequential
 from moebius.models.names import ROTARY, TensorNames, rename
 from moebius.models.rope import read_rope
 
@@ -18,18 +20,13 @@ def read_flex_olmo(hf: HfKeys) -> ModelConfig:
     common = read_common(hf)
     hf.refuse("clip_qkv")
     hf.refuse("sliding_window")
-    every = frozenset(range(common["num_layers"]))
-    return ModelConfig(
-        **common,
-        model_type="flex_olmo",
-        rope=read_rope(hf, common["head_dim"], default_theta=500000.0),
-        moe=MoeConfig(read_softmax_router(hf), common["intermediate_size"], 0, every),
-        qk_norm=True,
-        qk_norm_full_width=True,
-        output_bias=common["attention_bias"],
-        input_norms=False,
-        output_norms=True,
+    attention = common.gqa(
+        read_rope(hf, common.head_dim, default_theta=500000.0),
+        qk_norm=FullWidthQkNorm(common.eps),
+        output_bias=common.attention_bias,
     )
+    moe = common.moe(read_softmax_router(hf), common.intermediate_size)
+    return common.model(attention, moe, residuals=Sequential(normed_input=False, normed_output="both"))
 
 
 _LAYER = "model.layers.*."

@@ -12,10 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from moebius.checkpoint.gguf.family import SPARSE_KEYS, GgufFamily
 from moebius.checkpoint.gguf.names import GgufRule, gguf_layer, gguf_linear
-from moebius.models.common import FULL, SLIDING, every_nth_full, read_common, read_windows
-from moebius.models.config import ModelConfig, MoeConfig, RopeConfig, RouterConfig, VisionConfig
+from moebius.models.common import FULL, SLIDING, Common, every_nth_full, read_common, read_windows
+from moebius.models.config import ModelConfig, VisionConfig
 from moebius.models.family import Family, VisionFamily
 from moebius.models.keys import HfKeys
+from moebius.models.layers.ffn import Experts, NormedMoE
+from moebius.models.layers.gqa import QkNorm
+from moebius.models.layers.residual import Sequential
+from moebius.models.layers.rope import RopeConfig
+from moebius.models.layers.router import RouterConfig
 from moebius.models.names import ROTARY, TensorNames, drop, rename
 from moebius.models.rope import read_rope
 
@@ -42,7 +47,7 @@ _HARMLESS = (
 )
 
 
-def _full_sizes(hf: HfKeys, common: dict[str, Any]) -> tuple[int, int]:
+def _full_sizes(hf: HfKeys, common: Common) -> tuple[int, int]:
     """KV heads and elements of a head in layers that see the whole context.
 
     Keys of their own, or as transformers writes them: an entry for each such layer, with what differs
@@ -50,18 +55,18 @@ def _full_sizes(hf: HfKeys, common: dict[str, Any]) -> tuple[int, int]:
     """
     by_layer = hf.section("per_layer_config")
     head_dim = hf.integer("global_head_dim", default=512)
-    kv_heads = hf.integer("num_global_key_value_heads", default=common["num_kv_heads"])
+    kv_heads = hf.integer("num_global_key_value_heads", default=common.num_kv_heads)
     if by_layer is not None:
-        head_dim, kv_heads = common["head_dim"], common["num_kv_heads"]
+        head_dim, kv_heads = common.head_dim, common.num_kv_heads
         for name in by_layer.unread[:1]:
             entry = by_layer.section(name)
             assert entry is not None, "it is among the keys"
             head_dim = entry.integer("head_dim", default=head_dim)
             kv_heads = entry.integer("num_key_value_heads", default=kv_heads)
     elif not hf.boolean("attention_k_eq_v", default=False):
-        kv_heads = common["num_kv_heads"]
-    if common["num_heads"] % kv_heads:
-        allowed = f"a divisor of num_attention_heads ({common['num_heads']})"
+        kv_heads = common.num_kv_heads
+    if common.num_heads % kv_heads:
+        allowed = f"a divisor of num_attention_heads ({common.num_heads})"
         raise hf.error("num_global_key_value_heads", kv_heads, allowed)
     return kv_heads, head_dim
 
@@ -72,8 +77,8 @@ def _rope(hf: HfKeys, kind: str, head_dim: int) -> RopeConfig:
     return read_rope(hf.with_values(rope_parameters=own or _ROPES[kind]), head_dim)
 
 
-def _read_moe(hf: HfKeys, common: dict[str, Any]) -> MoeConfig:
-    """Experts in every layer; its MLP counts as the experts that are always active."""
+def _read_moe(hf: HfKeys, common: Common) -> NormedMoE:
+    """Returns the experts in every layer; its MLP counts as the experts that are always active."""
     if not hf.boolean("enable_moe_block", default=False):
         raise hf.error("enable_moe_block", False, "true: only models with experts are served")
     router = RouterConfig(
@@ -83,13 +88,12 @@ def _read_moe(hf: HfKeys, common: dict[str, Any]) -> MoeConfig:
         post="renormalize",
         expert_scales=True,
     )
-    return MoeConfig(
-        router,
-        hf.integer("moe_intermediate_size"),
-        common["intermediate_size"],
-        frozenset(range(common["num_layers"])),
-        expert_activation="gelu_tanh",
-        own_norms=True,
+    return NormedMoE(
+        router=router,
+        experts=Experts(hf.integer("moe_intermediate_size"), "gelu_tanh"),
+        shared=common.dense(),
+        norm=common.norm,
+        router_eps=common.eps,
     )
 
 
@@ -104,46 +108,43 @@ def read_gemma4_text(hf: HfKeys) -> ModelConfig:
     activation = hf.string("hidden_activation", default=_GELU)
     if activation != _GELU:
         raise hf.error("hidden_activation", activation, _GELU)
-    common = read_common(hf.with_values(final_logit_softcapping=None, hidden_act=None))
-    num_layers = common["num_layers"]
+    common = read_common(hf.with_values(final_logit_softcapping=None, hidden_act=None), tied=True)
+    common = replace(common, activation=_GELU)
+    num_layers = common.num_layers
     kinds = list(hf.strings("layer_types")) or every_nth_full(num_layers, 6)
     kinds[-1] = FULL
     windows = read_windows(hf.with_values(layer_types=kinds), num_layers)
-    sizes = {SLIDING: (common["num_kv_heads"], common["head_dim"]), FULL: _full_sizes(hf, common)}
+    sizes = {SLIDING: (common.num_kv_heads, common.head_dim), FULL: _full_sizes(hf, common)}
     ropes = {kind: _rope(hf, kind, sizes[kind][1]) for kind in sizes}
     shared = hf.boolean("attention_k_eq_v", default=False)
-    kv_heads, head_dims = zip(*(sizes[kind] for kind in kinds), strict=True)
-    # Of layers that differ, what plans memory takes the largest.
-    largest = {"num_kv_heads": max(kv_heads), "head_dim": max(head_dims)}
-    tied = hf.boolean("tie_word_embeddings", default=True)
-    return ModelConfig(
-        **(common | largest | {"activation": _GELU, "tie_word_embeddings": tied}),
-        model_type="gemma4_text",
-        output_bias=common["attention_bias"],
-        rope=ropes[kinds[0]],
-        layer_ropes=tuple(ropes[kind] for kind in kinds),
-        layer_kv_heads=kv_heads,
-        layer_head_dims=head_dims,
-        moe=_read_moe(hf, common),
-        qk_norm=True,
-        value_norm=True,
-        keys_as_values=tuple(shared and kind == FULL for kind in kinds),
-        attention_scale=1.0,
-        attention_windows=windows,
-        output_norms=True,
-        layer_scales=True,
-        embedding_scale=math.sqrt(common["hidden_size"]),
+    by_kind = {
+        kind: common.gqa(
+            ropes[kind],
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            scale=1.0,
+            output_bias=common.attention_bias,
+            qk_norm=QkNorm(common.norm),
+            value_norm=True,
+            keys_are_values=shared and kind == FULL,
+        )
+        for kind, (kv_heads, head_dim) in sizes.items()
+    }
+    capped = hf.has("final_logit_softcapping")
+    return common.model(
+        [replace(by_kind[kind], sight=window) for kind, window in zip(kinds, windows, strict=True)],
+        _read_moe(hf, common),
+        residuals=Sequential(normed_output="both", learned_scale=True),
+        embedding_scale=math.sqrt(common.hidden_size),
         # So the models were trained, in bfloat16.
         rounds_embedding_scale=True,
-        final_logit_softcap=hf.number("final_logit_softcapping")
-        if hf.has("final_logit_softcapping")
-        else 0.0,
+        final_logit_softcap=hf.number("final_logit_softcapping") if capped else 0.0,
     )
 
 
 def read_gemma4(hf: HfKeys) -> ModelConfig:
-    """The text model of `text_config`."""
-    return replace(read_gemma4_text(hf), model_type="gemma4")
+    """Returns the text model of `text_config`."""
+    return read_gemma4_text(hf)
 
 
 def _read_gemma4_vision(hf: HfKeys, vision: HfKeys) -> VisionConfig:
@@ -194,7 +195,7 @@ _VISION = VisionFamily(
 
 
 def _rotated(keys: MetadataKeys) -> float:
-    """The part of a head that layers with the whole context rotate; other frequencies are divided away."""
+    """Returns the part of a head that layers with the whole context rotate; the rest is divided away."""
     factors = keys.floats("rope_freqs.weight")
     if factors is None:
         return 1.0
@@ -205,7 +206,7 @@ def _rotated(keys: MetadataKeys) -> float:
 
 
 def _gguf_config(keys: MetadataKeys, config: dict[str, Any]) -> dict[str, Any]:
-    """Sizes of heads by kind of layer; both kinds of rotation."""
+    """Returns the sizes of heads by kind of layer; both kinds of rotation."""
     layers = range(config["num_hidden_layers"])
     slides = keys.listed("attention.sliding_window_pattern", len(layers))
     heads = keys.listed("attention.head_count_kv", len(layers))

@@ -25,15 +25,14 @@ from moebius.checkpoint.gguf.names import (
     KDA_RULES,
     gguf_layer,
 )
-from moebius.models.attention_config import HyperConnectionConfig, IndexerConfig, MlaConfig
-from moebius.models.common import FULL, INDEXED, read_common, read_from_section, read_mtp_layers
-from moebius.models.config import (
-    LinearAttentionConfig,
-    ModelConfig,
-    MoeConfig,
-)
+from moebius.models.common import FULL, INDEXED, Common, read_common, read_from_section, read_mtp_layers
+from moebius.models.config import ModelConfig
 from moebius.models.family import Family, VisionFamily
 from moebius.models.keys import HfKeys
+from moebius.models.layers.ffn import FeedForward
+from moebius.models.layers.latent import MLA, TokenIndexer
+from moebius.models.layers.recurrent import KDA
+from moebius.models.layers.residual import HyperConnections
 from moebius.models.mla import read_mla, read_moe, read_v3_router
 from moebius.models.names import TEXT, VISION, VISUAL, TensorNames, rename
 from moebius.models.vision import read_grid_vision
@@ -64,7 +63,7 @@ _ALWAYS = ("index_kpool_compress", "mhc", "mla_use_nope")
 
 
 def _attending_layers(hf: HfKeys, num_layers: int) -> tuple[int, ...]:
-    """Of `layer_types`, by default every fourth. Raises ModelConfigError unless there are both kinds."""
+    """Returns those of `layer_types`, by default every fourth. Raises ModelConfigError without both."""
     default = tuple(_INDEXED[0] if layer % 4 == 3 else _LINEAR for layer in range(num_layers))
     kinds = hf.strings("layer_types") or default
     attending = tuple(layer for layer, kind in enumerate(kinds) if kind in _INDEXED)
@@ -75,7 +74,7 @@ def _attending_layers(hf: HfKeys, num_layers: int) -> tuple[int, ...]:
     return attending
 
 
-def _read_linear(hf: HfKeys, linear: frozenset[int]) -> LinearAttentionConfig:
+def _read_linear(hf: HfKeys, eps: float) -> KDA:
     """In a section, or among the others with a prefix. A bound may be switched off by null."""
     section = hf.section("linear_attn_config")
     read = partial(read_from_section, hf, section)
@@ -94,14 +93,13 @@ def _read_linear(hf: HfKeys, linear: frozenset[int]) -> LinearAttentionConfig:
         bound = -5.0 if bound is None else bound
     if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int | float) or bound >= 0):
         raise own.error(name, bound, "a number below 0, or null")
-    found = LinearAttentionConfig(
+    found = KDA(
         num_key_heads=heads,
         num_value_heads=heads,
         key_head_dim=head_dim,
         value_head_dim=head_dim,
         conv_width=width,
-        layers=linear,
-        channel_decay=True,
+        eps=eps,
         decay_bound=None if bound is None else float(bound),
     )
     if section is not None:
@@ -114,7 +112,7 @@ def _read_linear(hf: HfKeys, linear: frozenset[int]) -> LinearAttentionConfig:
     return found
 
 
-def _read_indexer(hf: HfKeys, attending: tuple[int, ...], num_layers: int) -> IndexerConfig:
+def _read_indexer(hf: HfKeys, attending: tuple[int, ...], num_layers: int) -> TokenIndexer:
     """Raises ModelConfigError where a layer would share a choice: no layer before it has just made one."""
     kinds = hf.strings("indexer_types")
     pattern = hf.string("index_topk_pattern", default="")
@@ -130,63 +128,62 @@ def _read_indexer(hf: HfKeys, attending: tuple[int, ...], num_layers: int) -> In
     pool, top_k = hf.integer("index_kpool", default=16), hf.integer("index_topk", default=2048)
     if top_k % pool:
         raise hf.error("index_topk", top_k, f"a multiple of index_kpool ({pool})")
-    return IndexerConfig(
+    return TokenIndexer(
         num_heads=hf.integer("index_n_heads", default=32),
         head_dim=hf.integer("index_head_dim", default=128),
         top_k=top_k,
         interleaved=False,
-        layers=frozenset(attending),
         pool=pool,
     )
 
 
-def _read_latent(hf: HfKeys, common: dict[str, Any], attending: tuple[int, ...]) -> MlaConfig:
+def _read_latent(hf: HfKeys, common: Common, attending: tuple[int, ...]) -> MLA:
     """All of a query and of a key is without position."""
     if hf.integer("qk_rope_head_dim", default=0, minimum=0):
         raise hf.error("qk_rope_head_dim", hf.integer("qk_rope_head_dim"), "0")
     hf.integer("q_lora_rank")  # The indexer reads that latent.
-    indexer = _read_indexer(hf, attending, common["num_layers"])
-    return replace(read_mla(hf, rope=None), indexer=indexer, latent_eps=common["rms_norm_eps"])
+    indexer = _read_indexer(hf, attending, common.num_layers)
+    attention = replace(read_mla(hf, common, rope=None), latent_eps=common.eps)
+    return replace(attention, is_sparse=True, indexer=indexer)
 
 
-def _read_moe(hf: HfKeys, num_layers: int, limit: float) -> MoeConfig:
+def _read_ffns(hf: HfKeys, common: Common) -> tuple[FeedForward, ...]:
     """Dense layers first, or as `mlp_layer_types` says."""
+    num_layers = common.num_layers
     dense = ("dense",) * min(_DENSE_LAYERS, num_layers)
     kinds = hf.strings("mlp_layer_types") or (*dense, *("sparse",) * (num_layers - len(dense)))
     if len(kinds) != num_layers or not set(kinds) <= {"dense", "sparse"}:
         raise hf.error("mlp_layer_types", list(kinds), f"{num_layers} of 'dense' and 'sparse'")
     layers = frozenset(layer for layer, kind in enumerate(kinds) if kind == "sparse")
-    moe = read_moe(hf, read_v3_router(hf), layers)
-    return replace(moe, expert_activation="clamped_silu", expert_limit=limit)
+    moe = read_moe(hf, common, read_v3_router(hf))
+    experts = replace(moe.experts, activation="clamped_silu", limit=common.limit)
+    return common.ffns(replace(moe, experts=experts), layers)
 
 
 def read_glm5_next(hf: HfKeys) -> ModelConfig:
-    """The language model of GLM-5.3-Flash."""
+    """Returns the language model of GLM-5.3-Flash."""
     hf.skip(*_HARMLESS)
     for name in _ALWAYS:
         if not hf.boolean(name, default=True):
             raise hf.error(name, False, "true")
     # A head's size is what is rotated of it here, nothing.
     common = read_common(hf.with_values(head_dim=None))
-    num_layers, limit = common["num_layers"], hf.number("swiglu_limit", default=10.0)
-    if common["num_kv_heads"] != common["num_heads"]:
-        allowed = f"num_attention_heads ({common['num_heads']})"
-        raise hf.error("num_key_value_heads", common["num_kv_heads"], allowed)
-    attending = _attending_layers(hf, num_layers)
-    mla = _read_latent(hf, common, attending)
-    return ModelConfig(
-        **(common | {"head_dim": mla.qk_head_dim, "activation": "clamped_silu"}),
-        model_type=hf.string("model_type"),
-        rope=None,
-        mla=mla,
-        moe=_read_moe(hf, num_layers, limit),
-        mlp_limits=(limit,) * num_layers,
-        linear=_read_linear(hf, frozenset(range(num_layers)) - set(attending)),
-        hyper=HyperConnectionConfig(
-            num_streams=hf.integer("hc_mult", default=4, minimum=2),
-            iterations=hf.integer("hc_sinkhorn_iters", default=20),
-            eps=hf.number("hc_eps", default=1e-6),
-        ),
+    limit = hf.number("swiglu_limit", default=10.0)
+    common = replace(common, activation="clamped_silu", limit=limit)
+    if common.num_kv_heads != common.num_heads:
+        allowed = f"num_attention_heads ({common.num_heads})"
+        raise hf.error("num_key_value_heads", common.num_kv_heads, allowed)
+    attending = _attending_layers(hf, common.num_layers)
+    attention, linear = _read_latent(hf, common, attending), _read_linear(hf, common.eps)
+    streams = HyperConnections(
+        num_streams=hf.integer("hc_mult", default=4, minimum=2),
+        iterations=hf.integer("hc_sinkhorn_iters", default=20),
+        eps=hf.number("hc_eps", default=1e-6),
+    )
+    return common.model(
+        [attention if layer in attending else linear for layer in range(common.num_layers)],
+        _read_ffns(hf, common),
+        residuals=streams,
         num_mtp_layers=read_mtp_layers(hf),
     )
 

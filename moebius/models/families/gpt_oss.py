@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from moebius.checkpoint.gguf.family import ALL_SPARSE_KEYS, Config, GgufFamily, rotated
-from moebius.models.common import read_common, read_windows
-from moebius.models.config import ModelConfig, MoeConfig, RouterConfig
+from moebius.models.common import read_common, read_windows, sliding
+from moebius.models.config import ModelConfig
 from moebius.models.family import Family
 from moebius.models.keys import HfKeys
+from moebius.models.layers.ffn import Experts
+from moebius.models.layers.router import RouterConfig
 from moebius.models.names import ROTARY, TensorNames, rename
 from moebius.models.rope import read_rope
 
@@ -30,24 +32,17 @@ def read_gpt_oss(hf: HfKeys) -> ModelConfig:
         post="softmax",
         gate_bias=True,
     )
-    layers = frozenset(range(common["num_layers"]))
-    return ModelConfig(
-        **(common | {"attention_bias": bias, "output_bias": bias}),
-        model_type="gpt_oss",
-        rope=read_rope(hf, common["head_dim"], default_theta=150000.0),
-        moe=MoeConfig(
-            router,
-            common["intermediate_size"],
-            0,
-            layers,
-            expert_activation="gpt_oss",
-            expert_alpha=hf.number("swiglu_alpha", default=1.702),
-            expert_limit=hf.number("swiglu_limit", default=7.0),
-            expert_bias=True,
-        ),
-        attention_windows=read_windows(hf, common["num_layers"]),
-        attention_sinks=True,
+    experts = Experts(
+        common.intermediate_size,
+        "gpt_oss",
+        hf.number("swiglu_alpha", default=1.702),
+        hf.number("swiglu_limit", default=7.0),
+        has_bias=True,
     )
+    attention = common.gqa(
+        read_rope(hf, common.head_dim, default_theta=150000.0), bias=bias, output_bias=bias, has_sinks=True
+    )
+    return common.model(sliding(attention, read_windows(hf, common.num_layers)), common.moe(router, experts))
 
 
 def _gpt_oss_yarn(keys: MetadataKeys) -> Config:

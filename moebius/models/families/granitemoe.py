@@ -8,15 +8,22 @@ Sources: configurations, models and checkpoint conversion of transformers 5.23.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from moebius.checkpoint.gguf.family import Config, GgufFamily, rotated
 from moebius.checkpoint.gguf.names import gguf_layer
-from moebius.models.common import FULL, SLIDING, read_common, read_windows
-from moebius.models.config import ModelConfig, MoeConfig, RopeConfig, RouterConfig
+from moebius.models.common import FULL, SLIDING, Common, read_common, read_windows, sliding
+from moebius.models.config import ModelConfig
 from moebius.models.family import Family
 from moebius.models.keys import HfKeys
+from moebius.models.layers.ffn import MoE
+from moebius.models.layers.gqa import GQA
+from moebius.models.layers.mixer import Mixer
+from moebius.models.layers.residual import Sequential
+from moebius.models.layers.rope import RopeConfig
+from moebius.models.layers.router import RouterConfig
 from moebius.models.names import ROTARY, TensorNames, rename
 from moebius.models.rope import read_rope
 
@@ -25,72 +32,71 @@ if TYPE_CHECKING:
     from moebius.checkpoint.gguf.metadata_keys import MetadataKeys
 
 
-def read_factors(hf: HfKeys) -> dict[str, Any]:
-    """Of embeddings, of what layers add, of scores and of logits."""
-    return {
-        "embedding_scale": hf.number("embedding_multiplier", default=1.0),
-        "residual_scale": hf.number("residual_multiplier", default=1.0),
-        "attention_scale": hf.number("attention_multiplier", default=1.0),
-        "logit_scale": 1.0 / hf.number("logits_scaling", default=1.0),
-    }
+def read_attention(hf: HfKeys, common: Common, rope: RopeConfig | None) -> GQA:
+    """Attention whose scores have a factor of their own."""
+    scale = hf.number("attention_multiplier", default=1.0)
+    return common.gqa(rope, scale=scale, output_bias=common.attention_bias)
 
 
-def read_experts(hf: HfKeys, common: dict[str, Any], shared_size: int) -> MoeConfig:
-    """Every layer has experts, as wide as `intermediate_size` says; a softmax over the chosen weighs them."""
+def read_experts(hf: HfKeys, common: Common, shared_size: int) -> MoE:
+    """Returns experts as wide as `intermediate_size` says; a softmax over the chosen weighs them."""
     router = RouterConfig(
         num_experts=hf.integer("num_local_experts"),
         top_k=hf.integer("num_experts_per_tok"),
         score="none",
         post="softmax",
     )
-    every = frozenset(range(common["num_layers"]))
-    return MoeConfig(router, common["intermediate_size"], shared_size, every, shared_fused=shared_size > 0)
+    return common.moe(router, common.intermediate_size, shared_size, shared_fused=shared_size > 0)
 
 
-def read_granitemoe(hf: HfKeys) -> ModelConfig:
-    """Granite 3, with shared experts where `shared_intermediate_size` is above 0."""
-    common = read_common(hf)
-    shared = hf.integer("shared_intermediate_size", default=0, minimum=0)
-    return ModelConfig(
-        **common,
-        model_type=hf.string("model_type"),
-        rope=read_rope(hf, common["head_dim"]),
-        moe=read_experts(hf, common, shared),
-        output_bias=common["attention_bias"],
-        **read_factors(hf),
+def scaled_model(hf: HfKeys, common: Common, mixers: Mixer | Sequence[Mixer], moe: MoE) -> ModelConfig:
+    """Every layer has experts; embeddings, what layers add, and logits have factors."""
+    return common.model(
+        mixers,
+        moe,
+        residuals=Sequential(scale=hf.number("residual_multiplier", default=1.0)),
+        embedding_scale=hf.number("embedding_multiplier", default=1.0),
+        logit_scale=1.0 / hf.number("logits_scaling", default=1.0),
     )
 
 
+def read_granitemoe(hf: HfKeys) -> ModelConfig:
+    """Returns Granite 3, with shared experts where `shared_intermediate_size` is above 0."""
+    common = read_common(hf)
+    attention = read_attention(hf, common, read_rope(hf, common.head_dim))
+    return scaled_model(hf, common, attention, _read_experts(hf, common))
+
+
+def _read_experts(hf: HfKeys, common: Common) -> MoE:
+    return read_experts(hf, common, hf.integer("shared_intermediate_size", default=0, minimum=0))
+
+
 def _layer_ropes(hf: HfKeys, rope: RopeConfig, num_layers: int) -> tuple[RopeConfig | None, ...]:
-    """The base of each layer's rotation, 0 where nothing is rotated; empty where all are the same."""
+    """The rotation of each layer by a base of its own, 0 where nothing is rotated; without a list by one."""
     bases: Any = hf.value("layer_rope_theta")
     if bases is None:
-        return ()
+        return (rope,) * num_layers
     are_numbers = isinstance(bases, list) and all(
         isinstance(base, int | float) and not isinstance(base, bool) and math.isfinite(base) and base >= 0
         for base in bases
     )
     if not are_numbers or len(bases) != num_layers:
         raise hf.error("layer_rope_theta", bases, f"{num_layers} numbers >= 0")
-    ropes = tuple(replace(rope, theta=float(base)) if base else None for base in bases)
-    return () if set(ropes) == {rope} else ropes
+    return tuple(replace(rope, theta=float(base)) if base else None for base in bases)
 
 
 def read_granitemoe_swa(hf: HfKeys) -> ModelConfig:
     """The first of each four layers sees the whole context unless `layer_types` says otherwise."""
-    config = read_granitemoe(hf)
+    common = read_common(hf)
+    num_layers, rope = common.num_layers, read_rope(hf, common.head_dim)
     kinds = hf.strings("layer_types")
-    kinds = kinds or tuple(SLIDING if layer % 4 else FULL for layer in range(config.num_layers))
-    assert config.rope is not None, "read above"
-    windows = hf.with_values(
-        layer_types=list(kinds), sliding_window=hf.integer("sliding_window", default=128)
-    )
-    return replace(
-        config,
-        layer_ropes=_layer_ropes(hf, config.rope, config.num_layers),
-        attention_windows=read_windows(windows, config.num_layers),
-        attention_sinks=True,
-    )
+    kinds = kinds or tuple(SLIDING if layer % 4 else FULL for layer in range(num_layers))
+    window = hf.integer("sliding_window", default=128)
+    windows = read_windows(hf.with_values(layer_types=list(kinds), sliding_window=window), num_layers)
+    attention = replace(read_attention(hf, common, rope), has_sinks=True)
+    rotated = zip(sliding(attention, windows), _layer_ropes(hf, rope, num_layers), strict=True)
+    mixers = [replace(layer, rope=own) for layer, own in rotated]
+    return scaled_model(hf, common, mixers, _read_experts(hf, common))
 
 
 _LAYER = "model.layers.*."

@@ -5,23 +5,27 @@ Sums of the residual stream, embeddings, scores and logits have factors of their
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from moebius.checkpoint.gguf.family import Config, GgufFamily
 from moebius.checkpoint.gguf.linear_heads import linear_heads
 from moebius.checkpoint.gguf.names import gguf_mamba2
-from moebius.models.common import FULL, read_common, refuse_step_limits
-from moebius.models.config import LinearAttentionConfig, ModelConfig
+from moebius.models.common import FULL, Common, read_common, refuse_step_limits
+from moebius.models.config import ModelConfig
 from moebius.models.families.granitemoe import (
     GRANITE_GGUF_KEYS,
     GRANITE_HALVES,
     GRANITE_NAMES,
     GRANITE_PAIRS,
+    read_attention,
     read_experts,
-    read_factors,
+    scaled_model,
 )
 from moebius.models.family import Family
 from moebius.models.keys import HfKeys
+from moebius.models.layers.gqa import GQA
+from moebius.models.layers.mixer import Mixer
+from moebius.models.layers.recurrent import Mamba2
 from moebius.models.names import TensorNames
 from moebius.models.rope import read_rope
 
@@ -35,8 +39,12 @@ _STATE_SPACE, _ATTENDS = ("mamba", "linear_attention"), ("attention", FULL)
 _HARMLESS = ("init_method", "mamba_chunk_size")
 
 
-def _read_state_space(hf: HfKeys, hidden_size: int, num_layers: int) -> LinearAttentionConfig:
-    """Raises ModelConfigError for a list of another length, an unknown type, or sizes that do not fit."""
+def _read_mixers(hf: HfKeys, common: Common, attention: GQA) -> list[Mixer]:
+    """The mixer of each layer.
+
+    Raises ModelConfigError for a list of another length, an unknown type, or sizes that do not fit.
+    """
+    num_layers = common.num_layers
     kinds = hf.strings("layer_types", "layers_block_type")
     if len(kinds) != num_layers:
         raise hf.error("layer_types", list(kinds), f"one type for each of the {num_layers} layers")
@@ -48,7 +56,7 @@ def _read_state_space(hf: HfKeys, hidden_size: int, num_layers: int) -> LinearAt
     heads, groups = hf.integer("mamba_n_heads", default=128), hf.integer("mamba_n_groups", default=1)
     if heads % groups:
         raise hf.error("mamba_n_heads", heads, f"a multiple of {groups} (mamba_n_groups)")
-    inner = hf.integer("mamba_expand", default=2) * hidden_size
+    inner = hf.integer("mamba_expand", default=2) * common.hidden_size
     automatic = hf.value("mamba_d_head") in (None, "auto")
     head_dim = inner // heads if automatic else hf.integer("mamba_d_head")
     if heads * head_dim != inner:
@@ -59,15 +67,15 @@ def _read_state_space(hf: HfKeys, hidden_size: int, num_layers: int) -> LinearAt
         raise hf.error("mamba_conv_bias", False, "true")
     if hf.boolean("mamba_proj_bias", default=False):
         raise hf.error("mamba_proj_bias", True, "false")
-    return LinearAttentionConfig(
+    state_space = Mamba2(
         num_key_heads=groups,
         num_value_heads=heads,
         key_head_dim=hf.integer("mamba_d_state", default=256),
         value_head_dim=head_dim,
         conv_width=hf.integer("mamba_d_conv", default=4, minimum=2),
-        layers=own,
-        state_space=True,
+        eps=common.eps,
     )
+    return [state_space if layer in own else attention for layer in range(num_layers)]
 
 
 def read_granitemoehybrid(hf: HfKeys) -> ModelConfig:
@@ -75,20 +83,14 @@ def read_granitemoehybrid(hf: HfKeys) -> ModelConfig:
     hf.skip(*_HARMLESS)
     hf.refuse("normalization_function", "rmsnorm")
     refuse_step_limits(hf)
-    common: dict[str, Any] = read_common(hf)
-    num_layers, rotates = common["num_layers"], hf.value("position_embedding_type") == "rope"
+    common: Common = read_common(hf)
+    rotates = hf.value("position_embedding_type") == "rope"
     if not rotates:
         hf.refuse("position_embedding_type", "nope")
-    return ModelConfig(
-        **common,
-        model_type="granitemoehybrid",
-        output_bias=common["attention_bias"],
-        rope=read_rope(hf, common["head_dim"]),
-        layer_ropes=() if rotates else (None,) * num_layers,
-        moe=read_experts(hf, common, hf.integer("shared_intermediate_size", default=1024)),
-        linear=_read_state_space(hf, common["hidden_size"], num_layers),
-        **read_factors(hf),
-    )
+    rope = read_rope(hf, common.head_dim)
+    mixers = _read_mixers(hf, common, read_attention(hf, common, rope if rotates else None))
+    moe = read_experts(hf, common, hf.integer("shared_intermediate_size", default=1024))
+    return scaled_model(hf, common, mixers, moe)
 
 
 _GGUF_KEYS = GRANITE_GGUF_KEYS | {

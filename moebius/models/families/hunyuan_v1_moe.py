@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING
 
 from moebius.checkpoint.gguf.family import Config, GgufFamily, rotated
 from moebius.models.common import read_common
-from moebius.models.config import ModelConfig, MoeConfig, RopeConfig, RouterConfig
+from moebius.models.config import ModelConfig
 from moebius.models.family import Family
 from moebius.models.keys import HfKeys
+from moebius.models.layers.gqa import QkNorm
+from moebius.models.layers.rope import RopeConfig
+from moebius.models.layers.router import RouterConfig
 from moebius.models.names import ROTARY, TensorNames, rename
 from moebius.models.rope import read_rope
 
@@ -78,7 +81,7 @@ _ALWAYS = ("norm_topk_prob", "use_mixed_mlp_moe", "use_qk_norm", "use_rotary_pos
 
 
 def _same_in_all(hf: HfKeys, num_layers: int, *names: str, default: int | None = None) -> int:
-    """A number, or a list of it for each layer. Raises ModelConfigError where layers differ."""
+    """Returns a number, or a list of it for each layer. Raises ModelConfigError where layers differ."""
     values = hf.integers(*names) or (() if default is None else (default,))
     if len(values) not in (1, num_layers) or len(set(values)) != 1 or values[0] < 1:
         raise hf.error(names[0], list(values), f"one integer >= 1, or the same one for {num_layers} layers")
@@ -119,7 +122,7 @@ def read_hunyuan_v1_moe(hf: HfKeys) -> ModelConfig:
         if hf.has("attention_head_dim")
         else hf
     )
-    num_layers, size = common["num_layers"], common["intermediate_size"]
+    num_layers, size = common.num_layers, common.intermediate_size
     if _same_in_all(hf, num_layers, "moe_intermediate_size", default=size) != size:
         raise hf.error("moe_intermediate_size", hf.value("moe_intermediate_size"), f"{size} in all layers")
     if _same_in_all(hf, num_layers, "num_shared_expert", default=1) != 1:
@@ -131,15 +134,12 @@ def read_hunyuan_v1_moe(hf: HfKeys) -> ModelConfig:
         post="renormalize",
         float32_gate=True,
     )
-    return ModelConfig(
-        **common,
-        model_type="hunyuan_v1_moe",
-        rope=_read_rope(hf, common["head_dim"]),
-        moe=MoeConfig(router, size, size, frozenset(range(num_layers))),
-        qk_norm=True,
-        qk_norm_after_rope=True,
-        output_bias=common["attention_bias"],
+    attention = common.gqa(
+        _read_rope(hf, common.head_dim),
+        qk_norm=QkNorm(common.norm, after_rope=True),
+        output_bias=common.attention_bias,
     )
+    return common.model(attention, common.moe(router, size, size))
 
 
 def _hunyuan(keys: MetadataKeys, config: Config) -> Config:

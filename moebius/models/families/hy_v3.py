@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 from moebius.checkpoint.gguf.family import SPARSE_KEYS, Config, GgufFamily
 from moebius.models.common import listed_or_after_dense, read_biased_router, read_common, read_mtp_layers
-from moebius.models.config import ModelConfig, MoeConfig
+from moebius.models.config import ModelConfig
 from moebius.models.family import Family
 from moebius.models.keys import HfKeys
+from moebius.models.layers.gqa import QkNorm
 from moebius.models.names import ROTARY, TensorNames, rename
 from moebius.models.rope import read_rope
 
@@ -43,13 +44,14 @@ def read_hy_v3(hf: HfKeys) -> ModelConfig:
     router = replace(read_biased_router(hf), scale=hf.number("router_scaling_factor", default=2.826))
     size = hf.integer("moe_intermediate_size")
     shared = hf.integer("num_shared_experts", default=1, minimum=0) * size
-    return ModelConfig(
-        **common,
-        model_type="hy_v3",
-        rope=read_rope(hf, common["head_dim"], default_theta=11_158_840.0),
-        moe=MoeConfig(router, size, shared, listed_or_after_dense(hf, common["num_layers"], 1)),
-        qk_norm=True,
-        output_bias=common["attention_bias"],
+    attention = common.gqa(
+        read_rope(hf, common.head_dim, default_theta=11_158_840.0),
+        qk_norm=QkNorm(common.norm),
+        output_bias=common.attention_bias,
+    )
+    return common.model(
+        attention,
+        common.ffns(common.moe(router, size, shared), listed_or_after_dense(hf, common.num_layers, 1)),
         num_mtp_layers=read_mtp_layers(hf),
     )
 

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING
 
 from moebius.checkpoint.gguf.family import INDEXED_KEYS, Config, GgufFamily, deepseek_yarn, indexed
 from moebius.checkpoint.gguf.names import HYPER_RULES, INDEXER_RULES, gguf_linear
-from moebius.models.attention_config import HyperConnectionConfig, IndexerConfig
 from moebius.models.common import INDEXED, listed_or_after_dense, read_mtp_layers
 from moebius.models.config import ModelConfig
 from moebius.models.family import Family
 from moebius.models.keys import HfKeys
-from moebius.models.mla import read_mla_common, read_moe, read_v3_router
+from moebius.models.layers.latent import TokenIndexer
+from moebius.models.layers.residual import HyperConnections
+from moebius.models.mla import read_mla_common, read_moe, read_v3_router, sparse
 from moebius.models.names import ROTARY, TensorNames, drop, rename
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ _HARMLESS = (
 
 
 def _pairs_neighbours(hf: HfKeys) -> bool:
-    """`rope_interleave` where there is one; else whether the configuration is as published."""
+    """Returns `rope_interleave` where there is one; else whether the configuration is as published."""
     for name in _ALWAYS:
         if not hf.boolean(name, default=True):
             raise hf.error(name, False, "true")
@@ -53,7 +54,7 @@ def _pairs_neighbours(hf: HfKeys) -> bool:
 
 
 def _full_layers(hf: HfKeys, num_layers: int) -> frozenset[int]:
-    """Layers that choose: as listed, or the first and from the second on every fourth."""
+    """Returns the layers that choose: as listed, or the first and from the second on every fourth."""
     hf.refuse("layer_types", *([kind] * num_layers for kind in _SPARSE))
     default = tuple(_FULL if layer == 0 or layer % 4 == 1 else _SHARED for layer in range(num_layers))
     kinds = hf.strings("indexer_types") or default
@@ -63,7 +64,7 @@ def _full_layers(hf: HfKeys, num_layers: int) -> frozenset[int]:
 
 
 def _limit(hf: HfKeys) -> float | None:
-    """Where routed experts clamp; None: they do not."""
+    """Returns where routed experts clamp; None: they do not."""
     value = hf.value("swiglu_limit")
     value = 10.0 if value is None else value
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -76,40 +77,38 @@ def read_hy_v4(hf: HfKeys) -> ModelConfig:
     hf.skip(*_HARMLESS)
     hf.refuse("mlp_bias")
     interleaved = _pairs_neighbours(hf)
-    common = read_mla_common(hf.with_values(rope_interleave=interleaved))
-    mla, num_layers = common.pop("mla"), common["num_layers"]
+    common, mla = read_mla_common(hf.with_values(rope_interleave=interleaved))
+    num_layers = common.num_layers
     if mla.q_lora_rank is None:
         raise hf.error("q_lora_rank", None, "an integer >= 1: the indexer reads the queries' latent")
     head_dim = hf.integer("index_head_dim", default=128)
     if head_dim < mla.qk_rope_head_dim:
         raise hf.error("index_head_dim", head_dim, f"at least qk_rope_head_dim ({mla.qk_rope_head_dim})")
-    indexer = IndexerConfig(
+    indexer = TokenIndexer(
         num_heads=hf.integer("index_n_heads", default=16),
         head_dim=head_dim,
         top_k=hf.integer("index_topk", default=2048),
         interleaved=interleaved,
-        layers=_full_layers(hf, num_layers),
         rotates_last=True,
-        key_eps=common["rms_norm_eps"],
+        key_eps=common.eps,
     )
     layers = listed_or_after_dense(hf, num_layers, 1)
-    moe, limit = read_moe(hf, read_v3_router(hf), layers, default_shared=1), _limit(hf)
+    moe, limit = read_moe(hf, common, read_v3_router(hf), default_shared=1), _limit(hf)
     if limit is not None:
-        moe = replace(moe, expert_activation="clamped_silu", expert_limit=limit)
-    return ModelConfig(
-        **common,
-        model_type="hy_v4",
-        mla=replace(mla, indexer=indexer),
-        moe=moe,
-        attention_sinks=True,
-        element_gate=True,
-        hyper=HyperConnectionConfig(
-            num_streams=hf.integer("hc_mult", default=4, minimum=2),
-            iterations=0,
-            eps=hf.number("hc_eps", default=1e-6),
-            weighs_last=True,
-            magnitude=hf.number("hc_magnitude", default=2.0),
-        ),
+        moe = replace(moe, experts=replace(moe.experts, activation="clamped_silu", limit=limit))
+    full = _full_layers(hf, num_layers)
+    streams = HyperConnections(
+        num_streams=hf.integer("hc_mult", default=4, minimum=2),
+        iterations=0,
+        eps=hf.number("hc_eps", default=1e-6),
+        weighs_last=True,
+        magnitude=hf.number("hc_magnitude", default=2.0),
+    )
+    attention = replace(mla, gate="element", has_sinks=True)
+    return common.model(
+        sparse(attention, indexer, [layer in full for layer in range(num_layers)]),
+        common.ffns(moe, layers),
+        residuals=streams,
         num_mtp_layers=read_mtp_layers(hf),
     )
 

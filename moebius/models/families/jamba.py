@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from moebius.checkpoint.gguf.family import Config, GgufFamily
 from moebius.checkpoint.gguf.names import gguf_layer, gguf_linear
-from moebius.models.common import read_common, read_softmax_router
-from moebius.models.config import LinearAttentionConfig, ModelConfig, MoeConfig
+from moebius.models.common import Common, read_common, read_softmax_router
+from moebius.models.config import ModelConfig
 from moebius.models.family import Family
 from moebius.models.keys import HfKeys
+from moebius.models.layers.recurrent import SelectiveScan
 from moebius.models.names import TensorNames, rename
 
 if TYPE_CHECKING:
@@ -31,20 +32,21 @@ def _every(hf: HfKeys, what: str, num_layers: int, period: int, offset: int) -> 
     return found
 
 
-def _read_mamba(hf: HfKeys, hidden_size: int, layers: frozenset[int]) -> LinearAttentionConfig:
+def _read_mamba(hf: HfKeys, common: Common) -> SelectiveScan:
     if not hf.boolean("mamba_conv_bias", default=True):
         raise hf.error("mamba_conv_bias", False, "true")
     if hf.boolean("mamba_proj_bias", default=False):
         raise hf.error("mamba_proj_bias", True, "false")
+    hidden_size = common.hidden_size
     channels = hf.integer("mamba_expand", default=2) * hidden_size
     automatic = hf.value("mamba_dt_rank") in (None, "auto")
-    return LinearAttentionConfig(
+    return SelectiveScan(
         num_key_heads=channels,
         num_value_heads=channels,
         key_head_dim=hf.integer("mamba_d_state", default=16),
         value_head_dim=1,
         conv_width=hf.integer("mamba_d_conv", default=4, minimum=2),
-        layers=layers,
+        eps=common.eps,
         step_rank=math.ceil(hidden_size / 16) if automatic else hf.integer("mamba_dt_rank"),
     )
 
@@ -53,17 +55,16 @@ def read_jamba(hf: HfKeys) -> ModelConfig:
     """Dense layers and experts are of one width."""
     hf.skip(*_HARMLESS)
     hf.refuse("sliding_window")
-    common: dict[str, Any] = read_common(hf)
-    num_layers, router = common["num_layers"], read_softmax_router(hf)
+    common: Common = read_common(hf)
+    num_layers, router = common.num_layers, read_softmax_router(hf)
     if router.num_experts < 2:
         raise hf.error("num_experts", router.num_experts, "2 or more")
     attends = _every(hf, "attn", num_layers, 8, 4)
-    return ModelConfig(
-        **common,
-        model_type="jamba",
-        rope=None,
-        moe=MoeConfig(router, common["intermediate_size"], 0, layers=_every(hf, "expert", num_layers, 2, 1)),
-        linear=_read_mamba(hf, common["hidden_size"], frozenset(range(num_layers)) - attends),
+    attention, mamba = common.gqa(None), _read_mamba(hf, common)
+    moe = common.moe(router, common.intermediate_size)
+    return common.model(
+        [attention if layer in attends else mamba for layer in range(num_layers)],
+        common.ffns(moe, _every(hf, "expert", num_layers, 2, 1)),
     )
 
 

@@ -17,7 +17,7 @@ _VISION = (drop("vision_tower.**"), drop("mm_projector.**"), drop("model.mm_proj
 
 
 def _kimi_block(theirs: str, ours: str) -> RenameRule:
-    """Of a tensor of each encoder layer."""
+    """Returns the rule for a tensor of each encoder layer."""
     return rename(f"vision_tower.encoder.blocks.*.{theirs}.**", f"vision_tower.layers.*.{ours}.**")
 
 
@@ -42,14 +42,14 @@ _TOWER = (
 
 
 def read_kimi_k25(hf: HfKeys) -> ModelConfig:
-    """Kimi-K2.5: DeepSeek-V3, as Kimi-K2; images take one position each token as text does."""
+    """Reads Kimi-K2.5: DeepSeek-V3, as Kimi-K2; images take one position each token as text does."""
     config = read_deepseek_v3(hf)
     # The family's class, unlike its checkpoints, takes the embedding for the head where the key is absent.
     return replace(config, tie_word_embeddings=hf.boolean("tie_word_embeddings", default=True))
 
 
 def _read_kimi_vision(hf: HfKeys, vision: HfKeys) -> VisionConfig:
-    """Kimi-K2.5, in the spelling of its checkpoints (`vt_hidden_size`) or that of transformers."""
+    """Reads Kimi-K2.5, in the spelling of its checkpoints (`vt_hidden_size`) or that of transformers."""
     kernel = vision.integers("merge_kernel_size") or (2, 2)
     if len(set(kernel)) != 1:
         raise vision.error("merge_kernel_size", list(kernel), "two equal integers")

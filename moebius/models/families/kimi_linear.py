@@ -12,15 +12,20 @@ from moebius.checkpoint.gguf.family import Config, GgufFamily, latent, linear_he
 from moebius.checkpoint.gguf.names import KDA_BOTTLENECK_RULES, KDA_RULES, gguf_layer
 from moebius.models.common import (
     FULL,
+    Common,
     listed_or_after_dense,
     read_biased_router,
     read_common,
     read_from_section,
     read_mtp_layers,
 )
-from moebius.models.config import LinearAttentionConfig, ModelConfig, MoeConfig
+from moebius.models.config import ModelConfig
 from moebius.models.family import Family
 from moebius.models.keys import HfKeys
+from moebius.models.layers.ffn import FeedForward
+from moebius.models.layers.latent import MLA
+from moebius.models.layers.mixer import Mixer
+from moebius.models.layers.recurrent import KDA
 from moebius.models.mla import read_mla, read_moe
 from moebius.models.names import ROTARY, TensorNames, rename
 
@@ -54,60 +59,54 @@ def _attending_layers(hf: HfKeys, section: HfKeys | None, num_layers: int) -> fr
     return frozenset(layer for layer, kind in enumerate(kinds) if kind == FULL)
 
 
-def _read_linear(hf: HfKeys, num_layers: int) -> LinearAttentionConfig:
+def _read_mixers(hf: HfKeys, common: Common, attention: MLA) -> list[Mixer]:
+    """Returns the mixer of each layer."""
+    num_layers = common.num_layers
     section = hf.section("linear_attn_config")
     read = partial(read_from_section, hf, section)
     heads = read("num_heads", "linear_num_heads", 32)
     head_dim = read("head_dim", "linear_head_dim", 128)
     width = read("short_conv_kernel_size", "linear_conv_kernel_dim", 4, minimum=2)
     attending = _attending_layers(hf, section, num_layers)
-    found = LinearAttentionConfig(
+    linear = KDA(
         num_key_heads=heads,
         num_value_heads=heads,
         key_head_dim=head_dim,
         value_head_dim=head_dim,
         conv_width=width,
-        layers=frozenset(range(num_layers)) - attending,
-        channel_decay=True,
+        eps=common.eps,
         decay_has_axes=True,
     )
     if section is not None and section.unread:
         raise section.error(section.unread[0], "...", "keys of Kimi-Linear's linear attention")
-    return found
+    return [attention if layer in attending else linear for layer in range(num_layers)]
 
 
-def _read_moe(hf: HfKeys, num_layers: int) -> MoeConfig:
+def _read_ffns(hf: HfKeys, common: Common) -> tuple[FeedForward, ...]:
     hf.refuse("moe_router_activation_func", "sigmoid")
     hf.refuse("topk_method", "noaux_tc")
     # Of Kimi-K3, whose experts work in a narrower space.
     hf.refuse("routed_expert_hidden_size")
     if not hf.boolean("use_grouped_topk", default=True):
         raise hf.error("use_grouped_topk", False, "true")
-    return read_moe(hf, read_biased_router(hf), listed_or_after_dense(hf, num_layers, default=1))
+    moe = read_moe(hf, common, read_biased_router(hf))
+    return common.ffns(moe, listed_or_after_dense(hf, common.num_layers, default=1))
 
 
 def read_kimi_linear(hf: HfKeys) -> ModelConfig:
-    """Kimi-Linear: order is what linear attention and causality make of it, no layer rotates."""
+    """Reads Kimi-Linear: order is what linear attention and causality make of it, no layer rotates."""
     hf.skip(*_HARMLESS)
     for name in ("attn_res_block_size", "mla_use_output_gate"):  # of Kimi-K3
         hf.refuse(name)
     length = hf.integer("model_max_length", "max_position_embeddings")
     common = read_common(hf.with_values(max_position_embeddings=length))
-    if common["num_kv_heads"] != common["num_heads"]:
-        allowed = f"num_attention_heads ({common['num_heads']})"
-        raise hf.error("num_key_value_heads", common["num_kv_heads"], allowed)
+    if common.num_kv_heads != common.num_heads:
+        allowed = f"num_attention_heads ({common.num_heads})"
+        raise hf.error("num_key_value_heads", common.num_kv_heads, allowed)
     if not hf.boolean("mla_use_nope", default=True):
         raise hf.error("mla_use_nope", False, "true")
-    mla, num_layers = read_mla(hf, rope=None), common["num_layers"]
-    return ModelConfig(
-        **(common | {"head_dim": mla.qk_head_dim}),
-        model_type="kimi_linear",
-        rope=None,
-        mla=mla,
-        moe=_read_moe(hf, num_layers),
-        linear=_read_linear(hf, num_layers),
-        num_mtp_layers=read_mtp_layers(hf),
-    )
+    mixers = _read_mixers(hf, common, read_mla(hf, common, rope=None))
+    return common.model(mixers, _read_ffns(hf, common), num_mtp_layers=read_mtp_layers(hf))
 
 
 _GGUF_KEYS = {

@@ -6,10 +6,20 @@ Sources: configuration class, model and checkpoint conversion of transformers 5.
 
 from __future__ import annotations
 
-from moebius.models.common import SLIDING, every_nth_full, read_common, read_windows, refuse_bias
-from moebius.models.config import ModelConfig, MoeConfig, RouterConfig
+from moebius.models.common import (
+    every_nth_full,
+    read_common,
+    read_windows,
+    refuse_bias,
+    sliding,
+    sliding_rotated,
+)
+from moebius.models.config import ModelConfig
 from moebius.models.family import Family
 from moebius.models.keys import HfKeys
+from moebius.models.layers.gqa import QkNorm
+from moebius.models.layers.residual import Sequential
+from moebius.models.layers.router import RouterConfig
 from moebius.models.names import ROTARY, TensorNames, rename
 from moebius.models.rope import read_rope
 
@@ -23,10 +33,10 @@ def read_kolibri1(hf: HfKeys) -> ModelConfig:
     if not hf.boolean("use_sliding_window", default=True):
         raise hf.error("use_sliding_window", False, "true; layer_types say which layers slide")
     hf.skip("head_dtype")  # of other engines; the reference computes the head in the model's type
-    num_layers = common["num_layers"]
+    num_layers = common.num_layers
     kinds = list(hf.strings("layer_types")) or every_nth_full(num_layers, 5)
     windows = read_windows(hf.with_values(layer_types=kinds), num_layers)
-    rope = read_rope(hf, common["head_dim"])
+    rope = read_rope(hf, common.head_dim)
     always_rotates = not hf.has("sliding_window")
     router = RouterConfig(
         num_experts=hf.integer("num_experts", "num_local_experts"),
@@ -37,16 +47,10 @@ def read_kolibri1(hf: HfKeys) -> ModelConfig:
         float32_gate=True,
     )
     size, shared = hf.integer("moe_intermediate_size"), hf.integer("shared_expert_intermediate_size")
-    return ModelConfig(
-        **common,
-        model_type="kolibri1",
-        rope=rope,
-        layer_ropes=tuple(rope if always_rotates or kind == SLIDING else None for kind in kinds),
-        moe=MoeConfig(router, size, shared, frozenset(range(num_layers))),
-        qk_norm=True,
-        output_norms=True,
-        attention_windows=windows,
-    )
+    attention = common.gqa(rope, qk_norm=QkNorm(common.norm))
+    mixers = sliding(attention, windows) if always_rotates else sliding_rotated(attention, windows, kinds)
+    moe = common.moe(router, size, shared)
+    return common.model(mixers, moe, residuals=Sequential(normed_output="both"))
 
 
 _LAYER = "model.layers.*."

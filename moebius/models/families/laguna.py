@@ -6,14 +6,25 @@ Sources: the published config.json and, for the function that its keys ask for, 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from moebius.checkpoint.gguf.family import SPARSE_KEYS, Config, GgufFamily, sliding_layers
 from moebius.checkpoint.gguf.names import gguf_linear
-from moebius.models.common import FULL, SLIDING, listed_or_after_dense, read_common, read_windows
-from moebius.models.config import ModelConfig, MoeConfig, RouterConfig
+from moebius.models.common import (
+    FULL,
+    SLIDING,
+    Common,
+    listed_or_after_dense,
+    read_common,
+    read_windows,
+    sliding,
+)
+from moebius.models.config import ModelConfig
 from moebius.models.family import Family
 from moebius.models.keys import HfKeys
+from moebius.models.layers.gqa import Gate, QkNorm
+from moebius.models.layers.router import RouterConfig
 from moebius.models.names import ROTARY, SHARED, TensorNames, rename
 from moebius.models.rope import read_layer_ropes
 
@@ -24,10 +35,10 @@ if TYPE_CHECKING:
 _ROPES = {FULL: (500000.0, 0.5), SLIDING: (10000.0, 1.0)}
 
 
-def _num_heads(hf: HfKeys, common: dict[str, Any]) -> tuple[int, ...]:
-    """Query heads of each layer, each a multiple of the KV heads."""
-    num_layers, kv_heads = common["num_layers"], common["num_kv_heads"]
-    heads = hf.integers("num_attention_heads_per_layer") or (common["num_heads"],) * num_layers
+def _num_heads(hf: HfKeys, common: Common) -> tuple[int, ...]:
+    """Returns query heads of each layer, each a multiple of the KV heads."""
+    num_layers, kv_heads = common.num_layers, common.num_kv_heads
+    heads = hf.integers("num_attention_heads_per_layer") or (common.num_heads,) * num_layers
     if len(heads) != num_layers or any(count < 1 or count % kv_heads for count in heads):
         raise hf.error(
             "num_attention_heads_per_layer", list(heads), f"{num_layers} multiples of num_key_value_heads"
@@ -36,7 +47,7 @@ def _num_heads(hf: HfKeys, common: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _gates_heads(hf: HfKeys) -> bool:
-    """Whether a gate weighs a head, or each of its elements. Raises ModelConfigError for anything else."""
+    """Returns whether a gate weighs a head, or each of its elements. Raises ModelConfigError."""
     gating = hf.value("gating")
     allowed = (None, True, "per-head", "per-element")
     kinds = set(hf.strings("gating_types"))
@@ -57,12 +68,12 @@ def read_laguna(hf: HfKeys) -> ModelConfig:
     hf.refuse("qkv_bias")
     if not hf.boolean("norm_topk_prob", default=True):
         raise hf.error("norm_topk_prob", False, "true")
-    num_layers = common["num_layers"]
+    num_layers = common.num_layers
     kinds = list(hf.strings("layer_types")) or [FULL] * num_layers
     windows = read_windows(hf.with_values(layer_types=kinds), num_layers)
-    ropes = read_layer_ropes(hf, kinds, common["head_dim"], _ROPES)
+    ropes = read_layer_ropes(hf, kinds, common.head_dim, _ROPES)
     heads, per_head = _num_heads(hf, common), _gates_heads(hf)
-    if common["attention_bias"] and not per_head:
+    if common.attention_bias and not per_head:
         raise hf.error("attention_bias", True, "false with gating per-element")
     softcap = hf.value("moe_router_logit_softcapping") or 0
     router = RouterConfig(
@@ -75,20 +86,16 @@ def read_laguna(hf: HfKeys) -> ModelConfig:
         logit_softcap=hf.number("moe_router_logit_softcapping") if softcap else 0.0,
     )
     size, shared = hf.integer("moe_intermediate_size"), hf.integer("shared_expert_intermediate_size")
-    return ModelConfig(
-        # Of layers that differ, what plans memory takes the largest.
-        **(common | {"num_heads": max(heads)}),
-        model_type="laguna",
-        rope=ropes[0],
-        layer_ropes=ropes,
-        layer_num_heads=heads,
-        moe=MoeConfig(router, size, shared, listed_or_after_dense(hf, num_layers, 1)),
-        qk_norm=True,
-        output_bias=common["attention_bias"],
-        head_gate=per_head,
-        element_gate=not per_head,
-        gate_activation="softplus",
-        attention_windows=windows,
+    attention = common.gqa(
+        None,
+        qk_norm=QkNorm(common.norm),
+        output_bias=common.attention_bias,
+        gate=Gate("head" if per_head else "element", "softplus"),
+    )
+    layers = zip(sliding(attention, windows), heads, ropes, strict=True)
+    return common.model(
+        [replace(layer, num_heads=count, rope=rope) for layer, count, rope in layers],
+        common.ffns(common.moe(router, size, shared), listed_or_after_dense(hf, num_layers, 1)),
     )
 
 
@@ -100,7 +107,7 @@ _GGUF_KEYS = SPARSE_KEYS | {
 
 
 def _gguf_config(keys: MetadataKeys, config: Config) -> Config:
-    """Sizes by layer, and either kind of rotation, of which one may be scaled; gates as wide as stored."""
+    """Returns sizes by layer and both kinds of rotation, one perhaps scaled; gates as wide as stored."""
     if not keys.get("expert_weights_norm"):
         raise keys.error("expert_weights_norm", False, "true")
     count, head_dim = config["num_hidden_layers"], config["head_dim"]

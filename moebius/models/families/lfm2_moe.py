@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING
 from moebius.checkpoint.gguf.family import SPARSE_KEYS, Config, GgufFamily
 from moebius.checkpoint.gguf.names import gguf_layer, gguf_linear, gguf_top
 from moebius.models.common import FULL, read_common, refuse_bias
-from moebius.models.config import LinearAttentionConfig, ModelConfig, MoeConfig, RouterConfig
+from moebius.models.config import ModelConfig
 from moebius.models.family import Family
 from moebius.models.keys import HfKeys
+from moebius.models.layers.gqa import QkNorm
+from moebius.models.layers.recurrent import ShortConv
+from moebius.models.layers.router import RouterConfig
 from moebius.models.names import ROTARY, TensorNames, rename
 from moebius.models.rope import read_rope
 
@@ -51,24 +54,22 @@ def read_lfm2_moe(hf: HfKeys) -> ModelConfig:
     common = read_common(hf.with_values(tie_word_embeddings=tied, rms_norm_eps=eps))
     refuse_bias(hf, common)
     hf.refuse("conv_bias")
-    num_layers, size = common["num_layers"], common["hidden_size"]
+    num_layers, size = common.num_layers, common.hidden_size
+    conv_layers = _conv_layers(hf, num_layers)
     dense = hf.integer("num_dense_layers", default=2, minimum=0)
-    return ModelConfig(
-        **common,
-        model_type="lfm2_moe",
-        rope=read_rope(hf, common["head_dim"], default_theta=1e6),
-        moe=MoeConfig(
-            _read_router(hf), hf.integer("moe_intermediate_size"), 0, frozenset(range(dense, num_layers))
-        ),
-        qk_norm=True,
-        linear=LinearAttentionConfig(
-            num_key_heads=size,
-            num_value_heads=size,
-            key_head_dim=0,
-            value_head_dim=1,
-            conv_width=hf.integer("conv_L_cache", default=3, minimum=2),
-            layers=_conv_layers(hf, num_layers),
-            short_conv=True,
+    attention = common.gqa(read_rope(hf, common.head_dim, default_theta=1e6), qk_norm=QkNorm(common.norm))
+    convolution = ShortConv(
+        num_key_heads=size,
+        num_value_heads=size,
+        key_head_dim=0,
+        value_head_dim=1,
+        conv_width=hf.integer("conv_L_cache", default=3, minimum=2),
+        eps=common.eps,
+    )
+    return common.model(
+        [convolution if layer in conv_layers else attention for layer in range(num_layers)],
+        common.ffns(
+            common.moe(_read_router(hf), hf.integer("moe_intermediate_size")), range(dense, num_layers)
         ),
     )
 

@@ -5,16 +5,20 @@ Source: the configuration class of transformers 5.23.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from moebius.checkpoint.gguf.family import GgufFamily
 from moebius.checkpoint.gguf.names import GgufRule
-from moebius.models.common import FULL, read_common
-from moebius.models.config import ModelConfig, MoeConfig, RouterConfig, VisionConfig
+from moebius.models.common import FULL, Common, read_common
+from moebius.models.config import ModelConfig, VisionConfig
 from moebius.models.family import Family, VisionFamily
 from moebius.models.keys import HfKeys
+from moebius.models.layers.ffn import FeedForward
+from moebius.models.layers.gqa import Chunk
+from moebius.models.layers.router import RouterConfig
 from moebius.models.names import ROTARY, TensorNames, drop, rename
 from moebius.models.rope import read_rope
 
@@ -43,19 +47,20 @@ def _rotating(hf: HfKeys, num_layers: int) -> list[bool]:
     return [bool(flag) for flag in flags]
 
 
-def _chunks(hf: HfKeys, rotating: list[bool]) -> tuple[int | None, ...]:
+def _chunks(hf: HfKeys, rotating: list[bool]) -> tuple[Chunk | None, ...]:
     """By `layer_types`; without it, layers that rotate see their own chunk."""
     kinds = hf.strings("layer_types") or tuple(_CHUNKED if rotates else FULL for rotates in rotating)
     if len(kinds) != len(rotating) or not set(kinds) <= {FULL, _CHUNKED}:
         raise hf.error("layer_types", list(kinds), f"{len(rotating)} of {FULL} and {_CHUNKED}")
     if _CHUNKED not in kinds or hf.is_null("attention_chunk_size"):
         hf.skip("attention_chunk_size")
-        return ()
-    chunk = hf.integer("attention_chunk_size", default=8192)
+        return (None,) * len(rotating)
+    chunk = Chunk(hf.integer("attention_chunk_size", default=8192))
     return tuple(chunk if kind == _CHUNKED else None for kind in kinds)
 
 
-def _read_moe(hf: HfKeys, num_layers: int, size: int) -> MoeConfig:
+def _read_ffns(hf: HfKeys, common: Common, size: int) -> tuple[FeedForward, ...]:
+    num_layers = common.num_layers
     step = hf.integer("interleave_moe_layer_step", default=1)
     listed = hf.integers("moe_layers") or tuple(range(step - 1, num_layers, step))
     if any(not 0 <= layer < num_layers for layer in listed):
@@ -66,16 +71,16 @@ def _read_moe(hf: HfKeys, num_layers: int, size: int) -> MoeConfig:
         score="sigmoid",
         weighs_inputs=True,
     )
-    return MoeConfig(router, size, size, frozenset(listed))
+    return common.ffns(common.moe(router, size, size), listed)
 
 
-def _read_growth(hf: HfKeys) -> tuple[float, float]:
-    """Of queries in layers that do not rotate; switched on by a number, too."""
+def _read_growth(hf: HfKeys) -> tuple[float, float] | None:
+    """Reads the growth of queries in layers that do not rotate; switched on by a number, too."""
     tuned: Any = hf.value("attn_temperature_tuning")
     if tuned is not None and tuned not in (0, 1, 4, False, True):
         raise hf.error("attn_temperature_tuning", tuned, "true or false")
     scale, length = hf.number("attn_scale", default=0.1), hf.number("floor_scale", default=8192)
-    return (scale if tuned is None or tuned else 0.0), length
+    return (scale, length) if tuned is None or tuned else None
 
 
 def read_llama4(hf: HfKeys) -> ModelConfig:
@@ -84,21 +89,17 @@ def read_llama4(hf: HfKeys) -> ModelConfig:
     size = hf.integer("intermediate_size")
     dense = hf.integer("intermediate_size_mlp", default=16384)
     common = read_common(hf.with_values(attention_chunk_size=None), dense_size=dense)
-    num_layers, head_dim, bias = common["num_layers"], common["head_dim"], common["attention_bias"]
-    rotating = _rotating(hf, num_layers)
-    rope = read_rope(hf, head_dim, default_theta=500000.0, interleaved=True)
-    growth, length = _read_growth(hf)
-    return ModelConfig(
-        **common,
-        model_type="llama4",
-        output_bias=bias,
-        rope=rope,
-        layer_ropes=tuple(rope if rotates else None for rotates in rotating),
-        attention_chunks=_chunks(hf, rotating),
-        unit_qk_norm=hf.boolean("use_qk_norm", default=True),
-        unrotated_query_growth=growth,
-        unrotated_query_growth_length=length,
-        moe=_read_moe(hf, num_layers, size),
+    rotating = _rotating(hf, common.num_layers)
+    rope = read_rope(hf, common.head_dim, default_theta=500000.0, interleaved=True)
+    growth = _read_growth(hf)
+    attention = common.gqa(
+        rope, unit_norm=hf.boolean("use_qk_norm", default=True), output_bias=common.attention_bias
+    )
+    unrotated = replace(attention, rope=None, query_growth=growth)
+    layers = zip(rotating, _chunks(hf, rotating), strict=True)
+    mixers = [replace(attention if rotates else unrotated, sight=chunk) for rotates, chunk in layers]
+    return common.model(
+        [mixer.within(common.max_model_len) for mixer in mixers], _read_ffns(hf, common, size)
     )
 
 

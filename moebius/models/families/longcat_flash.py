@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from moebius.models.config import ModelConfig, MoeConfig, RouterConfig
+from moebius.models.config import ModelConfig
 from moebius.models.family import Family
 from moebius.models.keys import HfKeys
+from moebius.models.layers.residual import Shortcut
+from moebius.models.layers.router import RouterConfig
 from moebius.models.mla import read_mla_common
 from moebius.models.names import ROTARY, TensorNames, drop, rename
 
@@ -43,12 +45,12 @@ def read_longcat_flash(hf: HfKeys) -> ModelConfig:
     method = hf.string("attention_method", default="MLA")
     if method != "MLA":
         raise hf.error("attention_method", method, "MLA")
-    common = read_mla_common(
+    common, mla = read_mla_common(
         hf,
         dense_size=hf.integer("ffn_hidden_size", "intermediate_size"),
         num_layers=hf.integer("num_layers"),
     )
-    mla, hidden_size = common["mla"], common["hidden_size"]
+    hidden_size = common.hidden_size
     if mla.q_lora_rank is None:
         raise hf.error("q_lora_rank", None, "an integer >= 1")
     scale = mla.softmax_scale
@@ -58,15 +60,9 @@ def read_longcat_flash(hf: HfKeys) -> ModelConfig:
     latent_scale = 1.0
     if hf.boolean("mla_scale_kv_lora", default=True):
         latent_scale = (hidden_size / mla.kv_lora_rank) ** 0.5
-    common["mla"] = replace(mla, softmax_scale=scale, latent_scale=latent_scale)
+    attention = replace(mla, softmax_scale=scale, latent_scale=latent_scale)
     size = hf.integer("expert_ffn_hidden_size", "moe_intermediate_size")
-    layers = frozenset(range(common["num_layers"]))
-    return ModelConfig(
-        **common,
-        model_type="longcat_flash",
-        moe=MoeConfig(_read_router(hf), size, 0, layers),
-        shortcut_experts=True,
-    )
+    return common.model(attention, common.moe(_read_router(hf), size), residuals=Shortcut(common.dense()))
 
 
 _LAYER = "model.layers.*.mlp."

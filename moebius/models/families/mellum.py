@@ -5,6 +5,7 @@ Sources: configuration class and model of transformers 5.23.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from moebius.checkpoint.gguf.family import SPARSE_KEYS, Config, GgufFamily, sliding_layers
@@ -15,10 +16,12 @@ from moebius.models.common import (
     read_common,
     read_softmax_router,
     read_windows,
+    sliding,
 )
-from moebius.models.config import ModelConfig, MoeConfig
+from moebius.models.config import ModelConfig
 from moebius.models.family import Family
 from moebius.models.keys import HfKeys
+from moebius.models.layers.gqa import QkNorm
 from moebius.models.names import MTP, ROTARY, TensorNames
 from moebius.models.rope import read_layer_ropes
 
@@ -36,24 +39,20 @@ def read_mellum(hf: HfKeys) -> ModelConfig:
         raise hf.error("use_sliding_window", False, "true; layer_types say which layers slide")
     # Of multi-token prediction, which has tensors of its own.
     hf.skip("num_nextn_predict_layers", "num_mtp_layers", "mtp_layer_types", "mtp_mlp_layer_types")
-    num_layers = common["num_layers"]
+    num_layers = common.num_layers
     kinds = list(hf.strings("layer_types")) or [FULL] * num_layers
     windows = read_windows(hf.with_values(layer_types=kinds), num_layers)
-    ropes = read_layer_ropes(hf, kinds, common["head_dim"], _ROPES)
+    ropes = read_layer_ropes(hf, kinds, common.head_dim, _ROPES)
     for kind, rope in zip(kinds, ropes, strict=True):
-        if rope.rotary_dim != common["head_dim"]:
+        if rope.rotary_dim != common.head_dim:
             raise hf.error(f"rope_parameters.{kind}", "a partial_rotary_factor", "whole heads")
     router = read_softmax_router(hf, renormalizes=True)
     size = hf.integer("moe_intermediate_size")
-    return ModelConfig(
-        **common,
-        model_type="mellum",
-        rope=ropes[0],
-        layer_ropes=ropes,
-        moe=MoeConfig(router, size, 0, listed_or_after_dense(hf, num_layers, 0)),
-        qk_norm=True,
-        output_bias=common["attention_bias"],
-        attention_windows=windows,
+    attention = common.gqa(None, qk_norm=QkNorm(common.norm), output_bias=common.attention_bias)
+    layers = zip(sliding(attention, windows), ropes, strict=True)
+    return common.model(
+        [replace(layer, rope=rope) for layer, rope in layers],
+        common.ffns(common.moe(router, size), listed_or_after_dense(hf, num_layers, 0)),
     )
 
 

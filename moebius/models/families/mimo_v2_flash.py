@@ -6,21 +6,25 @@ Sources: the published config.json and, for the function that its keys ask for, 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from moebius.checkpoint.gguf.family import GgufFamily
 from moebius.models.common import (
     FULL,
     SLIDING,
+    Common,
     listed_or_after_dense,
     read_biased_router,
     read_common,
     read_mtp_layers,
     read_windows,
+    sliding,
 )
-from moebius.models.config import ModelConfig, MoeConfig, RopeConfig
+from moebius.models.config import ModelConfig
 from moebius.models.family import Family
 from moebius.models.keys import HfKeys
+from moebius.models.layers.rope import RopeConfig
 from moebius.models.names import ROTARY, TensorNames, drop, rename
 from moebius.models.rope import read_layer_ropes, read_rope
 
@@ -40,7 +44,7 @@ _SAME = {
 
 
 def _flags(hf: HfKeys, name: str, num_layers: int) -> list[int]:
-    """A 0 or 1 for each layer."""
+    """Returns a 0 or 1 for each layer."""
     flags = list(hf.integers(name))
     if len(flags) != num_layers or not set(flags) <= {0, 1}:
         raise hf.error(name, flags, f"{num_layers} of 0 and 1")
@@ -48,7 +52,7 @@ def _flags(hf: HfKeys, name: str, num_layers: int) -> list[int]:
 
 
 def _kinds(hf: HfKeys, num_layers: int) -> list[str]:
-    """By `layer_types` or the published pattern; without either the first and every sixth layer see all."""
+    """Returns kinds as listed or by the published pattern; by default the first and every sixth see all."""
     listed = list(hf.strings("layer_types"))
     if hf.has("hybrid_layer_pattern") and not listed:
         flags = _flags(hf, "hybrid_layer_pattern", num_layers)
@@ -74,11 +78,11 @@ def _ropes(hf: HfKeys, kinds: list[str], head_dim: int) -> tuple[RopeConfig, ...
     return tuple(by_kind[kind] for kind in kinds)
 
 
-def _kv_heads(hf: HfKeys, kinds: list[str], common: dict[str, Any]) -> tuple[int, ...]:
+def _kv_heads(hf: HfKeys, kinds: list[str], common: Common) -> tuple[int, ...]:
     """Layers that slide have twice as many; a checkpoint can only confirm it."""
-    plain = common["num_kv_heads"]
+    plain = common.num_kv_heads
     sliding = hf.integer("swa_num_key_value_heads", default=2 * plain)
-    if sliding != 2 * plain or common["num_heads"] % sliding:
+    if sliding != 2 * plain or common.num_heads % sliding:
         raise hf.error("swa_num_key_value_heads", sliding, f"2 x num_key_value_heads ({2 * plain})")
     return tuple(sliding if kind == SLIDING else plain for kind in kinds)
 
@@ -103,36 +107,34 @@ def read_mimo_v2_flash(hf: HfKeys) -> ModelConfig:
         )
     )
     unscaled = hf.is_null("attention_value_scale")
-    num_layers, value_dim = common["num_layers"], hf.integer("v_head_dim", default=128)
-    if value_dim > common["head_dim"]:
-        raise hf.error("v_head_dim", value_dim, f"at most head_dim ({common['head_dim']})")
+    num_layers, value_dim = common.num_layers, hf.integer("v_head_dim", default=128)
+    if value_dim > common.head_dim:
+        raise hf.error("v_head_dim", value_dim, f"at most head_dim ({common.head_dim})")
     kinds = _kinds(hf, num_layers)
     windows = hf.with_values(layer_types=kinds)
     if hf.has("sliding_window_size"):
         # Counts the positions before a query's own.
         windows = windows.with_values(sliding_window=hf.integer("sliding_window_size") + 1)
-    heads, ropes = _kv_heads(hf, kinds, common), _ropes(hf, kinds, common["head_dim"])
-    return ModelConfig(
-        # Of layers that differ, what plans memory takes the largest.
-        **(common | {"num_kv_heads": max(heads)}),
-        model_type="mimo_v2_flash",
-        rope=ropes[0],
-        layer_ropes=ropes,
-        layer_kv_heads=heads,
-        value_head_dim=value_dim,
+    heads, ropes = _kv_heads(hf, kinds, common), _ropes(hf, kinds, common.head_dim)
+    attention = common.gqa(
+        None,
+        value_dim=value_dim,
         value_scale=1.0 if unscaled else hf.number("attention_value_scale", default=0.707),
-        moe=MoeConfig(
-            read_biased_router(hf), hf.integer("moe_intermediate_size"), 0, _moe_layers(hf, num_layers)
-        ),
-        attention_windows=read_windows(windows, num_layers),
-        attention_sinks=True,
+    )
+    layers = zip(sliding(attention, read_windows(windows, num_layers)), kinds, heads, ropes, strict=True)
+    moe = common.moe(read_biased_router(hf), hf.integer("moe_intermediate_size"))
+    return common.model(
+        [
+            replace(layer, rope=rope, num_kv_heads=kv_heads, has_sinks=kind == SLIDING)
+            for layer, kind, kv_heads, rope in layers
+        ],
+        common.ffns(moe, _moe_layers(hf, num_layers)),
         num_mtp_layers=read_mtp_layers(hf),
-        sink_layers=tuple(kind == SLIDING for kind in kinds),
     )
 
 
 def _gguf_config(keys: MetadataKeys, config: dict[str, Any]) -> dict[str, Any]:
-    """Windows and KV heads by layer; layers without a router are dense."""
+    """Returns windows and KV heads by layer; layers without a router are dense."""
     layers = range(config["num_hidden_layers"])
     slides = keys.listed("attention.sliding_window_pattern", len(layers))
     heads = keys.listed("attention.head_count_kv", len(layers))

@@ -8,13 +8,17 @@ published one rotates `rotary_dim` elements of each, which is read here (docs/ch
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from moebius.models.attention_config import NormedResidualConfig
-from moebius.models.common import FULL, read_common, read_one_window, refuse_bias
-from moebius.models.config import LinearAttentionConfig, ModelConfig, MoeConfig, RopeConfig, RouterConfig
+from moebius.models.common import FULL, Common, read_common, read_one_window, refuse_bias
+from moebius.models.config import ModelConfig
 from moebius.models.family import Family
 from moebius.models.keys import HfKeys
+from moebius.models.layers.recurrent import Lightning
+from moebius.models.layers.residual import NormedStream
+from moebius.models.layers.rope import RopeConfig
+from moebius.models.layers.router import RouterConfig
 from moebius.models.names import MINIMAX_GATE, ROTARY, TensorNames, drop
 from moebius.models.rope import read_rope
 
@@ -33,7 +37,7 @@ _PUBLISHED = {
 
 
 def _linear_layers(hf: HfKeys, num_layers: int) -> frozenset[int]:
-    """Of names or of the published numbers; without a list every second layer.
+    """Returns layers by names or by the published numbers; without a list every second layer.
 
     Raises ModelConfigError unless there are layers of both kinds.
     """
@@ -51,7 +55,8 @@ def _linear_layers(hf: HfKeys, num_layers: int) -> frozenset[int]:
     return frozenset(layer for layer, kind in enumerate(kinds) if kind == _LINEAR)
 
 
-def _residuals(hf: HfKeys) -> NormedResidualConfig:
+def _residuals(hf: HfKeys) -> dict[bool, NormedStream]:
+    """The residual stream of layers by whether their attention is linear."""
     if not hf.boolean("postnorm", default=True):
         raise hf.error("postnorm", False, "true")
 
@@ -62,11 +67,12 @@ def _residuals(hf: HfKeys) -> NormedResidualConfig:
         )
         return alpha, beta
 
-    return NormedResidualConfig(weights("full_attn"), weights("linear_attn"), weights("mlp"))
+    full, linear, mlp = (weights(half) for half in _PUBLISHED)
+    return {False: NormedStream(full, mlp), True: NormedStream(linear, mlp)}
 
 
 def _rope(hf: HfKeys, head_dim: int) -> tuple[RopeConfig, tuple[str, ...]]:
-    """Whole heads, or `rotary_dim` elements of each; and a remark where another factor is not read.
+    """Returns whole heads, or `rotary_dim` elements of each; and a remark where another factor is not read.
 
     Published files have no `partial_rotary_factor`, and transformers' model does not look at it unless
     frequencies are scaled; then it can not be run. Raises ModelConfigError for that.
@@ -100,9 +106,10 @@ def read_minimax(hf: HfKeys) -> ModelConfig:
     """Every layer is MoE, and `intermediate_size` is an expert's."""
     hf.skip(*_HARMLESS)
     hf.refuse("shared_intermediate_size", 0, [0])
-    common: dict[str, Any] = read_common(hf)
+    common: Common = read_common(hf)
     refuse_bias(hf, common)
-    num_layers, heads, head_dim = common["num_layers"], common["num_heads"], common["head_dim"]
+    num_layers, heads, head_dim = common.num_layers, common.num_heads, common.head_dim
+    linear = _linear_layers(hf, num_layers)
     router = RouterConfig(
         num_experts=hf.integer("num_local_experts", "num_experts"),
         top_k=hf.integer("num_experts_per_tok"),
@@ -110,23 +117,23 @@ def read_minimax(hf: HfKeys) -> ModelConfig:
         post="renormalize",
     )
     rope, remarks = _rope(hf, head_dim)
-    return ModelConfig(
-        **common,
-        model_type=hf.string("model_type"),
-        rope=rope,
+    attention, streams = common.gqa(rope, sight=read_one_window(hf)), _residuals(hf)
+    lightning = Lightning(
+        num_key_heads=heads,
+        num_value_heads=heads,
+        key_head_dim=head_dim,
+        value_head_dim=head_dim,
+        conv_width=1,
+        eps=common.eps,
+        layer=0,
+        num_layers=num_layers,
+    )
+    layers = range(num_layers)
+    return common.model(
+        [replace(lightning, layer=layer) if layer in linear else attention for layer in layers],
+        common.moe(router, common.intermediate_size),
+        residuals=[streams[layer in linear] for layer in layers],
         remarks=remarks,
-        moe=MoeConfig(router, common["intermediate_size"], 0, frozenset(range(num_layers))),
-        attention_windows=read_one_window(hf, num_layers),
-        normed_residuals=_residuals(hf),
-        linear=LinearAttentionConfig(
-            num_key_heads=heads,
-            num_value_heads=heads,
-            key_head_dim=head_dim,
-            value_head_dim=head_dim,
-            conv_width=1,
-            layers=_linear_layers(hf, num_layers),
-            fixed_decay=True,
-        ),
     )
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from moebius.checkpoint.gguf.family import ALL_SPARSE_KEYS, GgufFamily, rotated
 from moebius.models.common import read_common, read_mtp_layers, refuse_bias
-from moebius.models.config import ModelConfig, MoeConfig, RouterConfig
+from moebius.models.config import ModelConfig
 from moebius.models.family import Family
 from moebius.models.keys import HfKeys
+from moebius.models.layers.gqa import FullWidthQkNorm
+from moebius.models.layers.router import RouterConfig
 from moebius.models.names import MINIMAX_GATE, ROTARY, TensorNames, rename
 from moebius.models.rope import read_rope
 
@@ -17,7 +19,7 @@ _BIAS = rename(
 
 
 def read_minimax_m2(hf: HfKeys) -> ModelConfig:
-    """MiniMax-M2 and M2.1: every layer is MoE, and `intermediate_size` is an expert's."""
+    """Reads MiniMax-M2 and M2.1: every layer is MoE, and `intermediate_size` is an expert's."""
     common = read_common(hf)
     refuse_bias(hf, common)
     hf.refuse("sliding_window")
@@ -42,15 +44,15 @@ def read_minimax_m2(hf: HfKeys) -> ModelConfig:
         # As its checkpoints store the gate's weights.
         float32_gate=True,
     )
-    head_dim = common["head_dim"]
+    head_dim = common.head_dim
     rotated = hf.integer("rotary_dim", default=head_dim) / head_dim
-    return ModelConfig(
-        **common,
-        model_type="minimax_m2",
-        rope=read_rope(hf, head_dim, default_theta=5e6, default_partial_factor=rotated),
-        moe=MoeConfig(router, common["intermediate_size"], 0, frozenset(range(common["num_layers"]))),
-        qk_norm=True,
-        qk_norm_full_width=True,
+    attention = common.gqa(
+        read_rope(hf, head_dim, default_theta=5e6, default_partial_factor=rotated),
+        qk_norm=FullWidthQkNorm(common.eps),
+    )
+    return common.model(
+        attention,
+        common.moe(router, common.intermediate_size),
         num_mtp_layers=read_mtp_layers(hf, "num_mtp_modules"),
     )
 

@@ -6,22 +6,26 @@ config.json has them.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from moebius.checkpoint.gguf.family import Config, GgufFamily
 from moebius.checkpoint.gguf.names import ONE_PLUS_WEIGHT_NORM_RULES, gguf_layer, gguf_linear
-from moebius.models.attention_config import BlockIndexerConfig
 from moebius.models.common import (
     FULL,
+    Common,
     listed_or_after_dense,
     read_biased_router,
     read_common,
     read_mtp_layers,
     refuse_bias,
 )
-from moebius.models.config import ModelConfig, MoeConfig
+from moebius.models.config import ModelConfig
 from moebius.models.family import Family, VisionFamily
 from moebius.models.keys import HfKeys
+from moebius.models.layers.ffn import Experts
+from moebius.models.layers.gqa import BlockIndexer, QkNorm
+from moebius.models.layers.norms import RMSNorm
 from moebius.models.names import ROTARY, TensorNames, drop, rename
 from moebius.models.rope import read_rope
 from moebius.models.vision import read_grid_vision
@@ -52,15 +56,18 @@ _ALWAYS = ("multimodal_projector_bias", "use_gemma_norm", "use_qk_norm", "use_ro
 
 
 def _flags(hf: HfKeys, name: str, num_layers: int) -> list[int]:
-    """A 0 or 1 for each layer."""
+    """Returns a 0 or 1 for each layer."""
     flags = list(hf.integers(name))
     if len(flags) != num_layers or not set(flags) <= {0, 1}:
         raise hf.error(name, flags, f"{num_layers} of 0 and 1")
     return flags
 
 
-def _read_blocks(hf: HfKeys, num_layers: int, kv_heads: int) -> BlockIndexerConfig | None:
-    """In a section as published, or among the others as transformers writes it; None: no layer chooses."""
+def _read_blocks(hf: HfKeys, common: Common, norm: RMSNorm) -> tuple[BlockIndexer | None, frozenset[int]]:
+    """How blocks are chosen, and the layers that do: in a section as published, or among the other keys as
+    transformers writes it; None: no layer chooses.
+    """
+    num_layers, kv_heads = common.num_layers, common.num_kv_heads
     section = hf.section("sparse_attention_config")
     kinds = hf.strings("layer_types") or (FULL,) * num_layers
     own, names = hf, ("index_n_heads", "index_head_dim", "index_block_size")
@@ -85,12 +92,12 @@ def _read_blocks(hf: HfKeys, num_layers: int, kv_heads: int) -> BlockIndexerConf
         raise hf.error("layer_types", list(kinds), f"{num_layers} of {FULL} and {_SPARSE}")
     layers = frozenset(layer for layer, kind in enumerate(kinds) if kind == _SPARSE)
     if not layers:
-        return None
+        return None, layers
     if heads != kv_heads:
         raise own.error(names[0], heads, f"num_key_value_heads ({kv_heads})")
     if local > top:
         raise own.error(more[1], local, f"at most {more[0]} ({top})")
-    return BlockIndexerConfig(*sizes, top_blocks=top, local_blocks=local, layers=layers)
+    return BlockIndexer(*sizes, top_blocks=top, local_blocks=local, norm=norm), layers
 
 
 def _moe_layers(hf: HfKeys, num_layers: int) -> frozenset[int]:
@@ -116,31 +123,25 @@ def read_minimax_m3(hf: HfKeys) -> ModelConfig:
         hf.with_values(hidden_act="silu"), dense_size=hf.integer("dense_intermediate_size", default=12288)
     )
     refuse_bias(hf, common)
-    num_layers, head_dim = common["num_layers"], common["head_dim"]
-    limit = hf.number("swiglu_limit", default=7.0)
+    limit, alpha = hf.number("swiglu_limit", default=7.0), hf.number("swiglu_alpha", default=1.702)
+    common = replace(common, activation="gpt_oss", limit=limit, alpha=alpha)
+    head_dim, norm = common.head_dim, RMSNorm(common.eps, one_plus_weight=True)
     rotated = hf.integer("rotary_dim", default=min(64, head_dim)) / head_dim
-    blocks = _read_blocks(hf, num_layers, common["num_kv_heads"])
+    blocks, choosing = _read_blocks(hf, common, norm)
     rope = read_rope(hf, head_dim, default_theta=5e6, default_partial_factor=rotated)
     if blocks is not None and rope.rotary_dim > blocks.head_dim:
         raise hf.error("index_head_dim", blocks.head_dim, f"at least what is rotated ({rope.rotary_dim})")
-    moe = MoeConfig(
+    moe = common.moe(
         read_biased_router(hf, scale=2.0),
-        hf.integer("intermediate_size"),
+        Experts(hf.integer("intermediate_size"), "gpt_oss", alpha, limit),
         hf.integer("shared_intermediate_size", default=3072),
-        _moe_layers(hf, num_layers),
-        expert_activation="gpt_oss",
-        expert_alpha=hf.number("swiglu_alpha", default=1.702),
-        expert_limit=limit,
     )
-    return ModelConfig(
-        **(common | {"activation": "gpt_oss"}),
-        model_type="minimax_m3_vl",
-        rope=rope,
-        moe=moe,
-        mlp_limits=(limit,) * num_layers,
-        qk_norm=True,
-        one_plus_weight_norms=True,
-        block_indexer=blocks,
+    attention = common.gqa(rope, qk_norm=QkNorm(norm))
+    layers = range(common.num_layers)
+    return common.model(
+        [replace(attention, blocks=blocks) if layer in choosing else attention for layer in layers],
+        common.ffns(moe, _moe_layers(hf, common.num_layers)),
+        norm=norm,
         num_mtp_layers=read_mtp_layers(hf, "num_mtp_modules"),
     )
 

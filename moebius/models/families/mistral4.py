@@ -6,14 +6,14 @@ vision tower.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from moebius.checkpoint.gguf.family import MLA_KEYS, GgufFamily, deepseek_yarn, latent
 from moebius.models.common import after_dense
-from moebius.models.config import ModelConfig, RouterConfig
+from moebius.models.config import ModelConfig
 from moebius.models.family import Family, VisionFamily
 from moebius.models.keys import HfKeys
+from moebius.models.layers.router import RouterConfig
 from moebius.models.mla import read_mla_common, read_moe
 from moebius.models.names import ROTARY, TensorNames, drop, rename
 from moebius.models.rope import QueryGrowth
@@ -86,17 +86,17 @@ def read_mistral4(hf: HfKeys) -> ModelConfig:
     """Every layer is MoE unless `first_k_dense_replace` says otherwise."""
     keys, growth = _rope(hf)
     hf.refuse("sliding_window")
-    common = read_mla_common(keys, growth)
-    moe = read_moe(hf, _read_router(hf), after_dense(hf, common["num_layers"], 0))
-    return ModelConfig(**common, model_type="mistral4", moe=moe)
+    common, attention = read_mla_common(keys, growth)
+    moe = read_moe(hf, common, _read_router(hf))
+    return common.model(attention, common.ffns(moe, after_dense(hf, common.num_layers, 0)))
 
 
 def read_mistral3(hf: HfKeys) -> ModelConfig:
-    """The text model of a Mistral 3 or 4 with images; those without experts are refused."""
+    """Returns the text model of a Mistral 3 or 4 with images; those without experts are refused."""
     hf.skip(*_VISION)
     if not hf.has("n_routed_experts"):
         raise hf.error("text_config", "...", "a model with experts (mistral4)")
-    return replace(read_mistral4(hf), model_type="mistral3")
+    return read_mistral4(hf)
 
 
 def _gguf_config(keys: MetadataKeys, config: dict[str, Any]) -> dict[str, Any]:

@@ -9,12 +9,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from moebius.models.attention_config import IndexerConfig
 from moebius.models.common import INDEXED, listed_or_after_dense, read_mtp_layers
-from moebius.models.config import ModelConfig, RouterConfig
+from moebius.models.config import ModelConfig
 from moebius.models.family import Family, VisionFamily
 from moebius.models.keys import HfKeys
-from moebius.models.mla import read_mla_common, read_moe
+from moebius.models.layers.latent import TokenIndexer
+from moebius.models.layers.router import RouterConfig
+from moebius.models.mla import read_mla_common, read_moe, sparse
 from moebius.models.names import ROTARY, TensorNames, drop, rename
 from moebius.models.vision import PIXTRAL_TOKENS, read_pixtral_vision
 
@@ -42,7 +43,7 @@ _VISION = (
 
 
 def _kinds(hf: HfKeys, num_layers: int) -> tuple[str, ...]:
-    """Which layers choose, in the order in which the keys outrank one another."""
+    """Returns which layers choose, in the order in which the keys outrank one another."""
     name = "indexer_types"
     kinds = hf.strings(name)
     every, offset = hf.value("index_topk_freq"), hf.value("index_skip_topk_offset")
@@ -69,7 +70,7 @@ def _rotating(hf: HfKeys, num_layers: int) -> tuple[bool, ...]:
 
 
 def _sources(hf: HfKeys, rotating: tuple[bool, ...]) -> tuple[int, ...]:
-    """Whose latents each layer attends to; empty: its own everywhere.
+    """Returns whose latents each layer attends to; empty: its own everywhere.
 
     The reference keeps the latest shared latents of each kind of layer: what names others is refused.
     """
@@ -112,36 +113,41 @@ def read_mistral_large4(hf: HfKeys) -> ModelConfig:
     hf.refuse("mlp_bias")
     cap = hf.number("final_logit_softcapping", default=30.0)
     rope = hf.value("rope_parameters") or hf.value("rope_scaling") or _YARN
-    common = read_mla_common(hf.with_values(rope_parameters=rope, final_logit_softcapping=None))
-    mla, num_layers = common.pop("mla"), common["num_layers"]
-    learned = replace(common["rope"], learned=True)
+    common, mla = read_mla_common(hf.with_values(rope_parameters=rope, final_logit_softcapping=None))
+    num_layers = common.num_layers
+    assert mla.rope is not None, "read above"
+    learned = replace(mla.rope, learned=True)
     hf.refuse("layer_types", *([kind] * num_layers for kind in INDEXED))
     rotating, kinds = _rotating(hf, num_layers), _kinds(hf, num_layers)
     head_dim = hf.integer("index_head_dim", default=128)
     if head_dim < mla.qk_rope_head_dim:
         raise hf.error("index_head_dim", head_dim, f"at least qk_rope_head_dim ({mla.qk_rope_head_dim})")
-    indexer = IndexerConfig(
+    indexer = TokenIndexer(
         num_heads=hf.integer("index_n_heads", default=32),
         head_dim=head_dim,
         top_k=hf.integer("index_topk", default=2048),
         interleaved=True,
-        layers=frozenset(layer for layer, kind in enumerate(kinds) if kind == _FULL),
         reads_hidden=True,
     )
-    mla = replace(
-        mla,
-        indexer=indexer,
-        latent_eps=common["rms_norm_eps"],
-        learned_query_growth=True,
-        unrotated_from_latent=True,
-        latent_sources=_sources(hf, rotating),
-    )
-    return ModelConfig(
-        **(common | {"rope": learned}),
-        model_type="mistral_large4",
-        mla=mla,
-        moe=read_moe(hf, _read_router(hf), listed_or_after_dense(hf, num_layers, 1), default_shared=1),
-        layer_ropes=() if all(rotating) else tuple(learned if one else None for one in rotating),
+    attention = replace(mla, rope=learned, latent_eps=common.eps, learned_query_growth=True)
+    own = range(num_layers)
+    sources = _sources(hf, rotating) or tuple(own)
+    mixers = [
+        replace(
+            layer,
+            rope=layer.rope if rotates else None,
+            all_from_latent=not rotates,
+            latents_back=index - source,
+            shares_latents=index in sources[index + 1 :],
+        )
+        for layer, rotates, index, source in zip(
+            sparse(attention, indexer, [kind == _FULL for kind in kinds]), rotating, own, sources, strict=True
+        )
+    ]
+    moe = read_moe(hf, common, _read_router(hf), default_shared=1)
+    return common.model(
+        mixers,
+        common.ffns(moe, listed_or_after_dense(hf, num_layers, 1)),
         final_logit_softcap=cap,
         num_mtp_layers=read_mtp_layers(hf),
     )

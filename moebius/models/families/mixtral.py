@@ -5,15 +5,16 @@ from __future__ import annotations
 from moebius.checkpoint.gguf.family import ALL_SPARSE_KEYS, GgufFamily, rotated
 from moebius.checkpoint.gguf.names import gguf_layer
 from moebius.models.common import read_common, read_one_window, refuse_bias
-from moebius.models.config import ModelConfig, MoeConfig, RouterConfig
+from moebius.models.config import ModelConfig
 from moebius.models.family import Family
 from moebius.models.keys import HfKeys
+from moebius.models.layers.router import RouterConfig
 from moebius.models.names import MINIMAX_GATE, ROTARY, TensorNames
 from moebius.models.rope import read_rope
 
 
 def read_mixtral(hf: HfKeys) -> ModelConfig:
-    """Mixtral: every layer is MoE, and `intermediate_size` is an expert's."""
+    """Reads Mixtral: every layer is MoE, and `intermediate_size` is an expert's."""
     common = read_common(hf)
     refuse_bias(hf, common)
     hf.skip("router_jitter_noise")  # of training
@@ -23,13 +24,8 @@ def read_mixtral(hf: HfKeys) -> ModelConfig:
         score="softmax",
         post="renormalize",
     )
-    return ModelConfig(
-        **common,
-        model_type="mixtral",
-        rope=read_rope(hf, common["head_dim"], default_theta=1e6),
-        moe=MoeConfig(router, common["intermediate_size"], 0, frozenset(range(common["num_layers"]))),
-        attention_windows=read_one_window(hf, common["num_layers"]),
-    )
+    attention = common.gqa(read_rope(hf, common.head_dim, default_theta=1e6), sight=read_one_window(hf))
+    return common.model(attention, common.moe(router, common.intermediate_size))
 
 
 FAMILIES = (

@@ -7,22 +7,28 @@ initialisation.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from moebius.checkpoint.gguf.family import Config, GgufFamily, grouped
 from moebius.checkpoint.gguf.linear_heads import linear_heads
 from moebius.checkpoint.gguf.names import gguf_layer, gguf_linear, gguf_mamba2
 from moebius.models.common import (
     FULL,
+    Common,
     read_biased_router,
     read_common,
     read_mtp_layers,
     refuse_bias,
     refuse_step_limits,
 )
-from moebius.models.config import LayerHalf, LinearAttentionConfig, ModelConfig, MoeConfig
+from moebius.models.config import ModelConfig
 from moebius.models.family import Family
 from moebius.models.keys import HfKeys
+from moebius.models.layers.ffn import Experts, FeedForward, LatentMoE, MoE
+from moebius.models.layers.mixer import Mixer
+from moebius.models.layers.recurrent import Mamba2
+from moebius.models.layers.residual import Single
 from moebius.models.names import MTP, TensorNames, rename
 
 if TYPE_CHECKING:
@@ -71,36 +77,30 @@ def _read_kinds(hf: HfKeys) -> tuple[str, ...]:
     return kinds
 
 
-def _of_kind(kinds: tuple[str, ...], wanted: tuple[str, ...]) -> frozenset[int]:
-    return frozenset(layer for layer, kind in enumerate(kinds) if kind in wanted)
-
-
-def _read_state_space(hf: HfKeys, layers: frozenset[int]) -> LinearAttentionConfig:
+def _read_state_space(hf: HfKeys, eps: float) -> Mamba2:
     heads, groups = hf.integer("mamba_num_heads", default=128), hf.integer("n_groups", default=8)
     if heads % groups:
         raise hf.error("mamba_num_heads", heads, f"a multiple of {groups} (n_groups)")
-    return LinearAttentionConfig(
+    return Mamba2(
         num_key_heads=groups,
         num_value_heads=heads,
         key_head_dim=hf.integer("ssm_state_size", default=128),
         value_head_dim=hf.integer("mamba_head_dim", default=64),
         conv_width=hf.integer("conv_kernel", default=4, minimum=2),
-        layers=layers,
-        state_space=True,
+        eps=eps,
     )
 
 
-def _read_moe(hf: HfKeys, layers: frozenset[int]) -> MoeConfig:
+def _read_moe(hf: HfKeys, common: Common) -> MoE:
     if hf.integer("n_shared_experts", default=1) != 1:
         raise hf.error("n_shared_experts", hf.value("n_shared_experts"), "1")
-    return MoeConfig(
-        router=read_biased_router(hf),
-        intermediate_size=hf.integer("moe_intermediate_size"),
-        shared_intermediate_size=hf.integer("moe_shared_expert_intermediate_size"),
-        layers=layers,
-        expert_activation="relu2",
-        latent_size=hf.integer("moe_latent_size", default=0, minimum=0),
-    )
+    experts = Experts(hf.integer("moe_intermediate_size"), "relu2")
+    shared = hf.integer("moe_shared_expert_intermediate_size")
+    latent_size = hf.integer("moe_latent_size", default=0, minimum=0)
+    moe = common.moe(read_biased_router(hf), experts, shared)
+    if not latent_size:
+        return moe
+    return LatentMoE(router=moe.router, experts=experts, shared=moe.shared, latent_size=latent_size)
 
 
 def read_nemotron_h(hf: HfKeys) -> ModelConfig:
@@ -119,17 +119,17 @@ def read_nemotron_h(hf: HfKeys) -> ModelConfig:
     hf.skip("norm_eps")
     epsilon = hf.number("layer_norm_epsilon", "norm_eps", default=1e-5)
     keys = hf.with_values(rms_norm_eps=epsilon, num_hidden_layers=len(kinds))
-    common: dict[str, Any] = read_common(keys) | {"activation": "relu2"}
+    common = replace(read_common(keys), activation="relu2")
     refuse_bias(hf, common)
-    ffn = _of_kind(kinds, (*_MLP, *_MOE))
-    halves: list[LayerHalf] = ["mlp" if layer in ffn else "attention" for layer in range(len(kinds))]
-    return ModelConfig(
-        **common,
-        model_type="nemotron_h",
-        rope=None,
-        moe=_read_moe(hf, _of_kind(kinds, _MOE)),
-        linear=_read_state_space(hf, _of_kind(kinds, _STATE_SPACE)),
-        layer_halves=tuple(halves),
+    moe, state_space = _read_moe(hf, common), _read_state_space(hf, common.eps)
+    mixers: dict[str, Mixer] = dict.fromkeys(_STATE_SPACE, state_space) | dict.fromkeys(
+        _ATTENDS, common.gqa(None)
+    )
+    ffns: dict[str, FeedForward] = dict.fromkeys(_MLP, common.dense()) | dict.fromkeys(_MOE, moe)
+    return common.model(
+        [mixers.get(kind) for kind in kinds],
+        [ffns.get(kind) for kind in kinds],
+        residuals=Single(),
         num_mtp_layers=read_mtp_layers(hf),
     )
 

@@ -6,9 +6,10 @@ import math
 
 from moebius.checkpoint.gguf.family import ALL_SPARSE_KEYS, GgufFamily, rotated
 from moebius.models.common import read_common, read_softmax_router
-from moebius.models.config import ModelConfig, MoeConfig
+from moebius.models.config import ModelConfig
 from moebius.models.family import Family
 from moebius.models.keys import HfKeys
+from moebius.models.layers.gqa import FullWidthQkNorm
 from moebius.models.names import ROTARY, TensorNames
 from moebius.models.rope import read_rope
 
@@ -18,16 +19,13 @@ def read_olmoe(hf: HfKeys) -> ModelConfig:
     common = read_common(hf)
     hf.refuse("sliding_window")
     router = read_softmax_router(hf)
-    return ModelConfig(
-        **common,
-        model_type="olmoe",
-        rope=read_rope(hf, common["head_dim"]),
-        moe=MoeConfig(router, common["intermediate_size"], 0, frozenset(range(common["num_layers"]))),
-        qk_norm=True,
-        qk_norm_full_width=True,
-        qkv_limit=hf.number("clip_qkv") if hf.has("clip_qkv") else math.inf,
-        output_bias=common["attention_bias"],
+    attention = common.gqa(
+        read_rope(hf, common.head_dim),
+        qk_norm=FullWidthQkNorm(common.eps),
+        limit=hf.number("clip_qkv") if hf.has("clip_qkv") else math.inf,
+        output_bias=common.attention_bias,
     )
+    return common.model(attention, common.moe(router, common.intermediate_size))
 
 
 FAMILIES = (

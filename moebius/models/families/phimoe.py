@@ -9,9 +9,12 @@ have the long ones (see `gpu_service.layers.decoder.RotaryEmbedding`).
 from __future__ import annotations
 
 from moebius.models.common import read_common, read_one_window
-from moebius.models.config import ModelConfig, MoeConfig, RopeConfig, RouterConfig
+from moebius.models.config import ModelConfig
 from moebius.models.family import Family
 from moebius.models.keys import HfKeys
+from moebius.models.layers.norms import LayerNorm
+from moebius.models.layers.rope import RopeConfig
+from moebius.models.layers.router import RouterConfig
 from moebius.models.names import MINIMAX_GATE, ROTARY, TensorNames, rename
 from moebius.models.rope import read_rope
 
@@ -38,9 +41,8 @@ def read_phimoe(hf: HfKeys) -> ModelConfig:
     """Every layer is MoE, and `intermediate_size` is an expert's."""
     hf.skip("input_jitter_noise", "hidden_dropout")  # of training
     common = read_common(hf)
-    num_layers = common["num_layers"]
     has_head_bias = hf.boolean("lm_head_bias", default=False)
-    if has_head_bias and common["tie_word_embeddings"]:
+    if has_head_bias and common.tie_word_embeddings:
         raise hf.error("lm_head_bias", True, "false with tie_word_embeddings")
     top_k = hf.integer("num_experts_per_tok", default=2)
     if top_k != 2:
@@ -51,15 +53,13 @@ def read_phimoe(hf: HfKeys) -> ModelConfig:
         score="sparse_mixer",
         mixer_width=2 * hf.number("router_jitter_noise", default=0.01),
     )
-    return ModelConfig(
-        **common,
-        model_type="phimoe",
-        rope=_read_rope(hf, common["head_dim"]),
-        moe=MoeConfig(router, common["intermediate_size"], 0, frozenset(range(num_layers))),
-        output_bias=common["attention_bias"],
-        attention_windows=read_one_window(hf, num_layers),
-        mean_norms=True,
-        norm_bias=True,
+    attention = common.gqa(
+        _read_rope(hf, common.head_dim), sight=read_one_window(hf), output_bias=common.attention_bias
+    )
+    return common.model(
+        attention,
+        common.moe(router, common.intermediate_size),
+        norm=LayerNorm(common.eps, bias=True),
         head_bias=has_head_bias,
     )
 

@@ -13,10 +13,12 @@ from moebius.models.common import (
     read_sparse_layers,
     read_windows,
     refuse_bias,
+    sliding,
 )
-from moebius.models.config import ModelConfig, MoeConfig
+from moebius.models.config import ModelConfig
 from moebius.models.family import Family
 from moebius.models.keys import HfKeys
+from moebius.models.layers.gqa import Window
 from moebius.models.names import ROTARY, SHARED, TensorNames
 from moebius.models.rope import read_rope
 
@@ -29,7 +31,7 @@ def _qwen2(keys: MetadataKeys, config: Config) -> Config:
     return rotated(keys, config) | {"qkv_bias": config["attention_bias"], "attention_bias": False}
 
 
-def _windows(hf: HfKeys, num_layers: int) -> tuple[int | None, ...]:
+def _windows(hf: HfKeys, num_layers: int) -> tuple[Window | None, ...]:
     """By `layer_types`; without it every other one of the first `max_window_layers`, where they are used."""
     slides = hf.boolean("use_sliding_window", default=False)
     last = hf.integer("max_window_layers", default=28, minimum=0)
@@ -44,18 +46,14 @@ def read_qwen2_moe(hf: HfKeys) -> ModelConfig:
     """Qwen1.5-MoE and Qwen2-57B-A14B: shared experts are weighed by a gate of their own."""
     common = read_common(hf)
     refuse_bias(hf, common)
-    common["attention_bias"] = hf.boolean("qkv_bias", default=True)
-    windows = _windows(hf, common["num_layers"])
-    layers = read_sparse_layers(hf, common["num_layers"])
+    bias = hf.boolean("qkv_bias", default=True)
+    windows = _windows(hf, common.num_layers)
+    layers = read_sparse_layers(hf, common.num_layers)
     router = read_softmax_router(hf)
     shared = hf.integer("shared_expert_intermediate_size")
-    return ModelConfig(
-        **common,
-        model_type="qwen2_moe",
-        rope=read_rope(hf, common["head_dim"]),
-        moe=MoeConfig(router, hf.integer("moe_intermediate_size"), shared, layers, shared_gate=True),
-        attention_windows=windows,
-    )
+    moe = common.moe(router, hf.integer("moe_intermediate_size"), shared, shared_gate=True)
+    attention = common.gqa(read_rope(hf, common.head_dim), bias=bias)
+    return common.model(sliding(attention, windows), common.ffns(moe, layers))
 
 
 FAMILIES = (

@@ -7,16 +7,29 @@ layer, positions in three dimensions and a vision tower.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from moebius.checkpoint.gguf.family import SPARSE_KEYS, Config, GgufFamily, rotated
 from moebius.checkpoint.gguf.linear_heads import linear_heads
 from moebius.checkpoint.gguf.names import ONE_PLUS_WEIGHT_NORM_RULES, gguf_layer, gguf_linear
-from moebius.models.common import FULL, read_common, read_mtp_layers, read_softmax_router, read_sparse_layers
-from moebius.models.config import LinearAttentionConfig, ModelConfig, MoeConfig, RouterConfig
+from moebius.models.common import (
+    FULL,
+    Common,
+    read_common,
+    read_mtp_layers,
+    read_softmax_router,
+    read_sparse_layers,
+)
+from moebius.models.config import ModelConfig
 from moebius.models.family import Family, MtpFamily, VisionFamily
 from moebius.models.keys import HfKeys
+from moebius.models.layers.ffn import MoE
+from moebius.models.layers.gqa import Gate, QkNorm
+from moebius.models.layers.norms import RMSNorm
+from moebius.models.layers.recurrent import GatedDeltaNet
+from moebius.models.layers.router import RouterConfig
 from moebius.models.names import MTP, ROTARY, SHARED, TEXT, TEXT_SHARED, VISION, VISUAL, TensorNames, rename
 from moebius.models.rope import SectionDefaults, read_rope
 from moebius.models.vision import read_grid_vision
@@ -39,13 +52,16 @@ LINEAR_KEYS = SPARSE_KEYS | {
 SECTIONS = SectionDefaults((11, 11, 10), interleaved=True)
 
 
-def read_linear_attention(hf: HfKeys, num_layers: int, *, interleaved: bool) -> LinearAttentionConfig:
-    """Sizes, and `layer_types`; without such a list, every `full_attention_interval`-th layer attends.
+def read_linear_attention(
+    hf: HfKeys, common: Common, *, interleaved: bool
+) -> tuple[GatedDeltaNet, frozenset[int]]:
+    """Linear attention, and the layers that have it, by `layer_types`; without such a list, every
+    `full_attention_interval`-th layer attends.
 
     Raises ModelConfigError for a list of another length, an unknown type, value heads that key heads do not
     divide, or a model without layers of either kind.
     """
-    interval = hf.integer("full_attention_interval", default=4)
+    num_layers, interval = common.num_layers, hf.integer("full_attention_interval", default=4)
     default = tuple(LINEAR if (layer + 1) % interval else FULL for layer in range(num_layers))
     kinds = hf.strings("layer_types") or default
     if len(kinds) != num_layers:
@@ -58,28 +74,29 @@ def read_linear_attention(hf: HfKeys, num_layers: int, *, interleaved: bool) -> 
     value_heads = hf.integer("linear_num_value_heads", default=32)
     if value_heads % key_heads:
         raise hf.error("linear_num_value_heads", value_heads, f"a multiple of {key_heads} (key heads)")
-    return LinearAttentionConfig(
+    linear = GatedDeltaNet(
         num_key_heads=key_heads,
         num_value_heads=value_heads,
         key_head_dim=hf.integer("linear_key_head_dim", default=128),
         value_head_dim=hf.integer("linear_value_head_dim", default=128),
         conv_width=hf.integer("linear_conv_kernel_dim", default=4, minimum=2),
-        layers=frozenset(layer for layer, kind in enumerate(kinds) if kind == LINEAR),
+        eps=common.eps,
         interleaved=interleaved,
     )
+    return linear, frozenset(layer for layer, kind in enumerate(kinds) if kind == LINEAR)
 
 
-def read_gated_moe(hf: HfKeys, router: RouterConfig, layers: frozenset[int]) -> MoeConfig:
+def read_gated_moe(hf: HfKeys, common: Common, router: RouterConfig) -> MoE:
     """Shared experts are weighed by a gate of their own."""
     shared = hf.integer("shared_expert_intermediate_size")
-    return MoeConfig(router, hf.integer("moe_intermediate_size"), shared, layers, shared_gate=True)
+    return common.moe(router, hf.integer("moe_intermediate_size"), shared, shared_gate=True)
 
 
 def read_qwen3_next(hf: HfKeys) -> ModelConfig:
-    """Qwen3-Next and Qwen3-Coder-Next."""
+    """Reads Qwen3-Next and Qwen3-Coder-Next."""
     common = read_common(hf)
     router = read_softmax_router(hf, renormalizes=True)
-    config = _config(hf, common, router, read_sparse_layers(hf, common["num_layers"]), interleaved=True)
+    config = _config(hf, common, router, read_sparse_layers(hf, common.num_layers), interleaved=True)
     # Where config.json does not say, the checkpoint may have the one layer that was published.
     return replace(config, num_mtp_layers=hf.integer(*MTP_KEYS, default=1, minimum=0))
 
@@ -101,15 +118,15 @@ def read_qwen3_5_moe(hf: HfKeys) -> ModelConfig:
         score="softmax",
         post="renormalize",
     )
-    layers = frozenset(range(common["num_layers"]))
+    layers = range(common.num_layers)
     return _config(hf, common, router, layers, interleaved=False, mrope=SECTIONS)
 
 
 def _config(
     hf: HfKeys,
-    common: dict[str, Any],
+    common: Common,
     router: RouterConfig,
-    layers: frozenset[int],
+    layers: Container[int],
     *,
     interleaved: bool,
     mrope: SectionDefaults | None = None,
@@ -117,16 +134,18 @@ def _config(
     """`layers`: those with experts; `interleaved`: how the input projection of linear attention is laid
     out.
     """
-    return ModelConfig(
-        **common,
-        model_type=hf.string("model_type"),
-        rope=read_rope(hf, common["head_dim"], default_partial_factor=PARTIAL_FACTOR, mrope=mrope),
-        moe=read_gated_moe(hf, router, layers),
-        qk_norm=True,
-        output_gate=True,
-        output_bias=common["attention_bias"],
-        one_plus_weight_norms=True,
-        linear=read_linear_attention(hf, common["num_layers"], interleaved=interleaved),
+    norm = RMSNorm(common.eps, one_plus_weight=True)
+    attention = common.gqa(
+        read_rope(hf, common.head_dim, default_partial_factor=PARTIAL_FACTOR, mrope=mrope),
+        qk_norm=QkNorm(norm),
+        gate=Gate("query"),
+        output_bias=common.attention_bias,
+    )
+    linear, own = read_linear_attention(hf, common, interleaved=interleaved)
+    return common.model(
+        [linear if layer in own else attention for layer in range(common.num_layers)],
+        common.ffns(read_gated_moe(hf, common, router), layers),
+        norm=norm,
         num_mtp_layers=read_mtp_layers(hf, *MTP_KEYS),
     )
 
@@ -175,7 +194,7 @@ RULES_3_5 = (
 
 
 def linear_of_three(keys: MetadataKeys, config: Config) -> Config:
-    """The same with positions in time, height and width; files have room for a fourth part."""
+    """Returns the same with positions in time, height and width; files have room for a fourth part."""
     found, name = gguf_linear_attention(keys, config), "rope.dimension_sections"
     keys.skip(name)
     listed = keys.model.value(name)

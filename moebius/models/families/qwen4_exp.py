@@ -8,13 +8,12 @@ configuration in public tests.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from moebius.checkpoint.gguf.family import Config, GgufFamily
 from moebius.checkpoint.gguf.names import GgufRule, gguf_layer, gguf_linear, gguf_top
-from moebius.models.attention_config import BlockIndexerConfig, HyperConnectionConfig, NGramConfig
-from moebius.models.common import FULL, INDEXED, read_common, read_mtp_layers, read_softmax_router
-from moebius.models.config import ModelConfig, RopeConfig
+from moebius.models.common import FULL, INDEXED, Common, read_common, read_mtp_layers, read_softmax_router
+from moebius.models.config import ModelConfig
 from moebius.models.families.qwen3_next import (
     LINEAR,
     LINEAR_KEYS,
@@ -27,6 +26,11 @@ from moebius.models.families.qwen3_next import (
 )
 from moebius.models.family import Family, VisionFamily
 from moebius.models.keys import HfKeys
+from moebius.models.layers.gqa import BlockIndexer, Gate, QkNorm
+from moebius.models.layers.norms import RMSNorm
+from moebius.models.layers.recurrent import GatedDeltaNet
+from moebius.models.layers.residual import GatedStreams, NGramConfig, NGrams
+from moebius.models.layers.rope import RopeConfig
 from moebius.models.names import MTP, SHARED, TEXT, TEXT_SHARED, VISION, VISUAL, TensorNames, drop, rename
 from moebius.models.ngrams import hash_factors, hash_primes
 from moebius.models.rope import read_rope
@@ -45,19 +49,19 @@ _HARMLESS = (
 )
 
 
-def _read_linear(hf: HfKeys, common: dict[str, Any]) -> Any:
+def _read_linear(hf: HfKeys, common: Common) -> tuple[GatedDeltaNet, frozenset[int]]:
     """Layers that attend are called either way."""
     kinds = [FULL if kind in INDEXED else kind for kind in hf.strings("layer_types")]
-    linear = read_linear_attention(
-        hf.with_values(layer_types=kinds or None), common["num_layers"], interleaved=False
+    linear, layers = read_linear_attention(
+        hf.with_values(layer_types=kinds or None), common, interleaved=False
     )
-    gate = hf.string("output_gate_type", default=common["activation"])
+    gate = hf.string("output_gate_type", default=common.activation)
     if gate not in ("sigmoid", "silu", "swish"):
         raise hf.error("output_gate_type", gate, "sigmoid, silu")
-    return linear, gate == "sigmoid"
+    return replace(linear, sigmoid_gates=gate == "sigmoid"), layers
 
 
-def _read_blocks(hf: HfKeys, layers: frozenset[int], rope: RopeConfig) -> BlockIndexerConfig:
+def _read_blocks(hf: HfKeys, rope: RopeConfig, norm: RMSNorm) -> BlockIndexer:
     """Raises ModelConfigError where the indexer's sizes contradict one another."""
     if hf.integer("indexer_kv_heads") != 1:
         raise hf.error("indexer_kv_heads", hf.integer("indexer_kv_heads"), "1")
@@ -67,18 +71,18 @@ def _read_blocks(hf: HfKeys, layers: frozenset[int], rope: RopeConfig) -> BlockI
         raise hf.error("indexer_budget", budget, f"a multiple of indexer_compress_ratio ({ratio})")
     if rope.rotary_dim > head_dim:
         raise hf.error("indexer_head_dim", head_dim, f"at least what is rotated ({rope.rotary_dim})")
-    return BlockIndexerConfig(
+    return BlockIndexer(
         head_dim=head_dim,
         block_size=ratio,
         top_blocks=budget // ratio,
         local_blocks=0,
-        layers=layers,
+        norm=norm,
         shared_heads=hf.integer("indexer_n_heads"),
         rotary_dim=rope.rotary_dim,
     )
 
 
-def _read_ngrams(hf: HfKeys, common: dict[str, Any], linear: frozenset[int]) -> NGramConfig | None:
+def _read_ngrams(hf: HfKeys, common: Common, linear: frozenset[int]) -> NGramConfig | None:
     """Layers are counted from 1. Raises ModelConfigError as `_read_blocks`."""
     layers = tuple(sorted({layer - 1 for layer in hf.integers("ple_layer_ids")}))
     ends = hf.integers("eos_token_id")
@@ -86,7 +90,7 @@ def _read_ngrams(hf: HfKeys, common: dict[str, Any], linear: frozenset[int]) -> 
         layers=layers,
         size=hf.integer("ngram_size", default=_DEFAULT_SIZE, minimum=2),
         heads=hf.integer("heads_per_ngram", default=8),
-        embed_dim=hf.integer("ple_embed_dim", default=common["hidden_size"]),
+        embed_dim=hf.integer("ple_embed_dim", default=common.hidden_size),
         vocab_base=hf.integer("ngram_vocab_size_base", default=20_000_000, minimum=2),
         padded_to=hf.integer("make_ngram_vocab_size_divisible_by", default=128),
         parts=hf.integer("split_ngram_parts", default=512),
@@ -111,33 +115,32 @@ def _read_ngrams(hf: HfKeys, common: dict[str, Any], linear: frozenset[int]) -> 
 
 
 def read_qwen4_exp(hf: HfKeys) -> ModelConfig:
-    """The language model: every layer is MoE, and a token has three positions."""
+    """Returns the language model: every layer is MoE, and a token has three positions."""
     hf.skip("intermediate_size", *_HARMLESS)
     hf.refuse("mlp_only_layers", [])
     if not hf.boolean("attn_output_gate", default=True):
         raise hf.error("attn_output_gate", False, "true")
     common = read_common(hf, dense_size=0)
-    linear, sigmoid_gates = _read_linear(hf, common)
-    rope = read_rope(hf, common["head_dim"], mrope=SECTIONS)
-    every = frozenset(range(common["num_layers"]))
-    return ModelConfig(
-        **common,
-        model_type=hf.string("model_type"),
-        rope=rope,
-        moe=read_gated_moe(hf, read_softmax_router(hf, renormalizes=True), every),
-        qk_norm=True,
-        output_gate=True,
-        output_bias=common["attention_bias"],
-        one_plus_weight_norms=True,
-        linear=replace(linear, sigmoid_gates=sigmoid_gates),
-        block_indexer=_read_blocks(hf, every - linear.layers, rope),
-        hyper=HyperConnectionConfig(
-            num_streams=hf.integer("hc_count", default=4, minimum=2),
-            iterations=0,
-            eps=0.0,
-            rank=hf.integer("hc_lowrank", default=320),
-        ),
-        ngram=_read_ngrams(hf, common, linear.layers),
+    linear, own = _read_linear(hf, common)
+    rope = read_rope(hf, common.head_dim, mrope=SECTIONS)
+    norm, layers = RMSNorm(common.eps, one_plus_weight=True), range(common.num_layers)
+    attention = common.gqa(
+        rope,
+        qk_norm=QkNorm(norm),
+        gate=Gate("query"),
+        output_bias=common.attention_bias,
+        blocks=_read_blocks(hf, rope, norm),
+    )
+    streams = GatedStreams(
+        hf.integer("hc_count", default=4, minimum=2), hf.integer("hc_lowrank", default=320)
+    )
+    size, ngrams = common.hidden_size * streams.num_streams, _read_ngrams(hf, common, own)
+    embedding = {} if ngrams is None else {at: NGrams(ngrams, i, size) for i, at in enumerate(ngrams.layers)}
+    return common.model(
+        [linear if layer in own else attention for layer in layers],
+        read_gated_moe(hf, common, read_softmax_router(hf, renormalizes=True)),
+        norm=norm,
+        residuals=[replace(streams, ngrams=embedding.get(layer)) for layer in layers],
         num_mtp_layers=read_mtp_layers(hf, *MTP_KEYS),
     )
 

@@ -7,7 +7,7 @@ Sources: the published config.json and, for the function that its keys ask for, 
 from __future__ import annotations
 
 from moebius.models.common import read_biased_router, read_common
-from moebius.models.config import ModelConfig, MoeConfig
+from moebius.models.config import ModelConfig
 from moebius.models.family import Family
 from moebius.models.keys import HfKeys
 from moebius.models.names import ROTARY, TensorNames
@@ -24,12 +24,8 @@ def read_solar_open(hf: HfKeys) -> ModelConfig:
     size = hf.integer("moe_intermediate_size")
     common = read_common(hf, dense_size=size)
     shared = hf.integer("n_shared_experts", default=1, minimum=0) * size
-    return ModelConfig(
-        **common,
-        model_type="solar_open",
-        rope=read_rope(hf, common["head_dim"], default_theta=1e6),
-        moe=MoeConfig(read_biased_router(hf), size, shared, frozenset(range(common["num_layers"]))),
-    )
+    attention = common.gqa(read_rope(hf, common.head_dim, default_theta=1e6))
+    return common.model(attention, common.moe(read_biased_router(hf), size, shared))
 
 
 FAMILIES = (Family("solar_open", read_solar_open, TensorNames((ROTARY,))),)

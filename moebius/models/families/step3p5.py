@@ -8,6 +8,7 @@ Sources: the published config.json and, for the function that its keys ask for, 
 from __future__ import annotations
 
 import math
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,14 +19,21 @@ from moebius.checkpoint.gguf.names import ONE_PLUS_WEIGHT_NORM_RULES, GgufRule, 
 from moebius.models.common import (
     FULL,
     SLIDING,
+    Common,
     listed_or_after_dense,
     read_common,
     read_mtp_layers,
     read_windows,
+    sliding,
 )
-from moebius.models.config import ModelConfig, MoeConfig, RopeConfig, RouterConfig, VisionConfig
+from moebius.models.config import ModelConfig, VisionConfig
 from moebius.models.family import Family, VisionFamily
 from moebius.models.keys import HfKeys
+from moebius.models.layers.ffn import Experts, FeedForward, MoE
+from moebius.models.layers.gqa import Gate, QkNorm
+from moebius.models.layers.norms import RMSNorm
+from moebius.models.layers.rope import RopeConfig
+from moebius.models.layers.router import RouterConfig
 from moebius.models.names import ROTARY, TensorNames, drop, rename
 from moebius.models.rope import read_layer_ropes, read_rope
 
@@ -96,7 +104,7 @@ def _check_fixed(hf: HfKeys) -> None:
 
 
 def _per_layer(hf: HfKeys, name: str, num_layers: int) -> tuple[Any, ...]:
-    """A list without its entries of MTP layers; empty where there is none."""
+    """Returns a list without its entries of MTP layers; empty where there is none."""
     value = hf.value(name) if hf.has(name) else None
     if value is None:
         return ()
@@ -106,7 +114,7 @@ def _per_layer(hf: HfKeys, name: str, num_layers: int) -> tuple[Any, ...]:
 
 
 def _numbers(hf: HfKeys, name: str, num_layers: int, default: float) -> tuple[float, ...]:
-    """A number above zero for each layer; one number is that of all."""
+    """Returns a number above zero for each layer; one number is that of all."""
     if hf.has(name) and not isinstance(hf.value(name), list):
         return (hf.number(name),) * num_layers
     values = _per_layer(hf, name, num_layers) or (default,) * num_layers
@@ -117,7 +125,7 @@ def _numbers(hf: HfKeys, name: str, num_layers: int, default: float) -> tuple[fl
 
 
 def _ropes(hf: HfKeys, kinds: tuple[str, ...], head_dim: int) -> tuple[RopeConfig, ...]:
-    """Rotary embedding of each layer; those that slide have no scaling."""
+    """Returns rotary embedding of each layer; those that slide have no scaling."""
     by_kind = hf.section("rope_parameters")
     if by_kind is not None and all(by_kind.has(kind) for kind in kinds):
         # As transformers writes it, with what other keys have said before.
@@ -140,16 +148,16 @@ def _ropes(hf: HfKeys, kinds: tuple[str, ...], head_dim: int) -> tuple[RopeConfi
     return tuple(rope(*layer) for layer in zip(kinds, thetas, factors, strict=True))
 
 
-def _num_heads(hf: HfKeys, kinds: tuple[str, ...], common: dict[str, Any]) -> tuple[int, ...]:
-    """Query heads of each layer; keys and values are alike in all."""
-    plain = common["num_heads"]
+def _num_heads(hf: HfKeys, kinds: tuple[str, ...], common: Common) -> tuple[int, ...]:
+    """Returns query heads of each layer; keys and values are alike in all."""
+    plain = common.num_heads
     other = hf.section("attention_other_setting")
     if other is None:
         sliding = hf.integer("num_sliding_attention_heads", default=plain)
         return tuple(sliding if kind == SLIDING else plain for kind in kinds)
     other.skip("true_head_dim")
-    kv_heads = common["num_kv_heads"]
-    for name, value in (("num_attention_groups", kv_heads), ("head_dim", common["head_dim"])):
+    kv_heads = common.num_kv_heads
+    for name, value in (("num_attention_groups", kv_heads), ("head_dim", common.head_dim)):
         if other.has(name) and other.integer(name) != value:
             raise other.error(name, other.integer(name), f"{value}, as in other layers")
     if other.string("attention_type", default=SLIDING) != SLIDING:
@@ -163,7 +171,7 @@ def _num_heads(hf: HfKeys, kinds: tuple[str, ...], common: dict[str, Any]) -> tu
 
 
 def _moe_layers(hf: HfKeys, num_layers: int) -> frozenset[int]:
-    """`moe_layers_enum`, numbers in a list or in a string with commas; without it all from the third."""
+    """Returns `moe_layers_enum`, a list or a string with commas; by default all from the third."""
     listed = hf.value("moe_layers_enum")
     if hf.has("mlp_layer_types"):
         return listed_or_after_dense(hf, num_layers)
@@ -177,7 +185,7 @@ def _moe_layers(hf: HfKeys, num_layers: int) -> frozenset[int]:
     return frozenset(number for number in numbers if 0 <= number < num_layers)
 
 
-def _read_moe(hf: HfKeys, num_layers: int) -> MoeConfig:
+def _read_moe(hf: HfKeys, common: Common) -> MoE:
     router = RouterConfig(
         num_experts=hf.integer("moe_num_experts", "n_routed_experts"),
         top_k=hf.integer("moe_top_k", "num_experts_per_tok"),
@@ -187,20 +195,12 @@ def _read_moe(hf: HfKeys, num_layers: int) -> MoeConfig:
         scale=hf.number("moe_router_scaling_factor", default=1.0),
         float32_gate=hf.boolean("need_fp32_gate", default=True),
     )
-    layers = _moe_layers(hf, num_layers)
-    shared = hf.integer("share_expert_dim", "share_expert_dims")
-    return MoeConfig(
-        router,
-        hf.integer("moe_intermediate_size"),
-        shared,
-        layers,
-        expert_activation="silu_clamped",
-        expert_limits=clamp_limits(hf, "swiglu_limits", num_layers) or (math.inf,) * num_layers,
-    )
+    experts = Experts(hf.integer("moe_intermediate_size"), "silu_clamped")
+    return common.moe(router, experts, hf.integer("share_expert_dim", "share_expert_dims"))
 
 
 def clamp_limits(hf: HfKeys, name: str, num_layers: int) -> tuple[float, ...]:
-    """Where each layer clamps gate and up, infinite where it does not (null or 0); no list: empty."""
+    """Returns where each layer clamps gate and up, infinite where it does not (null or 0); no list: empty."""
     limits = []
     for value in _per_layer(hf, name, num_layers):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):
@@ -209,8 +209,26 @@ def clamp_limits(hf: HfKeys, name: str, num_layers: int) -> tuple[float, ...]:
     return tuple(limits)
 
 
+def clamped_ffns(
+    common: Common,
+    moe: MoE,
+    moe_layers: Container[int],
+    limits: Sequence[float],
+    dense_limits: Sequence[float],
+) -> list[FeedForward]:
+    """Returns the feed-forward block of each layer where experts, and MLPs besides, clamp layer by layer."""
+
+    def clamped(layer: int, limit: float, dense_limit: float) -> FeedForward:
+        if layer not in moe_layers:
+            return replace(common.dense(), limit=dense_limit)
+        shared = None if moe.shared is None else replace(moe.shared, limit=dense_limit)
+        return replace(moe, experts=replace(moe.experts, limit=limit), shared=shared)
+
+    return [clamped(layer, *both) for layer, both in enumerate(zip(limits, dense_limits, strict=True))]
+
+
 def read_step3p5(hf: HfKeys) -> ModelConfig:
-    """Step-3.5-Flash: every layer may have its own number of heads, window, rotary embedding and clamp."""
+    """Reads Step-3.5-Flash: each layer may have its own heads, window, rotary embedding and clamp."""
     hf.skip(*_HARMLESS)
     _check_fixed(hf)
     common = read_common(
@@ -221,35 +239,36 @@ def read_step3p5(hf: HfKeys) -> ModelConfig:
         )
     )
     hf.refuse("mlp_bias")
-    head_dim = common["head_dim"]
+    head_dim = common.head_dim
     if hf.number("query_pre_attn_scalar", default=head_dim) != head_dim:
         raise hf.error("query_pre_attn_scalar", hf.number("query_pre_attn_scalar"), f"head_dim ({head_dim})")
-    num_layers = common["num_layers"]
+    num_layers = common.num_layers
     kinds = _per_layer(hf, "layer_types", num_layers) or (FULL,) * num_layers
     heads = _num_heads(hf, kinds, common)
     ropes = _ropes(hf, kinds, head_dim)
-    return ModelConfig(
-        # Of layers that differ, what plans memory takes the largest.
-        **(common | {"num_heads": max(heads)}),
-        model_type="step3p5",
-        output_bias=common["attention_bias"],
-        rope=ropes[0],
-        layer_ropes=ropes,
-        layer_num_heads=heads,
-        moe=_read_moe(hf, num_layers),
-        qk_norm=True,
-        head_gate=True,
-        one_plus_weight_norms=True,
-        attention_windows=read_windows(hf.with_values(layer_types=list(kinds)), num_layers),
-        mlp_limits=clamp_limits(hf, "swiglu_limits_shared", num_layers),
+    norm, clamps_nowhere = RMSNorm(common.eps, one_plus_weight=True), (math.inf,) * num_layers
+    attention = common.gqa(None, qk_norm=QkNorm(norm), gate=Gate("head"), output_bias=common.attention_bias)
+    windows = read_windows(hf.with_values(layer_types=list(kinds)), num_layers)
+    layers = zip(sliding(attention, windows), heads, ropes, strict=True)
+    ffns = clamped_ffns(
+        common,
+        _read_moe(hf, common),
+        _moe_layers(hf, num_layers),
+        clamp_limits(hf, "swiglu_limits", num_layers) or clamps_nowhere,
+        clamp_limits(hf, "swiglu_limits_shared", num_layers) or clamps_nowhere,
+    )
+    return common.model(
+        [replace(layer, num_heads=count, rope=rope) for layer, count, rope in layers],
+        ffns,
+        norm=norm,
         num_mtp_layers=read_mtp_layers(hf, "num_nextn_predict_layers"),
     )
 
 
 def read_step3p7(hf: HfKeys) -> ModelConfig:
-    """Step-3.7-Flash: the text model of Step-3.5 in `text_config`."""
+    """Reads Step-3.7-Flash: the text model of Step-3.5 in `text_config`."""
     hf.skip(*_VISION)
-    return replace(read_step3p5(hf), model_type="step3p7")
+    return read_step3p5(hf)
 
 
 def _read_step_vision(hf: HfKeys, vision: HfKeys) -> VisionConfig:
@@ -333,7 +352,7 @@ def _gguf_scaling(keys: MetadataKeys, size: int, theta: float) -> dict[str, Any]
 
 
 def _gguf_config(keys: MetadataKeys, config: dict[str, Any]) -> dict[str, Any]:
-    """Heads, windows and clamps by layer; llama.cpp rotates half of a head in layers that do not slide."""
+    """Returns heads, windows and clamps by layer; llama.cpp rotates half a head unless layers slide."""
     count = config["num_hidden_layers"]
     slides = keys.listed("attention.sliding_window_pattern", count)
     heads, kv_heads = (keys.listed(f"attention.{name}", count) for name in ("head_count", "head_count_kv"))

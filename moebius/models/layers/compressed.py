@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import ClassVar, Self
 
 from moebius.models.layers.mixer import Mixer
 from moebius.models.layers.ranks import even_shard
+from moebius.models.layers.rope import RopeConfig
 from moebius.models.layers.tensors import CacheTensor, StateTensor
-
-if TYPE_CHECKING:
-    from moebius.models.config import RopeConfig
 
 
 @dataclass(frozen=True, slots=True)

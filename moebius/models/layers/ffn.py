@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
+from moebius.models.errors import ModelConfigError
 from moebius.models.layers.norms import Norm
 from moebius.models.layers.ranks import even_shard
-
-if TYPE_CHECKING:
-    from moebius.models.attention_config import ExpertKindsConfig
-    from moebius.models.config import RouterConfig
-
+from moebius.models.layers.router import ExpertKindsConfig, RouterConfig
 
 _MIXED_CHOICES = "whose router does not choose among experts with weights alone"
 
@@ -25,12 +22,12 @@ class FeedForward(ABC):
 
     @property
     def late_refusal(self) -> str:
-        """Why what experts answer can not be added a layer late; empty: it can."""
+        """Returns why what experts answer can not be added a layer late; empty: it can."""
         return ""
 
     @abstractmethod
     def on_rank(self, rank: int, num_ranks: int) -> Self:
-        """The part of one of `num_ranks` tensor-parallel ranks."""
+        """Returns the part of one of `num_ranks` tensor-parallel ranks."""
 
     @property
     @abstractmethod
@@ -39,11 +36,11 @@ class FeedForward(ABC):
 
     @abstractmethod
     def row_bytes(self, activation_bytes: int) -> int:
-        """Bytes of one token that live at once, without products of experts."""
+        """Returns the bytes of one token that live at once, without products of experts."""
 
     @abstractmethod
     def weight_elements(self, hidden_size: int) -> int:
-        """Elements of the weights that a token meets, chosen experts' included."""
+        """Returns the number of elements of the weights that a token meets, chosen experts' included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,8 +107,12 @@ class Routed(FeedForward):
         return _MIXED_CHOICES if self.router.num_zero_experts else ""
 
     def expert_input_size(self, hidden_size: int) -> int:
-        """Elements that an expert is given of a token."""
+        """Returns the number of elements that an expert is given of a token."""
         return hidden_size
+
+    def with_top_k(self, top_k: int) -> Self:
+        """Returns the same block where a token chooses `top_k` experts."""
+        return replace(self, router=replace(self.router, top_k=top_k))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +125,12 @@ class MoE(Routed):
     hashed_tokens: int = 0  # Token ids that choose their experts by a table; 0: the router chooses.
     # None: one kind of experts. Else the router counts parts of them.
     kinds: ExpertKindsConfig | None = None
+
+    def with_top_k(self, top_k: int) -> Self:
+        if self.kinds is None:
+            return replace(self, router=replace(self.router, top_k=top_k))
+        kinds = replace(self.kinds, top_k=top_k)
+        return replace(self, router=replace(self.router, top_k=kinds.most_parts), kinds=kinds)
 
     @property
     def late_refusal(self) -> str:
@@ -152,6 +159,14 @@ class NormedMoE(Routed):
 
     norm: Norm
     router_eps: float
+
+    def __post_init__(self) -> None:
+        router, shared = self.router, self.shared
+        if shared is None or shared.limit != math.inf or router.weighs_inputs or router.num_zero_experts:
+            raise ModelConfigError(
+                "experts with norms of their own need always active ones that do not clamp, and a "
+                "router that weighs what experts with weights answer"
+            )
 
     @property
     def late_refusal(self) -> str:

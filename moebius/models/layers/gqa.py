@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, Self
+from typing import Literal, Self
 
+from moebius.models.errors import ModelConfigError
 from moebius.models.layers.mixer import Mixer
 from moebius.models.layers.norms import Norm, RMSNorm
 from moebius.models.layers.ranks import even_shard, kv_shard
+from moebius.models.layers.rope import RopeConfig
 from moebius.models.layers.tensors import CacheTensor
 
-if TYPE_CHECKING:
-    from moebius.models.config import GateActivation, RopeConfig
+GateActivation = Literal["sigmoid", "softplus"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +110,31 @@ class GQA(Mixer):
     # Where queries, keys and values are cut off, after norms and before rotation; infinite: nowhere.
     limit: float = math.inf
     blocks: BlockIndexer | None = None  # None: it attends to all that it sees.
+
+    def __post_init__(self) -> None:
+        """Raises ModelConfigError for parts that no kernel computes together."""
+        gated = None if self.gate is None else self.gate.of
+        short_values = self.value_dim < self.head_dim
+        refused = {
+            "values that are longer than keys": self.value_dim > self.head_dim,
+            "shorter values that are keys": short_values and self.keys_are_values,
+            "gates made by the query projection beside values that are not as long as keys or are keys": (
+                gated == "query" and (short_values or self.keys_are_values)
+            ),
+            "gates of elements beside biases": gated == "element" and self.bias,
+            "blocks that are chosen within a window or a chunk": self.blocks is not None
+            and self.sight is not None,
+            "blocks that are chosen without rotation": self.blocks is not None and self.rope is None,
+        }
+        for what, is_asked in refused.items():
+            if is_asked:
+                raise ModelConfigError(f"attention: {what} are not computed")
+
+    def within(self, max_model_len: int) -> Self:
+        sight = self.sight
+        return (
+            replace(self, sight=None) if isinstance(sight, Chunk) and sight.tokens >= max_model_len else self
+        )
 
     @property
     def window(self) -> int | None:

@@ -6,14 +6,12 @@ Sources: DeepSeek-V2 (arXiv:2405.04434), section 2.1; sparse: DeepSeek-V3.2 (arX
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, Self
+from typing import Literal, Self
 
 from moebius.models.layers.mixer import Mixer
 from moebius.models.layers.ranks import even_shard
+from moebius.models.layers.rope import RopeConfig
 from moebius.models.layers.tensors import CacheTensor
-
-if TYPE_CHECKING:
-    from moebius.models.config import RopeConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,10 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from moebius.models.layers.ffn import FeedForward, Routed
+from moebius.models.errors import ModelConfigError
+from moebius.models.layers.ffn import FeedForward, NormedMoE, Routed
+from moebius.models.layers.latent import MLA
 from moebius.models.layers.mixer import Mixer
-from moebius.models.layers.norms import Norm
-from moebius.models.layers.residual import GatedStreams, HyperConnections, NextToken, Residual, Shortcut
+from moebius.models.layers.norms import Norm, RMSNorm
+from moebius.models.layers.residual import (
+    GatedStreams,
+    HyperConnections,
+    NextToken,
+    Residual,
+    Sequential,
+    Shortcut,
+)
 from moebius.models.layers.tensors import CacheTensor, StateTensor
 
 
@@ -21,9 +30,22 @@ class Layer:
     norm: Norm  # Of what the halves read.
     residual: Residual
 
+    def __post_init__(self) -> None:
+        """Raises ModelConfigError for halves that the residual stream does not go around."""
+        residual, name = self.residual, type(self.residual).__name__
+        if isinstance(self.ffn, NormedMoE) and not isinstance(residual, Sequential | NextToken):
+            raise ModelConfigError(
+                f"experts with norms of their own are not computed in layers that are {name}"
+            )
+        if isinstance(residual, Shortcut) and not isinstance(self.mixer, MLA):
+            raise ModelConfigError(f"layers that are {name} have latent attention only")
+        adds_one = isinstance(self.norm, RMSNorm) and self.norm.one_plus_weight
+        if isinstance(residual, GatedStreams) and not adds_one:
+            raise ModelConfigError(f"layers that are {name} have norms that hold their weight less 1 only")
+
     @property
     def mixers(self) -> tuple[Mixer, ...]:
-        """What mixes tokens, in order: each has a cache or a state of its own."""
+        """Returns what mixes tokens, in order: each has a cache or a state of its own."""
         return () if self.mixer is None else (self.mixer,) * (2 if isinstance(self.residual, Shortcut) else 1)
 
     @property
@@ -41,16 +63,16 @@ class Layer:
         return tuple(state for state in own if state)
 
     def weight_elements(self, hidden_size: int) -> int:
-        """Elements of the weights that a token meets, chosen experts' included, up to norms and biases."""
+        """Returns the weights that a token meets, chosen experts' included, up to norms and biases."""
         mixed = sum(mixer.weight_elements(hidden_size) for mixer in self.mixers)
         return mixed + sum(ffn.weight_elements(hidden_size) for ffn in self.ffns)
 
     def stream_bytes(self, hidden_size: int, activation_bytes: int) -> int:
-        """Bytes of one token that live through the layer next to the stream that every layer has."""
+        """Returns bytes of one token that live through the layer next to the stream that every layer has."""
         total, residual = 0, self.residual
         if isinstance(residual, HyperConnections | GatedStreams):
             # The streams, and the same once more in float32 where weights are computed and streams mixed.
-            total += residual.sizes.num_streams * hidden_size * (activation_bytes + 2 * 4)
+            total += residual.num_streams * hidden_size * (activation_bytes + 2 * 4)
         if isinstance(residual, Shortcut):
             # What experts are given, which waits until the layer's end; next to it the halves run.
             total += hidden_size * activation_bytes
@@ -60,16 +82,16 @@ class Layer:
 
     @property
     def passed(self) -> bool:
-        """Whether every token passes it: it is not of multi-token prediction."""
+        """Returns whether every token passes it: it is not of multi-token prediction."""
         return not isinstance(self.residual, NextToken)
 
     @property
     def late_refusal(self) -> str:
-        """Why what its experts answer can not be added a layer late; empty: it can."""
+        """Returns why what its experts answer can not be added a layer late; empty: it can."""
         return self.residual.late_refusal or ("" if self.ffn is None else self.ffn.late_refusal)
 
     def on_rank(self, rank: int, num_ranks: int) -> Layer:
-        """The part of one of `num_ranks` tensor-parallel ranks."""
+        """Returns the part of one of `num_ranks` tensor-parallel ranks."""
         residual = self.residual
         if isinstance(residual, Shortcut):
             residual = replace(residual, dense=residual.dense.on_rank(rank, num_ranks))
@@ -85,33 +107,33 @@ Layers = Sequence[Layer]
 
 
 def mixers(layers: Layers) -> Iterator[Mixer]:
-    """All mixers, in order."""
+    """Yields all mixers, in order."""
     for layer in layers:
         yield from layer.mixers
 
 
 def routed(layers: Layers) -> dict[int, Routed]:
-    """The blocks with routed experts by their layer."""
+    """Returns the blocks with routed experts by their layer."""
     return {i: layer.ffn for i, layer in enumerate(layers) if isinstance(layer.ffn, Routed)}
 
 
 def cached(layers: Layers) -> list[tuple[Mixer, CacheTensor]]:
-    """Whatever is attended to, with its mixer, in order: a layer of the cache each."""
+    """Returns whatever is attended to, with its mixer, in order: a layer of the cache each."""
     return [(mixer, part) for mixer in mixers(layers) for part in mixer.cache if not part.is_index]
 
 
 def indexed(layers: Layers) -> list[CacheTensor]:
-    """Keys that tokens are chosen by, in order."""
+    """Returns the keys that tokens are chosen by, in order."""
     return [part for mixer in mixers(layers) for part in mixer.cache if part.is_index]
 
 
 def states(layers: Layers) -> list[tuple[StateTensor, ...]]:
-    """The states of all parts that have one, in order."""
+    """Returns the states of all parts that have one, in order."""
     return [state for layer in layers for state in layer.states]
 
 
 def page_bytes(layers: Layers, page_size: int, stored_bytes: int, activation_bytes: int) -> int:
-    """Bytes of a page over all layers; `stored_bytes`: of an element of keys, values and latents."""
+    """Returns bytes of a page over all layers; `stored_bytes`: of an element of keys, values and latents."""
     sizes = page_size, stored_bytes, activation_bytes
     return sum(part.page_bytes(*sizes) for mixer in mixers(layers) for part in mixer.cache)
 
@@ -126,7 +148,7 @@ class Places:
 
 
 def places(layers: Layers) -> list[list[Places]]:
-    """By layer, the places of its parts: of its mixers, then, where a state is left, of its n-grams."""
+    """Returns the places of each layer's parts: its mixers, then, where a state is left, its n-grams."""
     found: list[list[Places]] = []
     num_cached = num_indexed = num_states = 0
     for index, layer in enumerate(layers):

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import ClassVar, Self
 
+from moebius.models.layers.rope import RopeConfig
 from moebius.models.layers.tensors import CacheTensor, StateTensor
-
-if TYPE_CHECKING:
-    from moebius.models.config import RopeConfig
 
 
 class Mixer(ABC):
@@ -35,25 +33,29 @@ class Mixer(ABC):
 
     @abstractmethod
     def on_rank(self, rank: int, num_ranks: int) -> Self:
-        """The part of one of `num_ranks` tensor-parallel ranks."""
+        """Returns the part of one of `num_ranks` tensor-parallel ranks."""
 
     @abstractmethod
     def indivisible(self, num_ranks: int) -> str:
         """What `num_ranks` do not divide, for messages; empty: they divide all."""
 
+    def within(self, max_model_len: int) -> Self:
+        """The mixer where no sequence exceeds `max_model_len` tokens: without limits that none reaches."""
+        return self
+
     @property
     def attends_back(self) -> int:
-        """How many layers before this one the cache is that it attends to; 0: its own."""
+        """Returns how many layers before this one the cache is that it attends to; 0: its own."""
         return 0
 
     @property
     def chooses(self) -> bool:
-        """Whether it chooses what it, and maybe later layers, attend to."""
+        """Returns whether it chooses what it, and maybe later layers, attend to."""
         return any(part.is_index for part in self.cache)
 
     @property
     def awaits_choice(self) -> bool:
-        """Whether it attends to what the nearest earlier layer chose."""
+        """Returns whether it attends to what the nearest earlier layer chose."""
         return False
 
     @property
@@ -68,7 +70,7 @@ class Mixer(ABC):
 
     @abstractmethod
     def weight_elements(self, hidden_size: int) -> int:
-        """Elements of its projections: a token costs two operations for each."""
+        """Returns the number of elements of its projections: a token costs two operations for each."""
 
     @property
     def score_width(self) -> int:
@@ -76,9 +78,9 @@ class Mixer(ABC):
         return 0
 
     def choice_bytes(self, hidden_size: int, max_model_len: int, activation_bytes: int) -> int:
-        """Bytes of one token while it is chosen what it attends to."""
+        """Returns the bytes of one token while it is chosen what it attends to."""
         return 0
 
     def num_block_scores(self, max_model_len: int) -> int:
-        """Scores of one token's blocks before the choice, float32; 0: none are chosen."""
+        """Returns the scores of one token's blocks before the choice, float32; 0: none are chosen."""
         return 0

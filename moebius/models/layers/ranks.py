@@ -15,7 +15,7 @@ class ShardRange:
 
     @staticmethod
     def whole(total: int) -> ShardRange:
-        """The range of an axis that is not divided."""
+        """Returns the range of an axis that is not divided."""
         return ShardRange(0, total, total)
 
     @property
@@ -25,11 +25,11 @@ class ShardRange:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the range covers its axis."""
+        """Returns whether the range covers its axis."""
         return self.size == self.total
 
     def scaled(self, factor: int) -> ShardRange:
-        """The same part of a dimension whose every element is `factor` wide."""
+        """Returns the same part of a dimension whose every element is `factor` wide."""
         return ShardRange(self.begin * factor, self.end * factor, self.total * factor)
 
     @property
@@ -49,7 +49,8 @@ def even_shard(total: int, rank: int, count: int) -> ShardRange:
 
 
 def kv_shard(num_heads: int, rank: int, count: int) -> ShardRange:
-    """Key and value heads of a rank: a share of them, or, with more ranks than heads, one, held by several.
+    """Returns the key and value heads of a rank: a share of them, or, with more ranks than heads, one, held
+    by several.
 
     query heads  | 0 1 | 2 3 | 4 5 | 6 7 |      8 query heads, 2 KV heads, 4 ranks
     KV heads     |  0  |  0  |  1  |  1  |

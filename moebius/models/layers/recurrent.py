@@ -5,14 +5,12 @@ convolutions.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from moebius.models.layers.mixer import Mixer
 from moebius.models.layers.ranks import even_shard
+from moebius.models.layers.rope import RopeConfig
 from moebius.models.layers.tensors import StateTensor
-
-if TYPE_CHECKING:
-    from moebius.models.config import RopeConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +52,7 @@ class Recurrent(Mixer):
         return recent, StateTensor(heads, "float32")
 
     def on_rank(self, rank: int, num_ranks: int) -> Self:
-        """A rank's key heads, and the value heads that they serve."""
+        """Returns a rank's key heads, and the value heads that they serve."""
         heads = even_shard(self.num_key_heads, rank, num_ranks).size
         repeats = self.num_value_heads // self.num_key_heads
         return replace(self, num_key_heads=heads, num_value_heads=heads * repeats)
@@ -74,7 +72,7 @@ class Recurrent(Mixer):
         return self.conv_size + self.value_size
 
     def weight_elements(self, hidden_size: int) -> int:
-        """Of queries, keys and values, their gates, decays and steps, and of the outputs."""
+        """Returns those of queries, keys and values, their gates, decays and steps, and of the outputs."""
         rows = self.conv_size + 2 * self.value_size + 2 * self.num_value_heads
         return hidden_size * rows + self.conv_width * self.conv_size
 

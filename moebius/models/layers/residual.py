@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from moebius.models.layers.ffn import Dense
 from moebius.models.layers.tensors import StateTensor
-
-if TYPE_CHECKING:
-    from moebius.models.attention_config import HyperConnectionConfig, NGramConfig
-
 
 # Why answers of experts can not be added a layer late, see `Layer.late_refusal`.
 NORMS_EXPERTS = "which norms what experts add: sums of two layers would be normed together"
@@ -30,7 +26,7 @@ class Sequential:
 
     @property
     def late_refusal(self) -> str:
-        """Why what experts answer can not be added a layer late; empty: it can."""
+        """Returns why what experts answer can not be added a layer late; empty: it can."""
         if self.normed_output != "none":
             return NORMS_EXPERTS
         return _SCALES_STREAM if self.learned_scale else ""
@@ -75,7 +71,49 @@ class HyperConnections:
 
     late_refusal: ClassVar[str] = _WEIGHS_STREAMS
 
-    sizes: HyperConnectionConfig
+    num_streams: int
+    # Of Sinkhorn's normalisation of the weights between streams; 0: there are none, and each stream stays as
+    # it is but for what is added to it.
+    iterations: int
+    eps: float  # Added to weights and to the sums that they are divided by.
+    # Whether the streams end as a sum with learned weights; False: as their mean.
+    weighs_last: bool = False
+    magnitude: float = 2.0  # The largest weight with which a half of a layer is added to a stream.
+
+
+@dataclass(frozen=True, slots=True)
+class NGramConfig:
+    """Embeddings of the latest tokens together, which some layers add to the residual streams (Qwen4).
+
+    Rows of a table are found by hashing the latest 2, 3, ... `size` tokens, several times each.
+    """
+
+    # Layers that have them, ascending, counted over the whole model: a layer's place decides its hashes.
+    layers: tuple[int, ...]
+    size: int  # Tokens of the longest n-gram.
+    heads: int  # Hashes of each order.
+    embed_dim: int  # Elements of all hashes' rows together.
+    vocab_base: int  # Each hash has a prime number of rows, the next ones from here on.
+    padded_to: int  # A layer's table has a multiple of this many rows,
+    parts: int  # and is stored as this many tensors of equal size.
+    seed: int  # Of the hashes' factors.
+    end_token_id: int  # No n-gram reaches beyond it.
+    conv_taps: int  # Of the causal convolution, `size` tokens apart.
+
+    @property
+    def num_hashes(self) -> int:
+        """Rows of the table that a token has."""
+        return (self.size - 1) * self.heads
+
+    @property
+    def row_dim(self) -> int:
+        """Elements of a row of the table."""
+        return self.embed_dim // self.num_hashes
+
+    @property
+    def conv_width(self) -> int:
+        """Tokens that the convolution spans, the newest included."""
+        return (self.conv_taps - 1) * self.size + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +137,8 @@ class GatedStreams:
 
     late_refusal: ClassVar[str] = _WEIGHS_STREAMS
 
-    sizes: HyperConnectionConfig
+    num_streams: int
+    rank: int  # Width of the bottleneck that the weights of a mix come through, also at the end.
     ngrams: NGrams | None = None
 
 

@@ -23,11 +23,11 @@ class CacheTensor:
     is_index: bool = False
 
     def places(self, page_size: int) -> int:
-        """Places in a page of `page_size` tokens: room for each that may end in it."""
+        """Returns the number of places in a page of `page_size` tokens: room for each that may end in it."""
         return -(-page_size // self.tokens) if self.tokens else 0
 
     def page_bytes(self, page_size: int, stored_bytes: int, activation_bytes: int) -> int:
-        """Bytes in a page; `stored_bytes`: of an element of keys, values and latents."""
+        """Returns the bytes in a page; `stored_bytes`: of an element of keys, values and latents."""
         item = activation_bytes if self.is_index else stored_bytes
         return self.places(page_size) * math.prod(self.row) * item
 
@@ -40,10 +40,10 @@ class StateTensor:
     dtype: StateType = "activation"
 
     def slot_bytes(self, activation_bytes: int) -> int:
-        """Bytes of one slot."""
+        """Returns the bytes of one slot."""
         return math.prod(self.row) * _BYTES.get(self.dtype, activation_bytes)
 
 
 def state_bytes(tensors: Iterable[StateTensor], activation_bytes: int) -> int:
-    """Bytes of one slot of all tensors."""
+    """Returns the bytes of one slot of all tensors."""
     return sum(tensor.slot_bytes(activation_bytes) for tensor in tensors)

@@ -55,12 +55,12 @@ CHAIN_ANSWER = "In Rome it is 69.8 degrees Fahrenheit."
 
 
 def get_weather(city: str) -> str:
-    """The temperature of a city in degrees Celsius."""
+    """Returns the temperature of a city in degrees Celsius."""
     return f"{WEATHER[city]} degrees"
 
 
 def to_fahrenheit(celsius: int) -> str:
-    """Degrees Celsius in Fahrenheit."""
+    """Returns degrees Celsius in Fahrenheit."""
     return f"{celsius * 9 / 5 + 32:.1f}"
 
 

@@ -88,7 +88,9 @@ def download(hub: Hub, directory: Path, **files: str) -> int:
 
 
 def test_a_broken_fetch_goes_on(hub: Hub, tmp_path: Path) -> None:
-    """From where it broke off, twice; the file has its name only when its digest is right."""
+    """The fetch goes on from where it broke off, twice; the file has its name only when its digest
+    is right.
+    """
     hub.breaks = 2
     assert download(hub, tmp_path, config_json=DIGEST) == 1
     assert (tmp_path / "config.json").read_bytes() == CONTENT
@@ -183,7 +185,7 @@ def test_two_pods_share_a_claim(hub: Hub, tmp_path: Path, is_killed: bool) -> No
 def test_without_locks_each_has_files_of_its_own(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the file system refuses them, what two fetch at once is whole all the same."""
+    """What two fetch at once is whole also where the file system refuses locks."""
 
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
@@ -230,7 +232,7 @@ def test_refusals_are_said_at_once(hub: Hub, tmp_path: Path) -> None:
 
 
 def test_lists_of_digests_are_read_strictly(tmp_path: Path) -> None:
-    """As sha256sum writes them; names stay below the directory."""
+    """Lists have the form of sha256sum; names stay below the directory."""
     path = tmp_path / "sums"
     path.write_text(f"{DIGEST}  config.json\n{DIGEST} *sub/a b.bin\n")
     assert read_checksums(path) == {"config.json": DIGEST, "sub/a b.bin": DIGEST}

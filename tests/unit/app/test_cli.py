@@ -79,14 +79,14 @@ def test_user_error_is_one_line(
 
 @pytest.mark.parametrize("group", ["", "bench", "models", "experts", "keys"])
 def test_a_group_alone_lists_its_commands(capsys: pytest.CaptureFixture[str], group: str) -> None:
-    """As `--help` does: what somebody types first is no error."""
+    """A group lists its commands as `--help` does: what somebody types first is no error."""
     asked = run_cli(capsys, *group.split(), "--help")
     assert run_cli(capsys, *group.split()) == asked
     assert ("\nCommands:\n" if group else "\nServe:\n") in asked[1]
 
 
 def test_help_lists_every_command_once() -> None:
-    """Under a heading of its own; a new command that has none would be missing in `--help`."""
+    """Every command has a heading; a new one without it would be missing in `--help`."""
     shown = [name for names in cli.COMMANDS.values() for name in names]
     assert sorted(shown) == sorted(cli._command("").commands)
 
@@ -235,9 +235,9 @@ def test_lists_of_commands_are_whole_sentences() -> None:
 
 def test_commands_without_torch(tmp_path: Path) -> None:
     """What does not compute with torch works where it is not installed; what does says so in one line."""
-    model, nobody = str(tmp_path / "model"), "http://127.0.0.1:9"
+    model, unused = str(tmp_path / "model"), "http://127.0.0.1:9"
     works = [["models", "random", model, "--shape", "tiny", "--layers", "1"], ["version"], ["topology"]]
-    alone = [["chat", "--base-url", nobody, "--prompt", "hi"], ["bench", "decode", "--base-url", nobody]]
+    alone = [["chat", "--base-url", unused, "--prompt", "hi"], ["bench", "decode", "--base-url", unused]]
     alone += [["experts", "record", "stop", "--engine-address", f"unix:{tmp_path}/none"]]
     needs = [["plan", model], ["verify", model], ["gpu", model]]
     commands = [*works, *alone, *needs]

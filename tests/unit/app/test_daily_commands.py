@@ -45,7 +45,9 @@ def system(state: Path, port: int, pid: int, ticks: int | None) -> None:
 
 
 def test_running_servers_are_listed_and_stopped(tmp_path: Path) -> None:
-    """By port or model; one whose process is another by now, or that others could write to, is none."""
+    """Servers are found by port or model; one whose process is another by now, or that others could write to,
+    is none.
+    """
     with subprocess.Popen(["sleep", "600"]) as first, subprocess.Popen(["sleep", "600"]) as second:
         for process in (first, second):  # somebody has to take notice of their ends
             threading.Thread(target=process.wait, daemon=True).start()
@@ -113,5 +115,5 @@ def test_downloaded_models_are_listed_and_deleted(tmp_path: Path) -> None:
     ("seconds", "said"), [(0.4, "0 s"), (59, "59 s"), (61, "1 min"), (7300, "2 h"), (864000, "10 d")]
 )
 def test_ages_have_one_unit(seconds: float, said: str) -> None:
-    """As people say them."""
+    """Ages are shown as people say them."""
     assert age(seconds) == said

@@ -71,7 +71,7 @@ main()
 
 
 def started(program: str, *arguments: str) -> subprocess.Popen[str]:
-    """The program after its first line, with the signals that a shell's foreground job has.
+    """Returns the program after its first line, with the signals that a shell's foreground job has.
 
     What ignores them, as nohup does, has children that ignore them too. `env` and no `preexec_fn`: that runs
     between fork and exec, which libraries with threads of their own do not survive.
@@ -93,7 +93,9 @@ def started(program: str, *arguments: str) -> subprocess.Popen[str]:
     [(signal.SIGINT, 1, 130), (signal.SIGINT, 2, 130), (signal.SIGTERM, 1, 143), (signal.SIGHUP, 1, 129)],
 )
 def test_a_signal_lets_a_command_clean_up(tmp_path: Path, number: int, times: int, status: int) -> None:
-    """Whatever ends a command, also twice within a millisecond: what it made is removed, nothing is said."""
+    """What the command made is removed whatever ends it, also twice within a millisecond, and nothing is
+    said.
+    """
     cleaned = tmp_path / "cleaned"
     process = started(SLOW_TO_CLEAN_UP, str(cleaned))
     for _ in range(times):

@@ -53,7 +53,7 @@ def test_letters_alone_suggest_nothing() -> None:
 def test_the_command_line_says_so_in_one_line(
     capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], wanted: str
 ) -> None:
-    """With status 2, before anything is loaded."""
+    """The line comes with status 2, before anything is loaded."""
     with pytest.raises(SystemExit) as exit_info:
         cli.main(list(arguments))
     assert exit_info.value.code == 2

@@ -295,7 +295,9 @@ class _Clock:
 
 
 async def test_clocks_of_other_hosts_are_set_by_the_quickest_answer() -> None:
-    """To within that answer's time; under the same kernel it is the same clock, without any error."""
+    """Clocks agree to within that answer's time; under the same kernel it is the same clock, without any
+    error.
+    """
     assert abs(await clock_offset(_Clock(10**12, "another")) - 10**12) < 20_000_000
     same = _Clock(0, boot_id())
     assert await clock_offset(same) == 0

@@ -16,13 +16,13 @@ TRACE, PARENT = 0xABC, 0xDEF
 
 
 def call(layer: int, start: int, span_id: int = PARENT) -> Call:
-    """Ten nanoseconds of work."""
+    """Returns ten nanoseconds of work."""
     return Call(TRACE, span_id, layer, 4, start, 10, "mailbox")
 
 
 @pytest.fixture
 def exporter(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
-    """What this process exports, with its own limits."""
+    """Returns what this process exports, with its own limits."""
     exported = InMemorySpanExporter()
     # Without an endpoint that one samples nothing.
     limits = configure_tracing(TelemetryConfig(), "moebius-expert")._span_limits
@@ -33,7 +33,9 @@ def exporter(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
 
 
 def test_calls_of_a_step_become_one_span(exporter: InMemorySpanExporter) -> None:
-    """Only once the step is quiet; start and end enclose all layers; the parent is the engine's span."""
+    """The span is made only once the step is quiet; start and end enclose all layers; the parent is the
+    engine's span.
+    """
     recorder = SpanRecorder({"moebius.expert.server": 1})
     for recorded in (call(3, 2000), call(1, 1000), call(1, 5000, span_id=7)):
         recorder.add(recorded)

@@ -12,7 +12,7 @@ from moebius.errors import ConfigError
 
 
 def key_file(directory: Path, text: str, mode: int = 0o600) -> Path:
-    """A file of keys."""
+    """Returns a file of keys."""
     path = directory / "keys"
     path.write_text(text)
     path.chmod(mode)
@@ -97,7 +97,7 @@ def test_a_made_key_is_nowhere_but_with_its_owner(tmp_path: Path) -> None:
 
 
 def test_a_revoked_key_is_refused_at_once(tmp_path: Path) -> None:
-    """Also one that was accepted a moment ago; the last key of a file is not taken out."""
+    """A key that was accepted a moment ago is refused, too; the last key of a file is not taken out."""
     path = str(tmp_path / "keys")
     alice, bob = add_key(path, "alice", KeyLimits()), add_key(path, "bob", KeyLimits())
     keys = ApiKeys("", path)

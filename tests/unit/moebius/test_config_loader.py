@@ -13,7 +13,7 @@ from moebius.errors import ConfigError
 
 
 def written(tmp_path: Path, text: str) -> Path:
-    """A configuration file with that text."""
+    """Returns a configuration file with that text."""
     path = tmp_path / "moebius.yaml"
     path.write_text(text)
     return path

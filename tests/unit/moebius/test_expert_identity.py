@@ -23,12 +23,12 @@ from tests.helpers.checkpoints import TinyMoe
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny checkpoint."""
+    """Returns a tiny checkpoint."""
     return TinyMoe(family="glm4_moe").write(tmp_path_factory.mktemp("identity") / "model")
 
 
 def fingerprint(directory: Path) -> str:
-    """Of the checkpoint there."""
+    """Returns the fingerprint of the checkpoint there."""
     return checkpoint_fingerprint(open_index(directory))
 
 
@@ -87,7 +87,7 @@ def test_large_files_are_sampled(model: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_every_setting_that_changes_answers_is_part_of_it(
     model: Path, name: str, change: dict[str, Any]
 ) -> None:
-    """By its name, so that the difference can be seen."""
+    """Each setting is there by its name, so that the difference can be seen."""
     geometry = read_geometry(model)
     request = SliceRequest(str(model), split_count=2)
     ours = expert_identity(request, geometry, "aa", exact=False)

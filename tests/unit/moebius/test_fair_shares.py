@@ -90,7 +90,7 @@ class Load:
 
 
 def deviation(tokens: Counter[str]) -> float:
-    """How far the share of the most or least served is from an equal one, relative to that."""
+    """Returns how far the share of the most or least served is from an equal one, relative to that."""
     equal = sum(tokens.values()) / len(tokens)
     return max(abs(served - equal) / equal for served in tokens.values())
 
@@ -134,8 +134,9 @@ def test_one_connection_is_not_held_up_by_sixty_four() -> None:
 def test_no_client_falls_behind_by_more_than_what_is_in_progress(
     shapes: list[tuple[int, int, int]], seed: int
 ) -> None:
-    """At any time, of clients that always wait: the most and the least served differ by what fits into the
-    batch twice, not by more the longer it lasts."""
+    """At any time the most and the least served of clients that always wait differ by what fits into the
+    batch twice, not by more the longer it lasts.
+    """
     clients = [
         Client(f"c{number}", connections, (1, prompt), (1, output))
         for number, (connections, prompt, output) in enumerate(shapes)
@@ -160,7 +161,7 @@ def test_who_was_alone_owes_nothing() -> None:
     assert deviation(load.tokens) <= 0.1, load.tokens
 
 
-def test_requests_of_nobody_in_particular_are_in_order_of_seniority() -> None:
+def test_requests_without_a_client_are_in_order_of_seniority() -> None:
     """Without a client's name all are one: the oldest first, as if there were no shares."""
     load = Load([Client("", 3 * SEQS, (20, 20), (4, 4))], seed=4)
     begun: list[int] = []
@@ -219,7 +220,9 @@ def test_turns_are_by_what_was_served() -> None:
 
 
 def test_a_full_queue_lets_in_who_has_less_than_a_share() -> None:
-    """Up to the limit anyone; beyond it those below an equal share, so that at most twice as many are in."""
+    """The queue takes any client up to the limit; beyond it those below an equal share, so that at most twice
+    as many are in.
+    """
     assert has_place({"a": 255}, "a", 256)
     assert not has_place({"a": 256}, "a", 256)
     assert has_place({"a": 256}, "b", 256)

@@ -22,12 +22,12 @@ class Experts(expert_pb2_grpc.ExpertServicer):
     """Answers every record."""
 
     def Compute(self, request_iterator: Iterator[Any], context: Any) -> Iterator[Any]:
-        """One answer a record."""
+        """Yields one answer a record."""
         for request in request_iterator:
             yield expert_pb2.ComputeResponse(epoch=request.epoch)
 
     def Info(self, request: Any, context: Any) -> Any:
-        """A fact."""
+        """Returns a fact."""
         return expert_pb2.InfoResponse(pid=1)
 
 

@@ -13,7 +13,7 @@ ORIENTATION, DESCRIPTION, RESOLUTION = 0x0112, 0x010E, 0x011A
 
 
 def photo(orientation: int) -> bytes:
-    """A JPEG file, 3 pixels wide and 2 high, with metadata."""
+    """Returns a JPEG file, 3 pixels wide and 2 high, with metadata."""
     image = Image.linear_gradient("L").resize((3, 2)).convert("RGB")
     image.putpixel((0, 0), (250, 20, 90))
     exif = image.getexif()

@@ -30,7 +30,7 @@ def test_what_a_cpu_costs() -> None:
 
 
 def test_flags_are_the_first_processors(tmp_path: Path) -> None:
-    """As /proc/cpuinfo lists them; a machine without that file has none."""
+    """Flags are those that /proc/cpuinfo lists; a machine without that file has none."""
     (tmp_path / "cpuinfo").write_text(
         "processor\t: 0\nflags\t\t: fpu avx2 fma\nprocessor\t: 1\nflags\t: fpu\n"
     )
@@ -50,7 +50,7 @@ def test_the_words_are_what_one_dnn_does() -> None:
 
 
 def test_the_start_says_it_first() -> None:
-    """Of this host: one line for people, one record for machines."""
+    """The start has one line for people and one record for machines."""
     lines: list[str] = []
     LineView(lines.append).on_processor("avx2", "no AVX-512")
     assert lines == ["CPU kernels: avx2: no AVX-512"]
@@ -59,7 +59,7 @@ def test_the_start_says_it_first() -> None:
 
 
 def test_the_start_says_how_many_threads_compute_and_why() -> None:
-    """Of every expert server, in one line; a record where logs are JSON."""
+    """The start has one line for every expert server; a record where logs are JSON."""
     lines: list[str] = []
     LineView(lines.append).on_threads("8 (set by expert_threads)")
     assert lines == ["expert threads: 8 (set by expert_threads)"]

@@ -29,7 +29,9 @@ TIMES = PanelTimes(HERE, "int8", "bfloat16", 2048, ((1, 100.0), (16, 400.0)))
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
-    """Of other servers it is kept, of the same matrix replaced, of an older build of the kernels dropped."""
+    """What other servers wrote is kept, of the same matrix replaced, of an older build of the kernels
+    dropped.
+    """
     path = tmp_path / "moebius" / "kernel-times.json"
     assert read_times(path) == ()
     other = replace(TIMES, on=replace(HERE, threads=8))

@@ -58,7 +58,7 @@ def test_the_supervisors_children_check_too(tmp_path: Path) -> None:
 
 
 def given(monkeypatch: pytest.MonkeyPatch, **values: int) -> dict[int, tuple[int, int]]:
-    """Limits by name, the others unlimited; what is set is kept."""
+    """Returns the limits by name, the others unlimited; what is set is kept."""
     kept = {getattr(resource, name): (value, value) for name, value in values.items()}
     unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
     monkeypatch.setattr(resource, "getrlimit", lambda which: kept.get(which, unlimited))
@@ -155,7 +155,7 @@ def test_shared_memory_says_what_is_wrong_with_it() -> None:
 
 
 def test_kills_for_want_of_memory_are_counted(tmp_path: Path) -> None:
-    """As the kernel counts them, where it does."""
+    """Kills are counted as the kernel counts them, where it does."""
     assert out_of_memory_kills(tmp_path) == 0
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/vmstat").write_text("pgfault 7\noom_kill 3\n")
@@ -163,7 +163,7 @@ def test_kills_for_want_of_memory_are_counted(tmp_path: Path) -> None:
 
 
 def test_a_machine_that_shows_no_cpus_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a chroot without /sys and /proc."""
+    """The error is one line, as in a chroot without /sys and /proc."""
 
     def nothing() -> Topology:
         raise RuntimeError("no usable CPU found under /sys and /proc")

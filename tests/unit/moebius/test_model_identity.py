@@ -45,7 +45,7 @@ _HELD = ("tokenizer.json", "tokenizer_config.json", "config.json", "generation_c
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A tiny checkpoint with a tokenizer."""
+    """Returns a tiny checkpoint with a tokenizer."""
     return write_checkpoint(tmp_path / "model")
 
 
@@ -81,7 +81,7 @@ def test_every_file_that_makes_an_answer_counts(model: Path, name: str) -> None:
 
 
 def test_copies_links_and_touched_files_are_the_same(model: Path, tmp_path: Path) -> None:
-    """As hosts have copies, the hub's cache has links, and network file systems have times of their own."""
+    """Hosts have copies, the hub's cache has links, and network file systems have times of their own."""
     before = read_identity(config_of(model))
     copied, linked = tmp_path / "copied", tmp_path / "snapshot"
     shutil.copytree(model, copied)
@@ -187,7 +187,7 @@ def test_the_first_reader_notes_and_all_later_ones_compare(tmp_path: Path) -> No
 
 
 def test_many_readers_at_once(tmp_path: Path) -> None:
-    """As processes start together: of two contents one is refused, however they come."""
+    """Processes start together: of two contents one is refused, however they come."""
     path, refused = tmp_path / "identity.json", []
 
     def read(value: str) -> None:
@@ -206,7 +206,7 @@ def test_many_readers_at_once(tmp_path: Path) -> None:
 
 
 def test_what_is_written_while_it_is_read_is_refused(model: Path) -> None:
-    """As by a download that still runs."""
+    """A file is refused that a download still writes."""
     identity = read_identity(config_of(model))
     identity.confirm()
     change(model / "generation_config.json")

@@ -201,8 +201,8 @@ def test_the_keys_of_the_file_that_lvllm_ships_are_known(
         load_config(path)
 
 
-def test_a_flat_key_that_nobody_knows_is_refused(tmp_path: Path) -> None:
-    """As in a section: the key is named."""
+def test_an_unknown_flat_key_is_refused(tmp_path: Path) -> None:
+    """The key is named, as in a section."""
     path = tmp_path / "config.yaml"
     path.write_text("tensor-paralel-size: 2\n")
     with pytest.raises(ConfigError, match="unknown section 'tensor-paralel-size'"):

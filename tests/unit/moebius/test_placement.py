@@ -19,7 +19,7 @@ STATIC = ("uniform", "front-loading", "random")
 
 
 def geometry(moe_layers: tuple[int, ...] = (1, 2, 4, 5), num_experts: int = 12) -> MoeGeometry:
-    """Six layers, four of them MoE."""
+    """Returns six layers, four of them MoE."""
     return MoeGeometry("qwen3_moe", 48, 6, moe_layers, num_experts, 3, 20, "silu", "float32")
 
 
@@ -107,7 +107,9 @@ def test_uniform_spreads_over_ids() -> None:
 
 
 def test_frequency_takes_the_most_chosen(tmp_path: Path) -> None:
-    """Of each layer with a number per layer, of all layers together with a ratio; from either file form."""
+    """A number per layer takes them from each layer, a ratio from all layers together; either file form
+    works.
+    """
     model = geometry()
     recorded = statistics(model, seed=3)
     for form in ("safetensors", "json"):

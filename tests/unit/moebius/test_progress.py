@@ -52,7 +52,7 @@ def wait_for(logs: list[structlog.typing.EventDict], count: int) -> None:
 
 
 def test_a_quick_phase_says_nothing() -> None:
-    """Neither while it runs nor at its end; its time is kept for the summary."""
+    """A quick phase logs nothing, neither while it runs nor at its end; its time is kept for the summary."""
     take_phases()
     with capture_logs() as logs:
         assert list(counted("ab", "reading", 2)) == ["a", "b"]
@@ -150,7 +150,7 @@ def bars(names: list[str]) -> tuple[BarView, Console]:
 
 
 def text_of(view: BarView) -> list[str]:
-    """The lines that stand on the terminal now."""
+    """Returns the lines that stand on the terminal now."""
     plain = Console(file=io.StringIO(), width=80, color_system=None)
     plain.print(view.display.get_renderable())
     assert isinstance(plain.file, io.StringIO)

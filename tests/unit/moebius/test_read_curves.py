@@ -34,14 +34,14 @@ TIMES = PanelTimes(
 
 
 def test_the_knee_is_the_fewest_threads_near_the_best() -> None:
-    """Within 3 %, also where more threads read slower."""
+    """The knee is within 3 % of the best, also where more threads read slower."""
     assert (CURVE.knee, CURVE.best) == (8, 120e9)
     assert [CURVE.speed(threads) for threads in (2, 4, 6, 99)] == [30e9, 60e9, 88.5e9, 110e9]
 
 
 @given(points=st.dictionaries(st.integers(1, 256), st.floats(1e6, 1e13), min_size=1))
 def test_no_fewer_threads_would_do(points: dict[int, float]) -> None:
-    """Of any curve: the knee is near the best, and all measured numbers below are not."""
+    """The knee of any curve is near the best, and all measured numbers below are not."""
     curve = ReadCurve(HERE, tuple(sorted(points.items())))
     enough = (1 - TOLERANCE) * max(points.values())
     assert points[curve.knee] >= enough
@@ -77,7 +77,7 @@ def test_curves_and_kernel_times_share_a_file(tmp_path: Path) -> None:
     "curves", [1, [1], [{"on": {}}], [{"on": {"cpu": "", "cpus": "", "quota": None}, "points": [[0, 1]]}]]
 )
 def test_a_spoilt_file_is_an_error_and_is_replaced(tmp_path: Path, curves: object) -> None:
-    """Never another exception, never numbers."""
+    """The file never gives another exception, and never numbers."""
     path = tmp_path / "kernel-times.json"
     path.write_text(json.dumps({"read_curves": curves}))
     with pytest.raises(ValueError, match="curve"):
@@ -112,7 +112,7 @@ class FakeHost:
         return {-1: CURVE.points}
 
     def measure(self) -> int | None:
-        """As a start does; the knee that is known then."""
+        """Measures as a start does; returns the knee that is known then."""
         measure_missing({-1: self.node}, self.quota)
         curve = known_cores(ExpertConfig()).nodes[-1].curve
         return curve.knee if curve else None
@@ -125,7 +125,7 @@ def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeHost:
 
 
 def test_one_measurement_is_enough(host: FakeHost) -> None:
-    """Of one CPU of each core; again for another cpuset or quota, never for the same."""
+    """One CPU of each core is measured; again for another cpuset or quota, never for the same."""
     assert [host.measure(), host.measure()] == [8, 8]
     assert host.measured == [(tuple(range(16)), 16)]
     host.quota = 6.5
@@ -152,7 +152,7 @@ def test_a_file_that_cannot_be_written_stops_no_start(host: FakeHost, tmp_path: 
 
 
 def doctor_status() -> object:
-    """The exit status of `moebius doctor --measure`."""
+    """Returns the exit status of `moebius doctor --measure`."""
     with pytest.raises(SystemExit) as ended:
         cli.main(["doctor", "--measure"])
     return ended.value.code
@@ -161,7 +161,9 @@ def doctor_status() -> object:
 def test_doctor_measures_again_and_shows_the_curve(
     host: FakeHost, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Also what is known, and on a busy host; where it cannot be kept, that is a warning with its reason."""
+    """The curve is shown with what is known, also on a busy host; where it cannot be kept, that is a warning
+    with its reason.
+    """
     assert host.measure() == 8
     host.load = 100.0
     assert doctor_status() == 0

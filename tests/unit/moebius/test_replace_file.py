@@ -38,7 +38,7 @@ def test_permissions_are_those_asked_for(tmp_path: Path) -> None:
 def test_a_failure_leaves_the_old_file_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
-    """Without room, or where the name cannot be replaced: the error passes, and no other file stays."""
+    """Without room, or where the name cannot be replaced, the error passes, and no other file stays."""
     path = tmp_path / "record"
     path.write_text("old")
 

@@ -25,7 +25,7 @@ def restored_logging() -> Iterator[None]:
 
 
 def lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
-    """The JSON objects logged so far."""
+    """Returns the JSON objects logged so far."""
     captured = capsys.readouterr()
     assert captured.out == ""
     return [json.loads(line) for line in captured.err.splitlines()]

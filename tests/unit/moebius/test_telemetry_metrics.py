@@ -28,7 +28,7 @@ def start(
     host: str = "127.0.0.1",
     state: ProcessState | None = None,
 ) -> OperationsServer | None:
-    """A server for `registry` and `state`."""
+    """Returns a server for `registry` and `state`."""
     found, now = registry or CollectorRegistry(), state or ProcessState()
     return start_operations(port, host, Answers(lambda: registry_text(found), lambda: now))
 
@@ -63,7 +63,7 @@ def test_port_zero_means_none() -> None:
 
 
 def test_taken_port_is_named() -> None:
-    """A port in use is the user's to mend: one message with the address."""
+    """A port in use is an error of the user: one message has the address."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

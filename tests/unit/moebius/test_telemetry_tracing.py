@@ -21,13 +21,13 @@ def collector() -> Iterator[Collector]:
 
 
 def settings(collector: Collector | None, ratio: float = 1.0) -> TelemetryConfig:
-    """Telemetry settings that export to the collector."""
+    """Returns telemetry settings that export to the collector."""
     endpoint = collector.endpoint if collector else ""
     return TelemetryConfig(otlp_endpoint=endpoint, trace_sample_ratio=ratio)
 
 
-def parent(sampled: bool) -> trace.Context:
-    """A context as it arrives with a caller's `traceparent`."""
+def parent(sampled: bool) -> trace.Context:  # type: ignore[name-defined]
+    """Returns a context as it arrives with a caller's `traceparent`."""
     flags = TraceFlags(TraceFlags.SAMPLED if sampled else TraceFlags.DEFAULT)
     context = SpanContext(trace_id=0xABC, span_id=0xDEF, is_remote=True, trace_flags=flags)
     return trace.set_span_in_context(NonRecordingSpan(context))

@@ -48,12 +48,12 @@ def _plain_afterwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def authority() -> Authority:
-    """One CA for the whole module."""
+    """Returns one CA for the whole module."""
     return Authority()
 
 
 def secret(directory: Path, pair: Pair, ca: bytes) -> Path:
-    """A directory with a certificate."""
+    """Returns a directory with a certificate."""
     directory.mkdir()
     write_secret(directory, pair, ca)
     return directory
@@ -76,7 +76,7 @@ def served(directory: Path, mode: str = "mutual", address: str = "127.0.0.1:0") 
 
 
 def check(address: str, timeout_s: float = 5.0) -> Any:
-    """The server's answer; raises grpc.RpcError."""
+    """Returns the server's answer; raises grpc.RpcError."""
     # Without this all channels of the process with equal credentials share a connection.
     with open_channel(address, [("grpc.use_local_subchannel_pool", 1)]) as channel:
         make_stub: Callable[[grpc.Channel], Any] = health_pb2_grpc.HealthStub
@@ -134,12 +134,12 @@ def test_strangers_are_refused_and_named(authority: Authority, tmp_path: Path, w
 async def test_a_gateway_without_tls_says_that_the_engine_speaks_it(
     authority: Authority, tmp_path: Path
 ) -> None:
-    """Once, with the engine's address, and not of an engine that is not there."""
+    """The line comes once, with the engine's address, and not for an engine that is not there."""
     directory = secret(tmp_path / "own", authority.issue("engine"), authority.pem)
     with served(directory) as address, structlog.testing.capture_logs() as logs:
         configure_tls(SecurityConfig())
-        nobody = f"unix:{tmp_path}/nobody"
-        for target in (nobody, address, address):
+        silent = f"unix:{tmp_path}/nobody"
+        for target in (silent, address, address):
             client = EngineClient(target)
             assert not await client.is_serving()
             await client.close()
@@ -151,7 +151,7 @@ async def test_a_gateway_without_tls_says_that_the_engine_speaks_it(
 
 @pytest.mark.parametrize("mode", ["off", "mutual"])
 def test_a_command_says_that_tls_is_missing(authority: Authority, tmp_path: Path, mode: str) -> None:
-    """Only of a server that speaks TLS, and what would help."""
+    """The line comes only for a server that speaks TLS, and says what would help."""
     directory = secret(tmp_path / "own", authority.issue("engine"), authority.pem)
     with served(directory, mode) as address:
         configure_tls(SecurityConfig())
@@ -164,7 +164,7 @@ def test_a_command_says_that_tls_is_missing(authority: Authority, tmp_path: Path
 
 
 @pytest.mark.parametrize("start", [running, running_servers])
-def test_whoever_starts_processes_asks_them_by_tls(
+def test_the_supervisor_asks_its_processes_by_tls(
     authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: Callable[[Any], Any]
 ) -> None:
     """What runs, demonstrates or measures configures TLS before its supervisor asks for health."""

@@ -58,14 +58,16 @@ def test_open_servers_answer_to_whatever_leads_to_them(listens_on: str) -> None:
 
 
 def origin_is_refused(rules: WebOrigins, origin: str, host: str = "127.0.0.1:8000", **headers: str) -> bool:
-    """Whether a page's POST is refused."""
+    """Returns whether a page's POST is refused."""
     forwarded = tuple(filter(None, [headers.get("forwarded", "")]))
     site, method = headers.get("site", ""), headers.get("method", "POST")
     return bool(rules.refused_origin(Sender(method, host, origin, site, forwarded)))
 
 
 def test_pages_of_other_sites_are_refused() -> None:
-    """Whatever they are called; with our own host but another port, too, and pages without a name."""
+    """Pages are refused whatever they are called; with our own host but another port, too, and pages without
+    a name.
+    """
     rules = WebOrigins("127.0.0.1")
     for origin in ("http://evil.example", "https://evil.example:8000", "null", "http://127.0.0.1:3000",
                    "http://localhost:8000", "http://127.0.0.1", "file://", "chrome-extension://abc", "x",
@@ -80,7 +82,9 @@ def test_pages_of_other_sites_are_refused() -> None:
 
 
 def test_the_servers_own_page_and_no_page_at_all_are_served() -> None:
-    """By whatever name it was opened, behind a proxy with TLS, and behind one that rewrites `Host`."""
+    """The page is served by whatever name it was opened, behind a proxy with TLS, and behind one that
+    rewrites `Host`.
+    """
     rules = WebOrigins("127.0.0.1", ("models.example",))
     assert not origin_is_refused(rules, "")  # curl and every library
     assert not origin_is_refused(rules, "", site="none")

@@ -41,7 +41,7 @@ FOREIGN = {"--help", "--help-all", "--hypothesis-profile"} | {
 
 
 def code_of(page: Path) -> Iterator[str]:
-    """Lines of code blocks (continued ones joined), and what stands in backticks elsewhere."""
+    """Yields the lines of code blocks (continued ones joined), and what stands in backticks elsewhere."""
     text = page.read_text().replace("\\\n", " ")
     for number, part in enumerate(text.split("```")):
         if number % 2:
@@ -76,7 +76,7 @@ def test_paths_and_links_lead_somewhere(page: Path) -> None:
 
 
 def options_of(command: Any) -> set[str]:
-    """A command's options as they are typed."""
+    """Returns a command's options as they are typed."""
     return {name for option in command.params for name in (*option.opts, *option.secondary_opts)}
 
 

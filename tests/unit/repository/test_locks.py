@@ -16,7 +16,7 @@ KINDS = ("serve", "dev", "cpu", "cuda", "gpu", "build")
 
 
 def wanted(name: str) -> list[Requirement]:
-    """What pyproject.toml asks for in a set."""
+    """Returns what pyproject.toml asks for in a set."""
     extras = project()["optional-dependencies"]
     texts = {
         "developer": [*project()["dependencies"], *extras["vision"], *extras["dev"]],

@@ -35,7 +35,7 @@ def test_each_package_is_named_with_what_it_breaks() -> None:
 
 
 def test_packages_that_break_the_same_test_are_named_together() -> None:
-    """No locked version alone mends it: the smallest set of halves in which all of them are."""
+    """No locked version alone fixes it: the result is the smallest set of halves in which all of them are."""
     blame = find_culprits(NAMES[:4], {"a"}, World({"a": {"attrs", "click"}}))
     assert blame.by_packages == {("attrs", "click"): {"a"}}
 

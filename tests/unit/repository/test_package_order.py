@@ -28,6 +28,7 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
         "generation",
         "apis",
         "prompts",
+        "batches",
         "web",
         "app",
         "workers",

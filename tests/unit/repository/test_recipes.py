@@ -28,7 +28,9 @@ def test_a_page_has_every_machine_and_says_what_was_measured(model: str) -> None
 
 
 def test_the_overview_names_every_page() -> None:
-    """With the model's title and text, and the share of the best speed that a command is chosen by."""
+    """The overview has the model's title and text, and the share of the best speed that a command is chosen
+    by.
+    """
     text = (PAGES / "README.md").read_text()
     for key, model in MODELS.items():
         assert f"- [{model.title}]({key}.md): {model.text}" in text

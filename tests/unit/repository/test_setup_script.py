@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(
 def run_setup(
     venv: Path, kernels: int, cpu_torch: int = 0, **settings: str
 ) -> subprocess.CompletedProcess[str]:
-    """The script with pip that installs all, or all but the kernels, or has no CPU build of torch."""
+    """Returns the script with pip that installs all, or all but the kernels, or has no CPU build of torch."""
     (venv / "bin").mkdir(parents=True)
     python = venv / "bin" / "python"
     python.write_text(PYTHON)
@@ -67,7 +67,7 @@ def test_kernels_that_do_not_compile_are_shown(tmp_path: Path) -> None:
 
 
 def installed(venv: Path) -> list[str]:
-    """Arguments of `pip install`, in order."""
+    """Returns the arguments of `pip install`, in order."""
     lines = (venv / "bin" / "python.calls").read_text().splitlines()
     return [
         line.partition(" install ")[2] for line in lines if " -m pip " in f" {line}" and " install " in line
@@ -91,7 +91,7 @@ def test_all_but_torch_is_installed_by_its_hash(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="is about machines without a GPU")
 def test_the_newest_is_taken_when_asked(tmp_path: Path) -> None:
-    """Within the ranges of pyproject.toml, or whatever they say; torch stays."""
+    """The newest is within the ranges of pyproject.toml, or whatever they say; torch stays."""
     for newest, line in (("ranges", "transformers>=5.23,<6"), ("all", "transformers")):
         venv = tmp_path / newest
         assert run_setup(venv, 0, NEWEST=newest).returncode == 0

@@ -15,7 +15,7 @@ ROOF = ("app", "lab")
 
 @cache
 def sources() -> list[Path]:
-    """Every tracked or new Python and C++ file of the product (not tests, not generated stubs)."""
+    """Returns every tracked or new Python and C++ file of the product (not tests, not generated stubs)."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -37,12 +37,12 @@ def sources() -> list[Path]:
 
 @cache
 def parsed(path: Path) -> ast.Module:
-    """The file's tree, shared by all tests: callers must not change it."""
+    """Returns the file's tree, shared by all tests: callers must not change it."""
     return ast.parse((ROOT / path).read_text())
 
 
 def code_lines(path: Path) -> int:
-    """Lines that are not blank."""
+    """Returns the number of lines that are not blank."""
     return sum(1 for line in (ROOT / path).read_text().splitlines() if line.strip())
 
 
@@ -137,7 +137,7 @@ def test_only_the_roof_imports_services() -> None:
 
 
 def import_graph() -> dict[str, set[str]]:
-    """Each module of the product with the product's modules that it imports, anywhere in the file.
+    """Returns each module of the product with the product's modules that it imports, anywhere in the file.
 
     Not counted are imports under TYPE_CHECKING, which no process ever runs.
     """
@@ -158,7 +158,7 @@ def import_graph() -> dict[str, set[str]]:
 
 
 def import_circles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """Strongly connected components of more than two modules (Tarjan 1972)."""
+    """Returns strongly connected components of more than two modules (Tarjan 1972)."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []

@@ -36,7 +36,9 @@ class Worker:
 
 
 def test_a_file_is_one_workers() -> None:
-    """Also of a worker that is much slower than the others; nothing is left, and nothing runs twice."""
+    """One worker has a file, also where it is much slower than the others; nothing is left, and nothing runs
+    twice.
+    """
     config: Any = SimpleNamespace(
         getvalue={"tx": ["3*popen"], "dist": "loadfile"}.get, option=SimpleNamespace(loadscopereorder=True)
     )

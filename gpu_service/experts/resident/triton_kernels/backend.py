@@ -129,7 +129,7 @@ class TritonResidentKernels(ResidentKernels):
         partial: torch.Tensor | None,
         result: torch.Tensor,
     ) -> None:
-        """Of `count` slots from `first`, whose weights are unpacked before all rows meet them."""
+        """Computes `count` slots from `first`, whose weights are unpacked before all rows meet them."""
         matrices = _unpack(slots, first, count, hidden_states.dtype)
         for rows in _row_parts(slots, hidden_states, topk_ids.shape[1]):
             x, ids = hidden_states[rows], topk_ids[rows]
@@ -362,7 +362,7 @@ class TritonResidentKernels(ResidentKernels):
 
 
 def _row_parts(slots: LayerSlots, hidden_states: torch.Tensor, top_k: int) -> list[slice]:
-    """Rows that are computed together: all of them, or equal parts of many."""
+    """Returns the rows that are computed together: all of them, or equal parts of many."""
     rows, kind = hidden_states.shape[0], slots.kind
     per_pair = pair_bytes(kind.intermediate_columns, kind.hidden_size, hidden_states.dtype.itemsize)
     parts = launch.parts_of(rows, top_k * per_pair)
@@ -372,7 +372,7 @@ def _row_parts(slots: LayerSlots, hidden_states: torch.Tensor, top_k: int) -> li
 def _pair_memory(
     slots: LayerSlots, hidden_states: torch.Tensor, pairs: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What lies between the two products, and in float32 what comes of them."""
+    """Returns what lies between the two products, and in float32 what comes of them."""
     intermediate = hidden_states.new_empty((pairs, slots.kind.intermediate_columns))
     return intermediate, hidden_states.new_empty((pairs, slots.kind.hidden_size), dtype=torch.float32)
 
@@ -380,7 +380,9 @@ def _pair_memory(
 def _unpack(
     slots: LayerSlots, first: int, count: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gate and up in turn, or up alone, `[count, gate_up_columns, k_padded]`; down `[count, H, k_padded]`."""
+    """Returns gate and up in turn, or up alone, `[count, gate_up_columns, k_padded]`; down `[count, H,
+    k_padded]`.
+    """
     kind = slots.kind
     panels = kind.gate_up_columns // 16, kind.layout.down_panels
     kinds, typed, offsets = (
@@ -445,7 +447,8 @@ def _combine(
 def align(
     slots: LayerSlots, topk_ids: torch.Tensor, rows_per_block: int, first: int, num_slots: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pairs by slot, each slot's padded to whole blocks; int32 `[blocks * rows_per_block]` and `[blocks]`.
+    """Returns the pairs by slot, each slot's padded to whole blocks; int32 `[blocks * rows_per_block]` and
+    `[blocks]`.
 
     Of `num_slots` slots from `first`. A pair is row * K + choice; padding is their number, a block without a
     slot -1.

@@ -48,7 +48,7 @@ def unpack(  # type: ignore[no-untyped-def]
         plain = tl.trans(plain).to(output.dtype.element_ty)
         place = element_place(words, order, k, PANEL)
         if PANEL.ordered:
-            # Slots without an expert, which nobody reads, are unpacked as well: they may hold any numbers.
+            # Slots without an expert, which are never read, are unpacked as well: they may hold any numbers.
             place = tl.where((place >= 0) & (place < PANEL.k_padded), place, k)
         tl.store(target[:, None] + place[None, :], plain)
 
@@ -58,7 +58,9 @@ def _product(  # type: ignore[no-untyped-def]
     rows, features, K: tl.constexpr, K_PADDED: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """float32 [M, N]: pointers to M rows of K times pointers to N features of K_PADDED, the rest zeros."""
+    """Multiplies to float32 [M, N]: pointers to M rows of K times pointers to N features of K_PADDED, the
+    rest zeros.
+    """
     total = tl.zeros([M, N], tl.float32)
     k = tl.arange(0, CHUNK)
     for begin in range(0, K_PADDED, CHUNK):

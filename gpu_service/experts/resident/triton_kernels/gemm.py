@@ -21,7 +21,7 @@ INTEGER_BASE = tl.constexpr(8388608.0)
 
 @jit
 def element(words, high, i, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """float32 of element i of int32 words; integers of fewer than 8 bits as 2^23 plus their code.
+    """Returns the float32 of element i of int32 words; integers of fewer than 8 bits as 2^23 plus their code.
 
     `high`: of `high_words`, where elements have bits in two planes.
     """
@@ -52,7 +52,9 @@ def element(words, high, i, PANEL: tl.constexpr):  # type: ignore[no-untyped-def
 
 @jit
 def element_shift(i, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """First bit of element i of a word, or of its bits of a plane: planes are of bytes, for four k each."""
+    """Returns the first bit of element i of a word, or of its bits of a plane: planes are of bytes, for four
+    k each.
+    """
     return i * BITS if BITS > 4 else (i % 8 // 4 + i % 2 * 2) * 8 + (i // 8 * 2 + i // 2 % 2) * BITS
 
 
@@ -63,7 +65,7 @@ IQ4_2, IQ4_3 = tl.constexpr(639175937), tl.constexpr(1901675829)
 
 @jit
 def small_value(code, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """float32 of codes of fewer than 8 bits: `CODEBOOKS`, or integers as 2^23 plus the code."""
+    """Returns the float32 of codes of fewer than 8 bits: `CODEBOOKS`, or integers as 2^23 plus the code."""
     if PANEL.code == "iq4":
         low = tl.where(code < 4, IQ4_0, IQ4_1)
         four = tl.where(code < 8, low, tl.where(code < 12, IQ4_2, IQ4_3))
@@ -88,7 +90,7 @@ def small_value(code, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @jit
 def low_words(words, panel, line, column, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """int32 words of lines, which have 32 // PANEL.low_bits elements each; `panel` in words."""
+    """Returns int32 words of lines, which have 32 // PANEL.low_bits elements each; `panel` in words."""
     if PANEL.high_bits:
         # In 32 k as many lines of either plane as that has bits.
         line = line // PANEL.low_bits * PANEL.bits + line % PANEL.low_bits
@@ -142,7 +144,9 @@ def load_scales(  # type: ignore[no-untyped-def]
 
 @jit
 def scale_index(section, group, column, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where the scale (or minimum) of a group and column lies, in elements; `section`: their first byte."""
+    """Returns where the scale (or minimum) of a group and column lies, in elements; `section`: their first
+    byte.
+    """
     if PANEL.scale == "float32":
         begin = section // 4
     elif PANEL.scale == "bfloat16" or PANEL.scale == "float16":
@@ -154,7 +158,7 @@ def scale_index(section, group, column, PANEL: tl.constexpr):  # type: ignore[no
 
 @jit
 def activate(gate, up, alpha, limit, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What `gpu_service.experts.local_client` says, in float32; relu2 has no gate and ignores it."""
+    """Computes what `gpu_service.experts.local_client` says, in float32; relu2 has no gate and ignores it."""
     if ACTIVATION == "silu":
         value = gate * tl.sigmoid(gate) * up
     elif ACTIVATION == "silu_clamped":
@@ -178,7 +182,7 @@ def activate(gate, up, alpha, limit, ACTIVATION: tl.constexpr):  # type: ignore[
 
 @jit
 def slot_of(ids, slot_of_expert, pair):  # type: ignore[no-untyped-def]
-    """The slot of a (row, choice) pair's expert; -1: none."""
+    """Returns the slot of a (row, choice) pair's expert; -1: none."""
     expert = tl.load(ids + pair)
     slot = tl.load(slot_of_expert + tl.maximum(expert, 0))
     return tl.where(expert >= 0, slot, -1)
@@ -186,7 +190,7 @@ def slot_of(ids, slot_of_expert, pair):  # type: ignore[no-untyped-def]
 
 @jit
 def element_place(words, order, k, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Which element of a row meets the panels' k; beyond the last one k itself."""
+    """Returns which element of a row meets the panels' k; beyond the last one k itself."""
     if PANEL.ordered:
         place = tl.where(k < PANEL.k, tl.load(words + order + k, mask=k < PANEL.k, other=0), k)
     else:
@@ -198,7 +202,8 @@ def element_place(words, order, k, PANEL: tl.constexpr):  # type: ignore[no-unty
 def dequantised(  # type: ignore[no-untyped-def]
     words, scales, bytes_, panel, line, column, PANEL: tl.constexpr
 ):
-    """float32 [L, k of a line, N]: weights of lines int32 [L] and columns [1, N], scales and mins applied.
+    """Returns float32 [L, k of a line, N]: weights of lines int32 [L] and columns [1, N], scales and mins
+    applied.
 
     `panel`: the panels' first byte, one for all columns, or int64 [1, N].
     """
@@ -231,7 +236,9 @@ def dequantised(  # type: ignore[no-untyped-def]
 
 @jit
 def plain_tile(codes, panel, column, begin, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """bfloat16 [CHUNK, N] straight from memory: in pairs of k, so that it may be copied in advance."""
+    """Returns bfloat16 [CHUNK, N] straight from memory: in pairs of k, so that it may be copied in
+    advance.
+    """
     k = begin + tl.arange(0, CHUNK)
     place = tl.max_contiguous(tl.multiple_of(k // 2 * 32 + k % 2, 2), 2)
     return tl.load(codes + (panel // 2 + column * 2)[None, :] + place[:, None])
@@ -242,7 +249,7 @@ def add_product(  # type: ignore[no-untyped-def]
     total, x, words, scales, bytes_, panel, column, begin,
     PANEL: tl.constexpr, CHUNK: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """total [M, N] plus x [M, CHUNK] times the weights of k from `begin`; `panel` int64 [N] bytes."""
+    """Returns total [M, N] plus x [M, CHUNK] times the weights of k from `begin`; `panel` int64 [N] bytes."""
     if PANEL.code == "bfloat16":
         weights = plain_tile(scales, panel, column, begin, CHUNK)
     else:

@@ -33,7 +33,7 @@ _EXACT_IN_BFLOAT16 = frozenset({"bfloat16", "float8", "int8", "float4", *CODE_MI
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Of `tiles.py`: pairs and columns of one program, and its warps."""
+    """A tile of `tiles.py`: pairs and columns of one program, and its warps."""
 
     rows: int
     columns: int
@@ -41,7 +41,7 @@ class Tile:
 
 
 def few_rows(kind: LayerFormat, num_experts: int, top_k: int) -> int:
-    """Token rows up to which a program per pair reads its expert's panels; above, pairs are grouped.
+    """Returns token rows up to which a program per pair reads its expert's panels; above, pairs are grouped.
 
     On an H200 (128 experts, 8 chosen) 16 rows took 0.68 to 0.93 of the time of tiles in 4 and 8 bits, 24 rows
     0.87 to 1.12, and in bfloat16 32 rows 0.45: `python -m tests.gpu.time_resident`.
@@ -51,30 +51,36 @@ def few_rows(kind: LayerFormat, num_experts: int, top_k: int) -> int:
 
 
 def lines(panels: PanelFormat, num_panels: int = 1) -> int:
-    """Lines of each panel that a program of the row kernels loads at once: as many as divide it evenly."""
+    """Returns the number of lines of each panel that a program of the row kernels loads at once: as many as
+    divide it evenly.
+    """
     total = panels.k_padded * panels.low_bits // 32
     return max(1, min(MAX_LINES, MAX_LINES_OF_ALL // num_panels, total & -total))
 
 
 def ahead(panels: PanelFormat, lines_at_once: int) -> int:
-    """Tiles of `lines` that are loaded together: at most MAX_AHEAD, and so many that they divide all."""
+    """Returns the number of tiles of `lines` that are loaded together: at most MAX_AHEAD, and a number that
+    divides all.
+    """
     tiles = panels.k_padded * panels.low_bits // 32 // lines_at_once
     return max(count for count in range(1, MAX_AHEAD + 1) if tiles % count == 0)
 
 
 def prefetched_lines(kind: LayerFormat, pairs: int) -> int:
-    """Cache lines of down that a program of the gate and up products prefetches; 0: there are too many."""
+    """Returns cache lines of down that a program of the gate and up products prefetches; 0: there are too
+    many.
+    """
     down = kind.layout.down_panels * kind.down.panel_bytes
     return 0 if pairs * down > MAX_PREFETCHED else down // kind.layout.intermediate_blocks // 128
 
 
 def warps(lines_at_once: int) -> int:
-    """Two threads for each line, of eight words each."""
+    """Returns the number of warps: two threads for each line, of eight words each."""
     return max(1, lines_at_once // 16)
 
 
 def chunk(panels: PanelFormat) -> int:
-    """k that a tile takes at once: many, since each time it waits for scales."""
+    """Returns the k that a tile takes at once: many, since each time it waits for scales."""
     return min(MAX_CHUNK if panels.bits <= 8 else 64, panels.k_padded & -panels.k_padded)
 
 
@@ -83,7 +89,7 @@ _TILES = (Tile(128, 64, 8), Tile(64, 64, 4), Tile(32, 64, 4), Tile(16, 64, 4), T
 
 
 def tile(pairs: int, num_experts: int) -> Tile:
-    """About as high as an expert has pairs when routing is even."""
+    """Returns a tile about as high as an expert has pairs when routing is even."""
     mean = max(1, pairs // num_experts)
     if mean <= 16:
         return _TILES[3]
@@ -112,13 +118,15 @@ def sizes_to_warm_up(num_experts: int, top_k: int, few_rows: int, max_rows: int)
     return [min(few_rows, max_rows), *sorted({*largest.values(), *unpacked})]
 
 
-# From so many on, tiles are of 128 pairs.
+# From this many pairs on, tiles have 128 of them.
 HIGH_TILE_FROM = 128
 
 
 @dataclass(frozen=True, slots=True)
 class DenseTile:
-    """Of `dense.py`: pairs and columns of one program, k that it takes at once, warps, loads in advance."""
+    """A tile of `dense.py`: pairs and columns of one program, k that it takes at once, warps, loads in
+    advance.
+    """
 
     rows: int
     columns: int
@@ -137,24 +145,24 @@ _DENSE_TILES = (
 
 
 def dense_tiles(pairs: int, num_experts: int) -> tuple[DenseTile, ...]:
-    """To choose from, for so many pairs of all experts; the best that fits first."""
+    """Returns the tiles to choose from for `pairs` pairs of all experts, the best first."""
     return _DENSE_TILES if pairs >= HIGH_TILE_FROM * num_experts else _DENSE_TILES[2:]
 
 
 def unpacks(kind: LayerFormat, rows: torch.dtype, pairs: int, num_experts: int) -> bool:
-    """Whether a call unpacks weights: only to 16 bits, which rows have and codes are exact in."""
+    """Returns whether a call unpacks weights: only to 16 bits, which rows have and codes are exact in."""
     codes = {kind.gate_up.code, kind.down.code}
     return rows.itemsize == 2 and codes <= _EXACT_IN_BFLOAT16 and pairs >= UNPACK_FROM * num_experts
 
 
 def unpacked_bytes(kind: LayerFormat) -> int:
-    """Of one expert, in 16 bits."""
+    """Returns the bytes of one expert, in 16 bits."""
     gate_up = kind.gate_up_columns * kind.gate_up.k_padded
     return 2 * (gate_up + 16 * kind.layout.down_panels * kind.down.k_padded)
 
 
 def experts_at_once(kind: LayerFormat) -> int:
-    """How many experts are unpacked together."""
+    """Returns how many experts are unpacked together."""
     return max(1, UNPACKED_BYTES // unpacked_bytes(kind))
 
 
@@ -164,7 +172,7 @@ def parts_of(rows: int, bytes_per_row: int) -> int:
 
 
 def max_blocks(pairs: int, slots: int, rows: int) -> int:
-    """Blocks of `rows` pairs that any routing fits into."""
+    """Returns the number of blocks of `rows` pairs that any routing fits into."""
     return pairs // rows + min(slots, pairs)
 
 

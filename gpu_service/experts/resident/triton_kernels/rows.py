@@ -60,7 +60,8 @@ def load_lines(words, scales, bytes_, panel, line, PANEL: tl.constexpr):  # type
 
 @jit
 def placed(words, i: tl.constexpr, exponent):  # type: ignore[no-untyped-def]
-    """256 plus integer i of a word's eight of 4 bits, or plus 16 times it where i // 2 is odd, in float32.
+    """Returns 256 plus integer i of a word's eight of 4 bits, or plus 16 times it where i // 2 is odd, in
+    float32.
 
     Two integers share a shift: both then lie in the mantissa of a float that begins at 256. `exponent` is
     `EXPONENT` as an argument of the kernel: of two constants the compiler would make two instructions.
@@ -72,7 +73,7 @@ def placed(words, i: tl.constexpr, exponent):  # type: ignore[no-untyped-def]
 
 @jit
 def row_element(x, line, i, order, words, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """float32 [L]: of the row at `x` what meets element i of each line's words."""
+    """Returns float32 [L]: of the row at `x` what meets element i of each line's words."""
     k = line * (32 // PANEL.low_bits) + i
     place = element_place(words, order, k, PANEL)
     if PANEL.k < PANEL.k_padded:
@@ -82,7 +83,7 @@ def row_element(x, line, i, order, words, PANEL: tl.constexpr):  # type: ignore[
 
 @jit
 def line_products(x, loaded, words, order, line, exponent, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """float32 [L, 16]: for each of `load_lines`, its elements times those of the row at `x`, summed.
+    """Returns float32 [L, 16]: for each of `load_lines`, its elements times those of the row at `x`, summed.
 
     `x` is one row's, or [L]. `order`: the word from which on an ordered format says which of the row's
     elements each k meets.
@@ -122,7 +123,9 @@ def line_products(x, loaded, words, order, line, exponent, PANEL: tl.constexpr):
 
 @jit
 def finish(result, floats, panel, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Scales of whole columns, and biases; float32 [16] of one panel, or [P, 16] of panels int64 [P, 1]."""
+    """Returns scales of whole columns, and biases; float32 [16] of one panel, or [P, 16] of panels int64 [P,
+    1].
+    """
     column = tl.arange(0, 16)
     if len(result.shape) == 2:
         column = column[None, :]

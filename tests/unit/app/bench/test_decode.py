@@ -55,7 +55,7 @@ def test_rows_are_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_unwritable_json_is_named(tmp_path: Path) -> None:
-    """A target that cannot be written is the user's to mend."""
+    """A target that cannot be written is an error of the user."""
     with (
         scripted_server([text_event("a"), usage_event(2)]) as server,
         pytest.raises(UserError, match=r"--json .*rows\.json"),

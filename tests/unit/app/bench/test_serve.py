@@ -113,7 +113,7 @@ def server() -> Iterator[CountingServer]:
 
 
 def measured(server: CountingServer, tmp_path: Path, *options: str) -> list[dict[str, Any]]:
-    """The JSON rows of a run of the command."""
+    """Returns the JSON rows of a run of the command."""
     path = tmp_path / "rows.json"
     with pytest.raises(SystemExit) as ended:
         main(["bench", "serve", server.url, "--json", str(path), *options])
@@ -243,7 +243,7 @@ def test_sharegpt_file(tmp_path: Path) -> None:
 
 
 def test_built_in_lengths() -> None:
-    """About 200 tokens on average each, most of them shorter than that, within the limits."""
+    """Lengths are about 200 tokens on average, most of them shorter than that, within the limits."""
     for lengths in sharegpt_lengths(np.random.default_rng(0), 20_000):
         assert lengths.min() >= 4
         assert lengths.max() <= 1024

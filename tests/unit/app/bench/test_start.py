@@ -52,7 +52,7 @@ def test_expert_servers_are_read_from_the_run_file(tmp_path: Path) -> None:
 
 
 def test_a_system_that_ends_instead_of_returning_is_reported(tmp_path: Path) -> None:
-    """At once, and with its last words."""
+    """The system is reported at once, and with its last words."""
     run_file = tmp_path / "run.json"
     with (
         subprocess.Popen(["sleep", "60"]) as server,

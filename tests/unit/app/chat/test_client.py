@@ -35,7 +35,9 @@ def test_answer_is_streamed_and_counted(capsys: pytest.CaptureFixture[str]) -> N
 def test_an_answer_that_was_cut_off_says_so(
     limit: dict[str, int], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On stderr, by what: stdout of a thought that has not ended is empty where it is no terminal."""
+    """The line is on stderr and says by what: stdout of a thought that has not ended is empty where it is no
+    terminal.
+    """
     thought = {"choices": [{"index": 0, "delta": {"reasoning_content": "Hm"}, "finish_reason": None}]}
     end = {"choices": [{"index": 0, "delta": {}, "finish_reason": "length"}]}
     with scripted_server([thought, end, usage_event(9)]) as server:

@@ -229,7 +229,7 @@ def test_default_directory_follows_xdg(
     assert default_directory() == tmp_path / expected / "moebius" / "smollm2-135m-moe"
 
 
-def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_a_home_reads_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
     """Containers run as users that no file knows: what needs a place of its own says which variable it is."""
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.delenv("HOME", raising=False)

@@ -1,4 +1,4 @@
-"""Guards `moebius doctor`: what is wrong with a host or a Pod's node is named, each with what mends it."""
+"""Guards `moebius doctor`: what is wrong with a host or a Pod's node is named, each with what fixes it."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def two_sockets(root: Path, cpus: str = "0-7", nodes: str = "0-1", **more: str) 
 
 
 def problems(findings: Any) -> dict[str, Finding]:
-    """Those that have to be mended, by name; each says how."""
+    """Returns the findings that have to be fixed, by name; each says how."""
     found = {finding.check: finding for finding in findings if finding.status != "ok"}
     assert all(finding.fix for finding in found.values())
     return found
 
 
 def quiet(root: Path) -> Facts:
-    """Facts without what the machine that runs the test brings in."""
+    """Returns facts without what the machine that runs the test brings in."""
     return dataclasses.replace(read_facts(root), open_files=10**6, page_size=4096)
 
 
@@ -98,7 +98,7 @@ def test_a_good_host_has_no_findings(tmp_path: Path) -> None:
     ],
 )
 def test_each_hindrance_is_named(tmp_path: Path, name: str, text: str, check: str, fix: str) -> None:
-    """One file of the kernel changes one line of the report, with what mends it."""
+    """One file of the kernel changes one line of the report, with what fixes it."""
     found = problems(check_host(quiet(two_sockets(tmp_path, **{name: text}))))
     assert list(found) == [check]
     assert fix in found[check].fix
@@ -213,7 +213,7 @@ def test_the_kubelets_settings_are_judged() -> None:
 
 
 def test_volumes_are_recognised(tmp_path: Path) -> None:
-    """By the longest mount above them."""
+    """Volumes are recognised by the longest mount above them."""
     mounts = tmp_path / "mounts"
     mounts.write_text(
         f"disk / ext4 rw 0 0\nshm {tmp_path} tmpfs rw 0 0\nh {tmp_path}/other hugetlbfs rw 0 0\n"
@@ -277,7 +277,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_threads_and_their_reason_are_said_for_each_server() -> None:
-    """Of one node no node is named; cores that instances share are a warning with a remedy."""
+    """No node is named where there is one; cores that instances share are a warning with a remedy."""
     (alone,) = check_threads([ServerBinding(-1, (0, 1), 2, "one for each CPU")])
     assert (alone.check, alone.status, alone.found) == ("expert threads", "ok", "2 (one for each CPU)")
     found = list(

@@ -55,7 +55,7 @@ DENSE_MODELS = ("deepseek_v3", "gpt_oss_no_bias_tied", "longcat_flash", "qwen3_m
 
 
 def packed_bytes(model: Path, index: int, **request: Any) -> int:
-    """What a real expert server in this process has mapped."""
+    """Returns what a real expert server in this process has mapped."""
     quiet = LoadSettings(calibrate_kernels=False, max_requantise_error=9.0)
     host = ExpertHost(ThreadPlacement(-1, 1, ()), lambda *_: None, lambda: None, quiet)
     return host.load(SliceRequest(str(model), split_index=index, **request)).engine.packed_bytes
@@ -65,7 +65,7 @@ def packed_bytes(model: Path, index: int, **request: Any) -> int:
 @pytest.mark.parametrize("dtype", ["keep", "int4"])
 @pytest.mark.parametrize("encoder", ["bfloat16", "fp8_block", "compressed_int4_g32_zeros", "nvfp4", "int8"])
 def test_packed_experts_take_what_was_planned(tmp_path: Path, encoder: str, dtype: str, split: str) -> None:
-    """To the byte, of each of two servers."""
+    """The packed experts of each of two servers take, to the byte, what was planned."""
     sizes = TinyMoe(hidden_size=96, moe_intermediate_size=256, num_layers=2, num_experts=3)
     model = QuantisedMoe(encoder, sizes).write(tmp_path / "model")
     geometry = read_geometry(model)
@@ -166,7 +166,7 @@ def test_the_engine_takes_what_was_planned(
     states = allocate_states(config.gpu, model.rank_layers, model.dtype, torch.device("cpu"))
     assert planned.get("engine: states of requests", 0) == (states.nbytes if states else 0)
     geometry = read_geometry(tmp_path)
-    dtype = TORCH_DTYPES[model.config.dtype]
+    dtype = TORCH_DTYPES[model.config.dtype]  # type: ignore[assignment]
     held = make_resident_experts(config, geometry, torch.device("cpu"), dtype)
     assert held is not None
     assert planned["engine: resident experts"] == held.nbytes

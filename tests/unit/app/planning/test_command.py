@@ -285,7 +285,9 @@ def test_a_host_is_detected_from_its_files(tmp_path: Path) -> None:
 def test_a_plan_says_how_long_steps_are(
     gpus: str, capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path
 ) -> None:
-    """Where experts are streamed, also those of long prompts: thousands of tokens; else there are none."""
+    """The plan says so where experts are streamed, also of long prompts, thousands of tokens; else there are
+    no such steps.
+    """
     file = tmp_path / "plan.json"
     for share, chunk in (("0.5", "16384"), ("1", None)):
         arguments = ("--gpus", gpus, *HOST, "--gpu-experts-ratio", share, "--json", file)

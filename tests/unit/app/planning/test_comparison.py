@@ -17,7 +17,7 @@ from moebius.errors import UserError
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two GGUF models of different size in one directory."""
+    """Returns two GGUF models of different size in one directory."""
     found = tmp_path_factory.mktemp("models")
     for name, shape in (("small", "small"), ("tiny", "tiny")):
         written = write_random_model(
@@ -29,7 +29,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def plan(*arguments: str) -> tuple[int, str, str]:
-    """The command: (status, stdout, stderr)."""
+    """Returns the command: (status, stdout, stderr)."""
     command = [sys.executable, "-m", "moebius", "plan", *arguments, "--cores", "16"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     return ended.returncode, ended.stdout, ended.stderr

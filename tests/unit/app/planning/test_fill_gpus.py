@@ -44,8 +44,8 @@ def test_a_large_gpu_gets_everything(monkeypatch: pytest.MonkeyPatch, qwen: Path
 
 
 def test_a_small_gpu_gets_what_fits_beside_a_cache(monkeypatch: pytest.MonkeyPatch, qwen: Path) -> None:
-    """As many as the plan for such a GPU says, and more on a larger one; exchanged while all are in RAM,
-    too.
+    """A GPU gets as many as the plan for it says, and a larger one more; they are exchanged while all are in
+    RAM, too.
     """
     counts = []
     for gib in (14, 16, 20):
@@ -132,7 +132,9 @@ def test_the_drivers_words() -> None:
 def test_steps_are_long_where_nothing_is_computed_elsewhere(
     gpu_gib: float, is_everything: bool, tokens: int, qwen: Path
 ) -> None:
-    """Unset; on a small GPU less, and the usual budget where expert servers compute a part."""
+    """Steps are long where no setting says else; on a small GPU less, and the usual budget where expert
+    servers compute a part.
+    """
     planner = Planner(settings(qwen, max_num_seqs="16"), on_gpu=True)
     held = ExpertMemory(is_everything=is_everything)
     memory = int(gpu_gib * GIB)

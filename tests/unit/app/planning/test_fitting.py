@@ -22,7 +22,7 @@ Plan = Callable[..., CapacityPlan]
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
-    """A plan of a published model's headers on one card of `gib` GiB, nothing placed on it."""
+    """Returns a plan of a published model's headers on one card of `gib` GiB, nothing placed on it."""
     directories: dict[str, Path] = {}
 
     def make(name: str, gib: int, **flags: Any) -> CapacityPlan:
@@ -60,7 +60,8 @@ def proposed(plan: Plan, name: str, gib: int, flags: dict[str, Any]) -> dict[str
     ],
 )
 def test_a_refusal_names_settings_that_fit(plan: Plan, name: str, wanted: dict[str, int]) -> None:
-    """With 64 outputs per step, on every common size; followed, it makes a plan with room for requests.
+    """The refusal, with 64 outputs per step and on every common size, names settings that make a plan with
+    room for requests.
 
     `wanted`: an option that has to be among the proposals on cards of up to that many GiB.
     """

@@ -36,7 +36,7 @@ def planners(tmp_path_factory: pytest.TempPathFactory) -> Mapping[bool, Planner]
 
 
 def gpu_host(memory_gib: float, ram: float = 64.0) -> Hardware:
-    """One GPU of so much memory."""
+    """Returns one GPU of so much memory."""
     host = hardware("4090", ram_gib=ram)
     return replace(host, gpu=replace(GPU_MODELS["RTX 4090"], memory_bytes=int(memory_gib * GIB)))
 
@@ -95,7 +95,7 @@ def test_more_gpu_memory_never_hurts(
 @given(gpu_gib, st.floats(0, 24))
 @examples(max_examples=60, deadline=None)
 def test_tokens_grow_with_memory(planners: Mapping[bool, Planner], memory: float, more: float) -> None:
-    """Of the same placement."""
+    """More memory leaves room for more tokens with the same placement."""
     try:
         less = planners[True].plan(gpu_host(memory), fill=False)
     except DoesNotFit:
@@ -125,7 +125,9 @@ def test_a_larger_wish_never_fits_where_a_smaller_does_not(
 def test_more_bandwidth_is_never_slower(
     planners: Mapping[bool, Planner], bandwidth: float, factor: float, rows: int, on_gpu: bool
 ) -> None:
-    """Of RAM; and a step of more streams never takes less time, nor fewer different experts."""
+    """More bandwidth of RAM is not slower; and a step of more streams never takes less time, nor fewer
+    different experts.
+    """
     host = gpu_host(2.8) if on_gpu else hardware(ram_gib=12)
     wish = Wish(streams=(rows, rows + 1))
     slow, fast = (

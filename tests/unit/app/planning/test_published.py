@@ -39,7 +39,7 @@ _SIDE = ("weight_scale", "weight_scale_inv", "weight_packed", "weight_shape", "_
 
 
 def dense_elements(index: CheckpointIndex, forecast: Forecast) -> int:
-    """Of all tensors that the loader would read, but for scales."""
+    """Returns the number of elements of all tensors that the loader would read, but for scales."""
     return sum(
         math.prod(info.shape)
         for name, info in index.tensors.items()

@@ -45,7 +45,7 @@ EXPERT = "model.layers.2.mlp.experts.6.up_proj.weight"
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint with a tokenizer that fits it."""
+    """Returns a checkpoint with a tokenizer that fits it."""
     directory = tmp_path_factory.mktemp("saved")
     tiny = TINY_MODELS["qwen3_moe"]
     write_tiny_model(replace(tiny, changes=tiny.changes | {"vocab_size": VOCAB}), directory, seed=1)
@@ -60,7 +60,7 @@ def checkpoint(saved: Path, tmp_path: Path) -> Path:
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """The one line that a command ends with; empty: it is content."""
+    """Returns the one line that a command ends with; empty: it is content."""
     with pytest.raises(SystemExit) as exit_info:
         cli.main([str(argument) for argument in arguments])
     error = capsys.readouterr().err
@@ -128,7 +128,9 @@ def test_a_checkpoint_that_would_not_load_is_refused(
 
 
 def test_a_checkpoint_that_loads_is_planned(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """So that no case above passes for a reason of its own."""
+    """The checkpoint is planned when nothing is wrong, so that no case above passes for a reason of
+    its own.
+    """
     assert of_services(checkpoint) == ""
     assert refusal(capsys, "plan", checkpoint, *HOST) == ""
 
@@ -160,7 +162,7 @@ FILES: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
 def test_files_of_text_are_tried_before_anything_starts(
     case: str, dry_run: bool, checkpoint: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """By `serve` itself as well, which leaves no state behind."""
+    """The files are tried by `serve` itself as well, which leaves no state behind."""
     spoils, named = FILES[case]
     spoils(checkpoint)
     state = tmp_path / "state"
@@ -177,7 +179,7 @@ def test_a_template_that_is_given_is_tried(checkpoint: Path, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize("in_chats", [False, True])
-def test_a_token_that_nobody_needs_may_lie_outside_the_vocabulary(
+def test_a_token_that_is_not_needed_may_lie_outside_the_vocabulary(
     in_chats: bool, checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Fine-tunes add one for padding to the tokenizer alone; one that chats need is an error."""

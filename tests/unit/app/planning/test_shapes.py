@@ -24,7 +24,7 @@ from tests.tolerances import PLANNED_BYTES, STATED_PARAMETERS
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A directory with config.json of each model."""
+    """Returns a directory with config.json of each model."""
     root = tmp_path_factory.mktemp("published")
     return {name: write_config(root / name, config) for name, (config, _) in PUBLISHED.items()}
 
@@ -65,7 +65,7 @@ def test_parameters_are_as_many_as_stated(published: dict[str, Path], name: str)
 def test_experts_take_what_their_format_says(
     published: dict[str, Path], name: str, formats: str, gigabytes: int
 ) -> None:
-    """On a CPU alone: all experts of two servers, within 3 % of parameters times bits."""
+    """On a CPU alone all experts of two servers take parameters times bits, within 3 %."""
     text = {"language_model_only": "true"}
     config = settings(published[name], kv_cache_gib="8", expert_split="expert", **text)
     plan = Planner(config, on_gpu=False).plan(hardware(ram_gib=4096))
@@ -77,7 +77,7 @@ def test_experts_take_what_their_format_says(
 
 
 def header_tensors(geometry: MoeGeometry, experts: int) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
-    """The first experts of every layer in blocks of fp8, as DeepSeek-V3 is published."""
+    """Yields the first experts of every layer in blocks of fp8, as DeepSeek-V3 is published."""
     inner, hidden = geometry.moe_intermediate_size, geometry.hidden_size
     for layer in geometry.moe_layers:
         for expert in range(experts):

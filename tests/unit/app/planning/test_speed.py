@@ -56,7 +56,7 @@ MEASURED = ExpertTimes(GATE_UP, DOWN, 2 * 768 // 16, 2048 // 16, 2048, 768)
 
 
 def test_a_panels_time_between_and_beyond_what_was_measured() -> None:
-    """Linear between numbers of rows, proportional beyond the last and to the input features."""
+    """Times are linear between numbers of rows, proportional beyond the last and to the input features."""
     at = [GATE_UP.seconds(rows, 2048) * 1e9 for rows in (0.5, 1, 2, 4, 16)]
     assert at == pytest.approx([160, 160, 160 + 40 / 3, 200, 800])
     assert GATE_UP.seconds(1, 4096) == pytest.approx(2 * GATE_UP.seconds(1, 2048))
@@ -144,7 +144,9 @@ def test_decode_as_it_was_measured(streams: int, resident: float, measured: floa
     ],
 )
 def test_prefill_as_it_was_measured(tokens: int, resident: float, measured: float) -> None:
-    """So are prompts whose experts are streamed, divided between link and servers, or resident."""
+    """Predictions are near measurements, also of prompts whose experts are streamed, divided between link and
+    servers, or resident.
+    """
     work = replace(QWEN, resident_share=resident, request_rows=2048)
     row = predict_prefill(work, HOST_D, 16384 if resident else 512, tokens, 16384)
     assert row.tokens_per_second == pytest.approx(measured, rel=0.15)

@@ -42,14 +42,14 @@ def holder(directory: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def others(directory: Path) -> tuple[OtherInstance, ...]:
-    """As an instance that starts now sees them."""
+    """Returns the others as an instance that starts now sees them."""
     claims = CoreClaims(directory)
     with claims.exclusive():
         return claims.others()
 
 
 def test_another_process_is_seen_while_it_lives(tmp_path: Path) -> None:
-    """By its name and CPUs; after an orderly end no file is left."""
+    """The process is seen by its name and CPUs; after an orderly end no file is left."""
     directory = tmp_path / "cores"
     assert others(directory) == ()
     with holder(directory):
@@ -69,7 +69,7 @@ def test_nothing_is_left_of_one_that_was_killed(tmp_path: Path) -> None:
 
 
 def test_all_users_share_the_directory(tmp_path: Path) -> None:
-    """Whatever the umask; each can delete only what is theirs."""
+    """Users share it whatever the umask; each can delete only what is theirs."""
     before = os.umask(0o077)
     try:
         claims = CoreClaims(tmp_path / "cores")

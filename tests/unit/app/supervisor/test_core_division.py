@@ -37,7 +37,7 @@ sys.stdin.read()
 
 
 def start(directory: Path, threads: int) -> tuple[object, tuple[ServerBinding, ...]]:
-    """As `serve` does on a machine of `NODES`, with expert_threads; the claim, and its servers."""
+    """Starts as `serve` does on a machine of `NODES`, with expert_threads; the claim, and its servers."""
     experts = ExpertConfig.model_validate({"expert_threads": threads})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(core_division, "DIRECTORY", directory)
@@ -61,7 +61,7 @@ def instance(directory: Path, threads: int) -> Iterator[tuple[subprocess.Popen[s
 
 
 def cores_of(servers: tuple[ServerBinding, ...]) -> list[int]:
-    """The first CPU of each core."""
+    """Returns the first CPU of each core."""
     return [cpu for server in servers for cpu in server.cpus if cpu < 16]
 
 

@@ -17,13 +17,13 @@ CURVE = ReadCurve(MeasuredCores("cpu", "0-15", None), ((4, 60e9), (8, 117e9), (1
 
 
 def cores(cpus: Iterable[int], siblings: int = 0) -> NodeCores:
-    """A node of these CPUs, each on a core of its own; CPU n + `siblings` is the sibling of CPU n."""
+    """Returns a node of these CPUs, each on a core of its own; CPU n + `siblings` is the sibling of CPU n."""
     found = tuple((cpu, cpu + siblings) if siblings else (cpu,) for cpu in cpus)
     return NodeCores(tuple(sorted(cpu for core in found for cpu in core)), found)
 
 
 def other(cpus: Iterable[int], name: str = "port 8000") -> OtherInstance:
-    """Another instance."""
+    """Returns another instance."""
     return OtherInstance(name, frozenset(cpus))
 
 
@@ -97,7 +97,7 @@ def test_with_a_gpu_no_more_threads_than_read_faster() -> None:
 
 
 def test_a_setting_wins() -> None:
-    """Over cores, quota, knee and other instances; it says so."""
+    """A setting wins over cores, quota, knee and other instances; the reason says so."""
     node = replace(cores(range(16)), curve=CURVE)
     assert place_experts({0: node}, 1, 4.0, 1, threads=12)[0].threads == 12
     taken = node.without([other(range(8))], 12)

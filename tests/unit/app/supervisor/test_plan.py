@@ -45,7 +45,7 @@ MODEL = {
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A checkpoint directory with nothing but its config."""
+    """Returns a checkpoint directory with nothing but its config."""
     directory = tmp_path / "my-model"
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(MODEL))
@@ -110,7 +110,7 @@ def test_two_instances_on_a_gpu_divide_its_host(
 
 
 def name_of(serve_plan: ServePlan) -> str:
-    """As other instances see it."""
+    """Returns the name as other instances see it."""
     return f"port {serve_plan.config.gateway.port} "
 
 
@@ -157,6 +157,22 @@ def test_packed_experts_are_the_supervisors_unless_a_directory_is_given(model: P
     assert serve_plan.plan.weights == ()
     shutil.rmtree(serve_plan.plan.directory)
     assert planned(model, expert_transport="local")[0].plan.weights == ()
+
+
+def test_prefixes_in_ram_are_the_supervisors_unless_a_directory_is_given(model: Path, tmp_path: Path) -> None:
+    """The engine knows the run directory; a user's directory, or a size of 0, needs no memory of it."""
+    serve_plan, configs = planned(model, expert_transport="local")
+    directory = serve_plan.plan.directory
+    assert configs["gpu"].gpu.kv_offload_dir == str(directory)
+    assert [file.path for file in serve_plan.plan.prefixes] == [directory / "engine.kv"]
+    shutil.rmtree(directory)
+    for given in ({"kv_offload_dir": str(tmp_path / "kv")}, {"kv_offload_gib": "0"}):
+        serve_plan, configs = planned(model, expert_transport="local", **given)
+        assert configs["gpu"].gpu.kv_offload_dir == given.get(
+            "kv_offload_dir", str(serve_plan.plan.directory)
+        )
+        assert serve_plan.plan.prefixes == ()
+        shutil.rmtree(serve_plan.plan.directory)
 
 
 def test_local_transport_starts_no_expert(model: Path) -> None:

@@ -23,7 +23,7 @@ ONE_NODE = {0: NodeCores((0, 1, 2, 3), ((0, 2), (1, 3)))}
 
 
 def config(tp: int, pp: int = 1, **gpu: object) -> MoebiusConfig:
-    """Settings for a number of ranks."""
+    """Returns the settings for a number of ranks."""
     return MoebiusConfig(
         gpu=GpuConfig.model_validate(gpu),
         parallel=ParallelConfig(tensor_parallel_size=tp, pipeline_parallel_size=pp),
@@ -93,7 +93,7 @@ def test_all_ranks_are_planned_as_one_group(model: Path) -> None:
 
 
 def test_hosts_start_their_own_ranks(model: Path) -> None:
-    """As many on each; GPUs are counted from 0 on every host, and only rank 0 is probed."""
+    """Each host starts as many; GPUs are counted from 0 on every host, and only rank 0 is probed."""
     flags = {"model": str(model), "device": "cpu", "tensor_parallel_size": "4", "rank_hosts": "2"}
     flags |= {
         "rank_address": "leader:29500",

@@ -31,7 +31,7 @@ SETTINGS = ("--num-pages", "64", "--mailbox-rows", "4096")
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint that could be served."""
+    """Returns a checkpoint that could be served."""
     directory = tmp_path_factory.mktemp("small") / "model"
     write_tiny_model(TINY_MODELS["qwen3_moe"], directory, seed=3)
     write_tokenizer(directory, word_tokenizer({}), None)
@@ -159,7 +159,7 @@ def test_limits_of_the_process_are_checked_without_a_model() -> None:
 
 
 def test_a_real_dev_shm_of_1_mib(model: Path, tmp_path: Path) -> None:
-    """As in a container that was given no more."""
+    """A mount of 1 MiB, as in a container that was given no more, is reported."""
     script = 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$@"'
     alone = ["unshare", "--mount", "sh", "-c", script, "sh"]
     if os.geteuid() or subprocess.run([*alone, "true"], capture_output=True).returncode:

@@ -47,15 +47,15 @@ class Script(Probe, Liveness):
     count: int | None = None
 
     def ready(self) -> bool:
-        """As set."""
+        """Returns what was set."""
         return self.is_ready
 
     def sign(self, pid: int, timeout_s: float) -> object:
-        """As set."""
+        """Returns what was set."""
         return self.next_sign
 
     def requests_served(self, pid: int) -> int | None:
-        """As set."""
+        """Returns what was set."""
         return self.count
 
 
@@ -68,7 +68,7 @@ class World:
     script: Script = field(default_factory=Script)
 
     def monotonic(self) -> float:
-        """The clock."""
+        """Returns the clock."""
         return self.now
 
 
@@ -95,7 +95,7 @@ def looks(world: World, watch: Watch, seconds: float, step_s: float = 1.0) -> No
 
 
 def test_silent_and_idle_is_hung() -> None:
-    """After the limit, not before; one sign of life begins it again."""
+    """A process counts as hung after the limit, not before; one sign of life begins it again."""
     silence = Silence(LIMIT_S)
     for _ in range(9):
         silence.note(1.0, alive=False)
@@ -154,7 +154,7 @@ def test_time_without_looks_does_not_count(world: World) -> None:
     assert asleep.hang is not None
 
 
-def test_who_answers_nobody_hangs_only_when_stopped(world: World) -> None:
+def test_a_process_without_answers_hangs_only_when_stopped(world: World) -> None:
     """Ranks but the first have no server: sleeping is no hang, being stopped is."""
     follower = watched(world, liveness=False)
     looks(world, follower, LIMIT_S * BUSY_FACTOR * 2)
@@ -242,7 +242,10 @@ def test_a_mailbox_server_beats_and_serves() -> None:
 
 
 def test_a_server_that_accepts_and_never_answers_is_silent(tmp_path: Path) -> None:
-    """As a stopped server does: the kernel connects for it. The question ends by its deadline."""
+    """The server is silent, as a stopped one: the kernel connects for it.
+
+    The question ends by its deadline.
+    """
     import socket
 
     address = str(tmp_path / "gpu.sock")
@@ -308,7 +311,9 @@ def pauses_of(counts: list[int | None], program: str = "pass") -> list[float]:
 
 
 def test_answered_requests_earn_restarts_at_once() -> None:
-    """Also of starts that answer none: who kills every few seconds meets some that are not ready yet."""
+    """Restarts are earned also of starts that answer none: a killer every few seconds meets some that are not
+    ready yet.
+    """
     assert pauses_of([3, 0, 0, 0, 0]) == [0.0, 0.0, 0.0, 1.0, 2.0]
     assert pauses_of([1, 0, 1, 0, 0, 1, 0]) == [0.0, 1.0, 0.0, 1.0, 2.0, 0.0, 1.0]
     many = pauses_of([1000] + [0] * (MOST_CREDIT + 1))

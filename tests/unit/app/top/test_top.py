@@ -50,7 +50,9 @@ def costs(at: float) -> pb.LiveCosts:
 
 
 def answer(at: float, **changed: Any) -> dict[str, Any]:
-    """What `/v1/live` says `at` seconds after the start: 10 steps a second, of which experts take 60 ms."""
+    """Returns what `/v1/live` says `at` seconds after the start: 10 steps a second, of which experts take 60
+    ms.
+    """
     steps = round(10 * at)
     load = {
         "version": "0.1.0",
@@ -115,7 +117,9 @@ def test_figures_are_differences() -> None:
 
 
 def test_what_is_not_known_is_none() -> None:
-    """Before a second answer, of a restarted server, without a host-driven mailbox, of old gateways."""
+    """Figures are None before a second answer, of a restarted server, without a host-driven mailbox, and of
+    old gateways.
+    """
     assert figures_between(None, answer(10)).bytes_per_second is None
     restarted = figures_between(answer(10), answer(12, server={"instance_id": 8}))
     assert restarted.servers == [None]
@@ -329,7 +333,9 @@ def test_what_is_known_of_each_layer() -> None:
 
 
 def test_what_no_layer_has_is_unknown() -> None:
-    """Of an engine that exchanges nothing, an answer of an older one, and after a restart."""
+    """Figures are unknown of an engine that exchanges nothing, of an older one's answer, and after
+    a restart.
+    """
     (rate, _) = figures_between(answer(10), answer(12)).placement
     assert (rate.hit_rate, rate.exchanges_per_second, rate.cpu_bytes_per_second) == (None, None, None)
     assert rate.fetched_per_step is None
@@ -354,13 +360,13 @@ def test_a_full_link_limits_the_step() -> None:
 
 
 def test_who_has_the_memory_is_shown() -> None:
-    """In 80 columns, without what has none; an older engine does not say."""
+    """The lines fit in 80 columns, without what has none; an older engine does not say."""
     memory = pb.LiveMemory(kv_bytes=3 * 2**29, expert_bytes=5 * 2**30, free_bytes=2**28, is_shared=True)
     lines = shown(on_gpu(12, memory=memory), on_gpu(10))
     assert max(map(len, lines)) <= 80
-    told = " ".join(" ".join(lines).split())
-    assert "KV pages 1.50, experts 5.00, free 0.25 GiB (pages and experts share)" in told
-    assert "ring" not in told
+    text = " ".join(" ".join(lines).split())
+    assert "KV pages 1.50, experts 5.00, free 0.25 GiB (pages and experts share)" in text
+    assert "ring" not in text
     older = on_gpu(12)
     del older["memory"]
     assert not any("GPU memory" in line for line in shown(older, on_gpu(10)))

@@ -18,9 +18,9 @@ from gateway.parsers.events import (
     ParsedDelta,
     ReasoningDelta,
 )
+from gateway.schemas.common import Tolerance
 from gateway.schemas.errors import ApiError
 from gateway.schemas.messages import MessagesRequest
-from gateway.schemas.parameters import Tolerance
 from tests.helpers.api_requests import ANSWER, delta, events, served_model
 
 REPLY = MessagesReply("tiny", context_length=100)
@@ -29,14 +29,14 @@ TOOL = {"name": "weather", "description": "Looks it up", "input_schema": {"type"
 
 
 def streamed(answer: list[ParsedDelta]) -> list[dict[str, Any]]:
-    """The events of an answer that comes delta by delta."""
+    """Returns the events of an answer that comes delta by delta."""
     form = MessagesFormat("r1", REPLY)
     data = b"".join(form.stream_delta(one, lambda: USAGE) for one in answer)
     return events(data + form.stream_end(USAGE))
 
 
 def whole(answer: list[ParsedDelta]) -> dict[str, Any]:
-    """The message of the same answer."""
+    """Returns the message of the same answer."""
     output = Output(deltas=list(answer), finish=answer[-1].finish)
     return MessagesFormat("r1", REPLY).whole([output], USAGE)
 

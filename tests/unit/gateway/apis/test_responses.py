@@ -27,8 +27,8 @@ from gateway.parsers.events import (
     ToolCallArguments,
     ToolCallStart,
 )
+from gateway.schemas.common import Tolerance
 from gateway.schemas.errors import ApiError
-from gateway.schemas.parameters import Tolerance
 from gateway.schemas.responses import ResponsesRequest
 from gateway.text.tokenizer import Tokenizer
 from moebius.config import GatewayConfig, MoebiusConfig
@@ -43,31 +43,33 @@ EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
 @pytest.fixture
 def store(tmp_path: Path) -> ResponseStore:
-    """An empty one."""
+    """Returns an empty one."""
     return ResponseStore(str(tmp_path), LIMITS)
 
 
 @pytest.fixture
 def context(tmp_path: Path, store: ResponseStore) -> Context:
-    """As in a prompt process."""
+    """Returns the context as in a prompt process."""
     return Context(Tolerance(), served_model(tmp_path), store)
 
 
 def translated(context: Context, **fields: Any) -> Translation:
-    """The translation of a body with these fields."""
+    """Returns the translation of a body with these fields."""
     body = {"model": "tiny", "input": "hi", **fields}
     return translate(ResponsesRequest.model_validate(body, context=context.tolerance), context)
 
 
 def format_of(reply: ResponsesReply, tmp_path: Path, logprobs: int | None = None) -> ResponsesFormat:
-    """A format as the route makes it."""
+    """Returns a format as the route makes it."""
     write_tokenizer(tmp_path, byte_level_tokenizer())
     store = ResponseStore(str(tmp_path), LIMITS)
     return ResponsesFormat("tiny", Tokenizer.from_dir(tmp_path), logprobs, reply, store)
 
 
 def streamed(form: ResponsesFormat, answer: list[ParsedDelta]) -> list[dict[str, Any]]:
-    """The events of an answer that comes delta by delta, each valid for OpenAI's client and numbered."""
+    """Returns the events of an answer that comes delta by delta, each valid for OpenAI's client and
+    numbered.
+    """
     data = b"".join(form.stream_delta(one, lambda: USAGE) for one in answer)
     found = events(data + form.stream_end(USAGE))
     assert [one["sequence_number"] for one in found] == list(range(len(found)))
@@ -360,8 +362,9 @@ def test_a_namespace_is_named_with_its_calls(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"background": True}, "background"),
-        ({"conversation": "conv_1"}, "conversation"),
+        ({"background": True, "store": False}, "background"),
+        ({"conversation": "conv_none"}, "conversation"),
+        ({"conversation": {"id": "c"}, "previous_response_id": "r"}, "conversation"),
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"input": []}, "input"),
         (
@@ -440,7 +443,7 @@ def test_fields_reach_the_chat_and_come_back(context: Context) -> None:
 
 
 def stored(context: Context, tmp_path: Path, **fields: Any) -> dict[str, Any]:
-    """A response that was answered and stored."""
+    """Returns a response that was answered and stored."""
     form = format_of(translated(context, **fields).reply, tmp_path)
     thought = [delta(ReasoningDelta("Hm."), ContentDelta("Yes."), finish=Finish("stop"))]
     response = form.whole([Output(thought)], USAGE)

@@ -60,7 +60,7 @@ def texts(schema: Any) -> Texts | None:
 
 
 def is_within(value: Decimal, bounds: Mapping[str, float]) -> bool:
-    """As JSON schemas define the four keywords."""
+    """Returns whether it is, as JSON schemas define the four keywords."""
     tests = {
         "minimum": lambda bound: value >= bound,
         "maximum": lambda bound: value <= bound,
@@ -88,7 +88,7 @@ def test_integers_are_exactly_those_within_bounds(bounds: dict[str, float], othe
 @example(bounds={"exclusiveMinimum": -0.0}, other=0.0)
 @example(bounds={"minimum": 1e-7}, other=0.0)
 def test_numbers_are_exactly_those_within_bounds(bounds: dict[str, float], other: float) -> None:
-    """With and without a fraction, and with zeros at its end."""
+    """Numbers within bounds are allowed with and without a fraction, and with zeros at its end."""
     found = texts({"type": "number", **bounds})
     with localcontext(prec=200):
         check_numbers(found, bounds, other)
@@ -157,7 +157,7 @@ def test_constants_are_exact(values: list[Any]) -> None:
     ],
 )
 def test_numbers_that_can_not_be_exact_are_refused(schema: Any) -> None:
-    """Where llguidance writes the numbers, as among combined schemas, with what is allowed."""
+    """Numbers are refused where llguidance writes them, as among combined schemas, with what is allowed."""
     with pytest.raises(GrammarError, match=r"numbers are between|digits|the product of all is at most"):
         compiled(constraint(schema))
 
@@ -241,7 +241,7 @@ def test_unique_items_of_few_values(items: Any, good: Sequence[str], bad: Sequen
 
 @given(count=st.integers(1, 6), least=st.integers(0, 4), most=st.integers(0, 7), drawn=st.data())
 def test_unique_items_are_counted(count: int, least: int, most: int, drawn: st.DataObject) -> None:
-    """Together with minItems and maxItems."""
+    """Unique items are counted together with minItems and maxItems."""
     schema = {"type": "array", "uniqueItems": True, "items": {"enum": list(range(count))}}
     schema |= {"minItems": least, "maxItems": most}
     found = texts(schema)
@@ -341,7 +341,8 @@ values: st.SearchStrategy[Any] = st.recursive(
 
 @given(schema=st.recursive(leaves, grown, max_leaves=6), some=st.lists(values, min_size=1, max_size=6))
 def test_what_is_allowed_is_valid(schema: Any, some: list[Any]) -> None:
-    """Of any combination of keywords; and what is valid is allowed, in the order of the schema's properties.
+    """What any combination of keywords allows is valid; and what is valid is allowed, in the order of the
+    schema's properties.
 
     The reference is the package `jsonschema`. Not every combination can be enforced: others are refused.
     """

@@ -50,14 +50,14 @@ def constraint_of(name: str, tools: tuple[ToolSpec, ...], **more: Any) -> Constr
 
 
 def takes(constraint: Constraint, text: str) -> bool:
-    """Whether an output may be exactly this text."""
+    """Returns whether an output may be exactly this text."""
     matcher = LLMatcher(BYTES, grammar_of(constraint), log_level=0)
     data = list(text.encode())
     return matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting()
 
 
 def call(name: str, tool: str, arguments: dict[str, str]) -> str:
-    """A call in a format, its arguments as the model writes them."""
+    """Returns a call in a format, its arguments as the model writes them."""
     framing = tool_format(name).framing
     begin = framing.begin + framing.call_begin.replace("{name}", tool).replace("{index}", "0")
     if framing.arguments == "json":
@@ -87,7 +87,7 @@ DEFINITIONS = {"$defs": {"code": {"type": "string", "pattern": "^x[0-9]+$"}}}
 
 
 def one_parameter(schema: dict[str, Any]) -> ToolSpec:
-    """A tool with one required parameter."""
+    """Returns a tool with one required parameter."""
     return ToolSpec("f", {"properties": {"v": schema}, "required": ["v"], **DEFINITIONS})
 
 
@@ -133,7 +133,7 @@ UNIONS: list[dict[str, Any]] = [
 
 
 def walk(matcher: LLMatcher, dice: random.Random, ends: list[str]) -> str:
-    """A random text that a grammar allows; `ends`: what is tried when it has become long enough."""
+    """Returns a random text that a grammar allows; `ends`: what is tried when it has become long enough."""
     alphabet = 'abnot127-<>/\\"\n {}[]:,.eruls'
     text = b""
     while not matcher.is_accepting() and len(text) < 2000:
@@ -207,7 +207,9 @@ def test_objects_with_combinations_are_followed_or_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", list(TOOLS))
 def test_texts_of_custom_tools_follow_their_grammar(name: str) -> None:
-    """Spelled as the format spells a string; the text that the client gets is one of the grammar's."""
+    """Texts are spelled as the format spells a string; the text that the client gets is one of the
+    grammar's.
+    """
     patch = '*** Begin Patch\n*** Add File: a "b".py\n+\tx = "\\n" </p>\n+\n*** End Patch'
     texts = {
         ("lark", PATCH): ([patch, patch + "\n"], ["*** Begin Patch\n*** End Patch", patch + "x"]),
@@ -310,7 +312,7 @@ def test_a_json_answer_next_to_calls_of_gpt_oss() -> None:
 
 
 def with_special(texts: tuple[str, ...]) -> Tokenizer:
-    """A tokenizer that keeps some texts whole, as tokens that no text spells."""
+    """Returns a tokenizer that keeps some texts whole, as tokens that no text spells."""
     tokenizer = byte_level_tokenizer(300)
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in texts])
     return tokenizer

@@ -176,7 +176,7 @@ def test_markers_that_are_tokens_are_asked_for_as_tokens() -> None:
 
 
 def test_a_tool_with_an_unsupported_schema_is_named() -> None:
-    """Of several tools, the one at fault, and its keyword."""
+    """The error names the tool at fault of several, and its keyword."""
     bad = ToolSpec("odd", {"properties": {"a": {"not": {}}}})
     with pytest.raises(ApiError) as caught:
         tool_call_constraint(HERMES, [TIME, bad], at_least_one=True, parallel=True, added_tokens={})

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from gateway.generation import images as images_module
-from gateway.generation.images import ImageRefused, from_host, is_public
+from gateway.generation.images import ImageRefused, from_host, is_public  # type: ignore[attr-defined]
 from moebius.config import ImageConfig
 
 INSIDE = (
@@ -116,7 +116,7 @@ class Unread(httpx.AsyncByteStream):
 
 
 async def test_a_body_without_end_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once it is larger than an image may be, whatever its Content-Length said."""
+    """The download ends once the body is larger than an image may be, whatever its Content-Length said."""
     web = Web(monkeypatch, ["93.184.216.34"])
     taken: list[int] = []
 

@@ -224,8 +224,9 @@ def test_logprob_formats() -> None:
 
 
 def test_a_stop_string_ends_a_thought() -> None:
-    """As in vLLM, whose stop strings are looked for in all of an output's text: also in its thought, of which
-    what came before stays; no answer follows."""
+    """Stop strings are looked for in all of an output's text, as in vLLM: also in its thought, of which what
+    came before stays; no answer follows.
+    """
     plan = OutputPlan(reasoning_parser="qwen3", starts_in_reasoning=True)
     rules = replace(RULES, stop_strings=("dog",), plan=plan)
     deltas = run(TOKENIZER.encode("The fox and the dog</think>Yes"), rules)

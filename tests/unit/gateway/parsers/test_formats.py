@@ -120,7 +120,9 @@ ANSWERS = {
 
 @pytest.mark.parametrize("name", ANSWERS)
 def test_what_stands_around_thoughts_and_answers_is_in_neither(name: str) -> None:
-    """As tokens and as text, however it is cut; an answer without a frame keeps what it says of one."""
+    """Such text is in neither, as tokens and as text, however it is cut; an answer without a frame keeps what
+    it says of one.
+    """
     text, meaning = ANSWERS[name]
     plan = plan_for(None, name)
     tokens = tokens_of(plan)

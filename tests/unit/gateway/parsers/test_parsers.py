@@ -19,7 +19,7 @@ from gateway.parsers.events import OutputPlan, ToolCallArguments, ToolSpec
 from gateway.parsers.framing import ToolFraming
 from gateway.parsers.registry import REASONING, TOOLS, make_parser, think_format, tool_format
 from gateway.parsers.scanner import Mark
-from gateway.text.chat_template import ChatTemplate
+from gateway.text.conversation import ChatTemplate
 from moebius.grammar.compile import grammar_of
 from moebius.parser_names import REASONING_PARSERS, TOOL_CALL_PARSERS, parser_name
 from tests.helpers.parser_streams import (
@@ -50,7 +50,7 @@ TEXT_FORMATS = (
 
 
 def recorded_plan(name: str) -> OutputPlan:
-    """The plan that reads the recorded output of a format."""
+    """Returns the plan that reads the recorded output of a format."""
     return plan_for(name, "gpt_oss" if name == "gpt_oss" else None)
 
 
@@ -70,7 +70,9 @@ def test_a_recorded_output_means_the_same_however_it_is_cut(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in RECORDED if name != "gpt_oss"])
 @pytest.mark.parametrize("is_open", [False, True])
 def test_thoughts_come_before_any_format(name: str, is_open: bool) -> None:
-    """Whether the prompt opened the thought or the model does; its frame's white space belongs to nothing."""
+    """Thoughts are found whether the prompt opened them or the model does; the frame's white space belongs to
+    nothing.
+    """
     for reasoning in THINKING:
         think = think_format(reasoning)
         assert think is not None
@@ -104,7 +106,7 @@ def test_markers_in_letters_are_text_where_there_are_tokens(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_only_so_many_calls_are_given_out(name: str) -> None:
+def test_the_number_of_calls_is_bounded(name: str) -> None:
     """After `max_calls` the parser is full, and what follows is dropped."""
     plan = plan_for(name, recorded_plan(name).reasoning_parser, max_calls=1)
     parser = make_parser(plan, ())
@@ -280,7 +282,7 @@ def test_what_the_grammar_makes_is_what_the_parser_reads(name: str) -> None:
 
 
 def work(plan: OutputPlan, text: str, tokens: list[str], size: int) -> int:
-    """Functions called, and characters looked at, to read `text` in pieces of `size` tokens."""
+    """Returns functions called, and characters looked at, to read `text` in pieces of `size` tokens."""
     parser = make_parser(plan, tokens)
     assert parser is not None
     pieces = in_tokens(text, tokens)
@@ -312,7 +314,9 @@ def work(plan: OutputPlan, text: str, tokens: list[str], size: int) -> int:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_work_doubles_when_the_output_does(name: str) -> None:
-    """Linear time, of calls, of one long argument, of white space and of markers that begin nothing."""
+    """Parsing takes linear time for calls, for one long argument, for white space and for markers that begin
+    nothing.
+    """
     plan = recorded_plan(name)
     tokens = tokens_of(plan)
     form = tool_format(name)
@@ -389,7 +393,7 @@ def test_every_name_has_a_parser_and_users_spellings_find_it() -> None:
 def test_a_model_gets_the_parsers_that_its_template_calls_for(
     model_type: str, template: str, tools: str | None, reasoning: str | None
 ) -> None:
-    """By what the template teaches; settings override it, and `none` switches a parser off."""
+    """Parsers follow what the template teaches; settings override it, and `none` switches a parser off."""
     assert chosen_parsers("auto", "auto", model_type, template) == (tools, reasoning)
     assert chosen_parsers("pythonic", "none", model_type, template) == ("pythonic", None)
     assert chosen_parsers("none", "qwen3", model_type, template) == (None, "qwen3")
@@ -426,7 +430,9 @@ def test_a_template_that_doubles_a_text_takes_no_memory() -> None:
 
 
 def test_a_suffix_may_be_known_to_the_tokenizer_alone() -> None:
-    """Where the template takes its tags from the tokenizer, and for parsers that a setting names."""
+    """The suffix is found where the template takes its tags from the tokenizer, and for parsers that a
+    setting names.
+    """
     tokens = ["<|endoftext|>", "</think:6124c78e>", "<think:6124c78e>", "<arg_key:6124c78e>"]
     chosen = chosen_parsers("hy_v4", "hy_v4", "hy_v4", "{{ think_begin_token }}", tokens)
     assert chosen == ("hy_v4:6124c78e", "hy_v4:6124c78e")

@@ -13,8 +13,7 @@ from gateway.generation.model import ServedModel, load_served_model
 from gateway.parsers.events import OutputPlan, ToolSpec
 from gateway.prompts.tool_use import conversation_of, output_plan
 from gateway.schemas.requests import ChatCompletionRequest
-from gateway.text.chat_template import ChatTemplateError
-from gateway.text.conversation import MarkedText, render_prompt
+from gateway.text.conversation import ChatTemplateError, MarkedText, render_prompt
 from gateway.text.tokenizer import Tokenizer
 from protos import engine_pb2
 from tests.helpers.parser_streams import in_characters, parsed, read
@@ -43,7 +42,9 @@ END = "<｜end▁of▁sentence｜>"
 def model_files(
     directory: Path, model_type: str, template: str | None = None, tokens: tuple[str, ...] = ()
 ) -> Path:
-    """A checkpoint's tokenizer with the tokens of DeepSeek's, and a config.json that names the family."""
+    """Returns a checkpoint's tokenizer with the tokens of DeepSeek's, and a config.json that names the
+    family.
+    """
     backend = byte_level_tokenizer()
     backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in TOKENS + tokens])
     backend.add_tokens([AddedToken("｜DSML｜", normalized=False)])
@@ -53,12 +54,12 @@ def model_files(
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ServedModel]:
-    """A served model of each type."""
+    """Returns a served model of each type."""
     return {name: served(model_files(tmp_path_factory.mktemp(name), name), name) for name in TYPES}
 
 
 def served(directory: Path, model_type: str) -> ServedModel:
-    """The model in `directory`, as the gateway knows it."""
+    """Returns the model in `directory`, as the gateway knows it."""
     info = engine_pb2.GetModelInfoResponse(
         served_model_name="m", max_context_length=100_000, vocab_size=1000, model_type=model_type
     )
@@ -66,7 +67,7 @@ def served(directory: Path, model_type: str) -> ServedModel:
 
 
 def prompt_of(model: ServedModel, **fields: Any) -> MarkedText:
-    """The prompt of a chat request."""
+    """Returns the prompt of a chat request."""
     body = ChatCompletionRequest.model_validate({"model": "m", **fields})
     template = model.tokenizer.chat_template
     assert template is not None
@@ -74,7 +75,7 @@ def prompt_of(model: ServedModel, **fields: Any) -> MarkedText:
 
 
 def text_of(model: ServedModel, *messages: tuple[str, str], **fields: Any) -> str:
-    """The prompt's text of (role, content) pairs."""
+    """Returns the prompt's text of (role, content) pairs."""
     listed = [{"role": role, "content": content} for role, content in messages]
     return prompt_of(model, messages=listed, **fields).text
 
@@ -142,7 +143,9 @@ def test_the_models_parsers_read_what_its_history_shows(models: dict[str, Served
 def test_requests_switch_thoughts(
     models: dict[str, ServedModel], name: str, fields: dict[str, Any], thinks: dict[str, bool]
 ) -> None:
-    """By either name of the switch and by the effort; `chat_template_kwargs` win; the parser knows it."""
+    """Requests use either name of the switch, or the effort; `chat_template_kwargs` win; the parser
+    knows it.
+    """
     text = text_of(models[name], ("user", "Hi"), **fields)
     assert text.endswith("<｜Assistant｜><think>" if thinks[name] else "<｜Assistant｜></think>")
     message = {"role": "user", "content": "Hi"}

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from gateway.prompts.contract import Postponed
 from gateway.prompts.pool import PromptPool
-from gateway.prompts.process import SMALL_BYTES
+from gateway.prompts.process import SMALL_BYTES, Postponed
 from gateway.schemas.errors import ApiError
 from tests.helpers.heavy_grammars import heavy_requests
 from tests.unit.gateway.prompts.test_processes import FakeProcess, children, setup_for, token_count
@@ -59,7 +58,7 @@ class PatientProcess(FakeProcess):
         return answers
 
 
-async def test_grammars_that_take_long_have_so_many_places(
+async def test_grammars_that_take_long_have_a_bounded_number_of_places(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A quarter of those that may wait: others are refused at once, and small requests still have theirs."""
@@ -102,7 +101,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_a_pool_that_can_answer_nobody_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_pool_that_cannot_answer_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """When all processes are at work for long, or are gone; and no more once one of them answers."""
     monkeypatch.setattr("gateway.prompts.pool.Process", HangingProcess)
     monkeypatch.setattr("gateway.prompts.pool._STUCK_S", 0.05)

@@ -46,7 +46,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
 
 
 def request(**fields: object) -> ChatCompletionRequest:
-    """A question, with a tool."""
+    """Returns a question, with a tool."""
     tool = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}
     return ChatCompletionRequest.model_validate(
         {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "tools": [tool], **fields}
@@ -54,14 +54,14 @@ def request(**fields: object) -> ChatCompletionRequest:
 
 
 def prompt_of(model: ServedModel, body: ChatCompletionRequest) -> str:
-    """The rendered prompt."""
+    """Returns the rendered prompt."""
     template = model.tokenizer.chat_template
     assert template is not None
     return render_prompt(template, model.tokenizer.controls, conversation_of(body, model)).text
 
 
 def test_thoughts_and_calls_are_read_by_the_checkpoints_own_tags(model: ServedModel) -> None:
-    """With the suffix of the template: thought, content and call are distinguished."""
+    """Thought, content and call are distinguished with the suffix of the template."""
     body = request()
     plan = output_plan(body, model, prompt_of(model, body))
     assert plan is not None

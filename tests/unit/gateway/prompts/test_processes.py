@@ -19,9 +19,8 @@ from typing import Any, ClassVar
 import psutil
 import pytest
 
-from gateway.prompts.contract import ModelFiles, WorkerSetup
 from gateway.prompts.pool import PromptPool
-from gateway.prompts.process import SMALL_BYTES, Died
+from gateway.prompts.process import SMALL_BYTES, Died, ModelFiles, WorkerSetup
 from gateway.schemas.errors import ApiError
 from moebius.config import ImageConfig
 from moebius.errors import WrongIdentity
@@ -32,7 +31,7 @@ from tests.helpers.tiny_tokenizer import byte_level_tokenizer, write_tokenizer
 
 
 def children() -> set[int]:
-    """Prompt processes of this test process."""
+    """Returns prompt processes of this test process."""
     found = set()
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):  # one that has ended, a moment ago or unnoticed yet
@@ -273,7 +272,7 @@ class FatefulProcess(FakeProcess):
 
 
 def fateful_pool(monkeypatch: pytest.MonkeyPatch, seed: int, processes: int, most: int) -> PromptPool:
-    """A pool whose processes are `FatefulProcess`."""
+    """Returns a pool whose processes are `FatefulProcess`."""
     monkeypatch.setattr("gateway.prompts.pool.Process", FatefulProcess)
     monkeypatch.setattr("gateway.prompts.pool._RESTART_S", 0.005)
     monkeypatch.setattr(FatefulProcess, "fate", Fate(seed), raising=False)
@@ -317,7 +316,7 @@ async def test_clients_that_went_away_take_no_place(tmp_path: Path, monkeypatch:
             gone = [asyncio.create_task(pool.prepare("tokenize", [b"x"])) for _ in range(8)]
             await asyncio.sleep(0)
             assert pool.waiting == 8
-            for task in gone:
+            for task in gone:  # type: ignore[assignment]
                 task.cancel()
             await asyncio.gather(*gone, return_exceptions=True)
             pool.check_integrity()
@@ -330,8 +329,9 @@ async def test_clients_that_went_away_take_no_place(tmp_path: Path, monkeypatch:
 async def test_what_waits_is_what_is_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    """Whatever becomes of processes and clients: each request is answered once, the count is of those that
-    wait, and ends at none."""
+    """Each request is answered once whatever becomes of processes and clients; the count is of those that
+    wait, and ends at none.
+    """
     files, setup = setup_for(tmp_path)
     pool = fateful_pool(monkeypatch, seed, 2, 24)
     fate = FatefulProcess.fate

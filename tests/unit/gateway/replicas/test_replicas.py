@@ -23,7 +23,7 @@ from gateway.replicas.replica import Replica, difference
 from gateway.replicas.replica_set import ReplicaSet
 from gateway.replicas.routing import choose, last_resort
 from gateway.telemetry.metrics import ReplicaMetrics
-from gpu_service.server.many_calls import ManyCalls
+from gpu_service.server.responses import ManyCalls
 from moebius.model_identity import identity_digest
 from protos import engine_pb2 as pb
 from protos import engine_pb2_grpc
@@ -32,12 +32,12 @@ PROMPTS = st.lists(st.integers(0, 3), max_size=12)  # blocks of one repeated tok
 
 
 def tokens(blocks: Sequence[int]) -> list[int]:
-    """A prompt of these blocks."""
+    """Returns a prompt of these blocks."""
     return [block for block in blocks for _ in range(BLOCK)]
 
 
 def common(left: Sequence[int], right: Sequence[int]) -> int:
-    """Length of the common beginning."""
+    """Returns the length of the common beginning."""
     pairs = enumerate(zip(left, right, strict=False))
     return next((number for number, (a, b) in pairs if a != b), min(len(left), len(right)))
 
@@ -88,7 +88,7 @@ class Clock:
 
 
 def replica(name: str = "a", clock: Clock | None = None, **values: Any) -> Replica:
-    """One without a connection."""
+    """Returns one without a connection."""
     return Replica(name, cast(EngineClient, None), clock or Clock(), **values)
 
 
@@ -122,7 +122,9 @@ def test_the_load_that_others_cause_counts() -> None:
     prompt=PROMPTS,
 )
 def test_only_replicas_that_may_be_used_are_chosen(states: list[Any], prompt: list[int]) -> None:
-    """Whatever their load and cache; and when none may be, the last resort is one of the same model."""
+    """Replicas are chosen so whatever their load and cache; and when none may be, the last resort is one of
+    the same model.
+    """
     replicas = []
     for number, (serving, mismatch, leaving, failures, in_flight) in enumerate(states):
         one = replica(str(number), is_serving=serving, mismatch="another" * mismatch, is_leaving=leaving)
@@ -173,7 +175,7 @@ def test_a_different_model_is_named() -> None:
     assert difference(ours, theirs).endswith("than this gateway: a.json has changed")
 
 
-def test_names_are_told_from_addresses() -> None:
+def test_names_are_distinguished_from_addresses() -> None:
     """Only names are looked up again."""
     assert [is_name(one) for one in ("unix:/a/b:1", "10.0.0.1:5", "[::1]:5")] == [False] * 3
     assert [is_name(one) for one in ("engine:5", "localhost:5", "a.b.svc.cluster.local:50051")] == [True] * 3
@@ -198,7 +200,7 @@ class Engine(engine_pb2_grpc.EngineServicer):
         self.num_waiting = 0
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
-        """Three chunks and the end, unless it fails."""
+        """Yields three chunks and the end, unless it fails."""
         if self.info.identity and request.model_identity != identity_digest(self.info.identity):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "other files")
         self.seen.append(request.request_id)
@@ -217,11 +219,11 @@ class Engine(engine_pb2_grpc.EngineServicer):
                 yield message
 
     async def GetModelInfo(self, request: Any, context: Any) -> pb.GetModelInfoResponse:
-        """What it says of its model."""
+        """Returns what it says of its model."""
         return self.info
 
     async def GetLoad(self, request: Any, context: Any) -> pb.GetLoadResponse:
-        """What it says of its queues."""
+        """Returns what it says of its queues."""
         return pb.GetLoadResponse(num_total_reqs=self.num_waiting, max_running_requests=8)
 
 
@@ -247,13 +249,13 @@ class Replicas:
         return server
 
     async def ask(self, name: str = "r", prompt: Sequence[int] = ()) -> str:
-        """The name of the engine that answered."""
+        """Returns the name of the engine that answered."""
         request = pb.GenerateRequest(request_id=name, tokenized=pb.TokenizedInput(input_ids=prompt or [1]))
         async with aclosing(self.set.generate(request)) as responses:
             return [response.complete.finish_reason async for response in responses][-1]
 
     def of(self, number: int) -> Replica:
-        """The gateway's view of one."""
+        """Returns the gateway's view of one."""
         return self.set.replicas[self.addresses[number]]
 
     async def until(self, condition: Any) -> None:
@@ -337,7 +339,7 @@ async def test_a_request_that_ends_all_that_compute_it_does_not_reach_every_repl
 
 
 async def test_requests_of_a_replica_that_goes_are_computed_by_the_others(tmp_path: Path) -> None:
-    """Of a process that ends no call that has sent nothing is lost; when it is back it is used again."""
+    """When a process ends, no call that has sent nothing is lost; when it is back it is used again."""
     async with replicas(tmp_path, 2) as made:
         await made.servers[0].stop(None)
         assert {await made.ask(str(number)) for number in range(8)} == {"1"}
@@ -367,7 +369,7 @@ async def test_conversations_stay_where_their_prefix_is(tmp_path: Path) -> None:
 
 
 async def test_busy_replicas_are_avoided(tmp_path: Path) -> None:
-    """By what they say of themselves: other gateways send requests there, too."""
+    """Replicas are avoided by what they say of themselves: other gateways send requests there, too."""
     async with replicas(tmp_path, 2) as made:
         made.engines[0].num_waiting = 40
         await made.until(lambda: made.of(0).reported == 40)
@@ -375,7 +377,7 @@ async def test_busy_replicas_are_avoided(tmp_path: Path) -> None:
 
 
 async def test_a_replica_of_another_model_is_not_used(tmp_path: Path) -> None:
-    """Whatever its load; and it is found out also when it comes back as another one."""
+    """It is not used whatever its load; and it is found out also when it comes back as another one."""
     async with replicas(tmp_path, 2) as made:
         facts = await made.set.model_info()
         assert facts.vocab_size == 100
@@ -396,8 +398,10 @@ async def test_a_replica_of_another_model_is_not_used(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("count", [1, 2])
 async def test_an_engine_that_comes_back_with_other_files_gets_nothing(tmp_path: Path, count: int) -> None:
-    """Not one request between its start and the moment at which that is found out: each says for which files
-    it was made. Of several engines another one computes it; with the right files back it is used again."""
+    """It gets not one request between its start and the moment at which that is found out: each says for
+    which files it was made. Of several engines another one computes it; with the right files back it is used
+    again.
+    """
     async with replicas(tmp_path, count, IDENTITY) as made:
         assert {await made.ask(str(number)) for number in range(8)} <= {"0", "1"}
         right = made.engines[0].info.identity

@@ -9,8 +9,8 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from pydantic import BaseModel, ValidationError
 
+from gateway.schemas.common import HINTS, NEUTRAL_VALUES, Tolerance
 from gateway.schemas.errors import describe_validation_error
-from gateway.schemas.parameters import HINTS, NEUTRAL_VALUES, Tolerance
 from gateway.schemas.requests import ChatCompletionRequest, CompletionRequest
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}]}

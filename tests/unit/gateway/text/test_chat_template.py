@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from gateway.text.chat_template import ChatTemplate, ChatTemplateError
+from gateway.text.conversation import ChatTemplate, ChatTemplateError
 from tests.helpers.tiny_tokenizer import BOS, CHAT_TEMPLATE, EOS
 
 CONVERSATION: list[dict[str, Any]] = [

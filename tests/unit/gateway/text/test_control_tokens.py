@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from gateway.text.chat_template import ChatTemplate
-from gateway.text.conversation import ControlTokens, Conversation, mark_text, render_prompt
+from gateway.text.conversation import ChatTemplate, ControlTokens, Conversation, mark_text, render_prompt
 from gateway.text.tokenizer import Tokenizer as ServedTokenizer
 from tests.helpers.tiny_tokenizer import BOS, CHAT_TEMPLATE, EOS, byte_level_tokenizer, metaspace_tokenizer
 
@@ -42,14 +41,16 @@ def thinking() -> Tokenizer:
 
 
 def markers() -> Tokenizer:
-    """Role markers that are added, but not special, tokens, as DeepSeek has them."""
+    """Returns role markers that are added, but not special, tokens, as DeepSeek has them."""
     tokenizer = byte_level_tokenizer()
     tokenizer.add_tokens([AddedToken("<｜User｜>", normalized=False)])
     return tokenizer
 
 
 def normalising() -> Tokenizer:
-    """Special tokens that are looked for in normalised text, where marks cannot be taken out before."""
+    """Returns special tokens that are looked for in normalised text, where marks cannot be taken
+    out before.
+    """
     tokenizer = metaspace_tokenizer()
     tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
     tokenizer.add_special_tokens([AddedToken("<|late|>", special=True, normalized=True)])
@@ -77,7 +78,7 @@ ORDINARY: list[dict[str, Any]] = [
 
 
 def served(name: str, template: str = CHAT_TEMPLATE) -> ServedTokenizer:
-    """One of the tokenizers, as the gateway has it."""
+    """Returns one of the tokenizers, as the gateway has it."""
     named = {"bos_token": BOS, "eos_token": EOS}
     return ServedTokenizer(TOKENIZERS[name](), ChatTemplate(template, named))
 
@@ -181,7 +182,7 @@ def test_marks_are_characters_that_the_text_lacks() -> None:
 
 @given(st.text(alphabet="<|stardend>ab \n", max_size=60), st.sampled_from(["byte level", "markers"]))
 def test_any_text_becomes_ordinary_tokens_that_spell_it(text: str, name: str) -> None:
-    """Whatever is typed, overlapping tokens included: no control token, and not a character changed."""
+    """Typed text, overlapping tokens included, gives no control token, and not a character is changed."""
     tokenizer = served(name)
     ids = tokenizer.encode(mark_text(tokenizer.controls, text), add_special_tokens=False)
     assert controls_in(tokenizer, ids) == []

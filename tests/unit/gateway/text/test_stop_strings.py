@@ -12,7 +12,9 @@ WORDS = st.text("ab", min_size=1, max_size=4)
 
 
 def reference(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
-    """The definition: the text is cut at the match that is complete first; the longer one on a tie."""
+    """Returns the definition: the text is cut at the match that is complete first; the longer one
+    on a tie.
+    """
     for end in range(1, len(text) + 1):
         matches = sorted((stop for stop in stops if text[:end].endswith(stop)), key=len)
         if matches:

@@ -19,7 +19,7 @@ from moebius.api_keys import ApiKeys, KeyLimits, add_key, revoke_key
 
 
 def refusal(use: KeyUse) -> ApiError:
-    """What the next request of the key gets."""
+    """Returns what the next request of the key gets."""
     with pytest.raises(ApiError) as caught, use.request():
         pass
     return caught.value
@@ -102,7 +102,7 @@ def test_a_full_table_counts_in_each_process(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_requests_in_flight_are_given_back() -> None:
-    """Also by a request that fails."""
+    """A request gives its place back, also one that fails."""
     use = KeyUse("a", KeyLimits(requests_in_flight=1))
     with use.request():
         assert "1 requests in flight" in refusal(use).message
@@ -128,7 +128,7 @@ async def _answer(scope: Scope, receive: Receive, send: Send) -> None:
     await JSONResponse({"key": scope["state"]["key_use"].name})(scope, receive, send)
 
 
-async def test_keys_are_told_apart(tmp_path: Path) -> None:
+async def test_keys_are_distinguished(tmp_path: Path) -> None:
     """Each key has its own count, by name; a 429 is in OpenAI's shape, with Retry-After, and in Anthropic's
     for its paths; a revoked key is a stranger. Reading is not counted."""
     path = str(tmp_path / "keys")

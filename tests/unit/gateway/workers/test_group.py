@@ -62,7 +62,7 @@ class Started:
 async def two_seats(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Group, Started]]:
     """A running group of two."""
     started = Started()
-    monkeypatch.setattr(group.subprocess, "Popen", started)
+    monkeypatch.setattr(group.subprocess, "Popen", started)  # type: ignore[attr-defined]
     monkeypatch.setattr(group, "_LONGEST_PAUSE_S", 0.05)
     monkeypatch.setattr(group, "_LOOK_S", 0.02)
     made = Group(gateway_config("unix:/nowhere", port=free_port(), workers=2))

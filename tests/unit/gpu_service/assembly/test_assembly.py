@@ -18,7 +18,7 @@ from gpu_service.assembly.process import prepare_process, use_jit_cache
 from gpu_service.assembly.steps import graphs_unsupported_reason
 from gpu_service.assembly.warm_up import warm_up_requests, warm_up_tokens
 from gpu_service.cache.fp8 import E4M3
-from gpu_service.core.limits import refuse_impossible
+from gpu_service.core.request import refuse_impossible
 from moebius.config import GpuConfig, MoebiusConfig
 from moebius.errors import UserError
 from moebius.models.read import read_model_config
@@ -27,7 +27,7 @@ from tests.helpers.published_checkpoints import Published
 
 
 def runner(captures: bool = True, device_driven: bool | None = True, resident: bool | None = None) -> Any:
-    """What `graphs_unsupported_reason` looks at; None: there is no such part."""
+    """Returns what `graphs_unsupported_reason` looks at; None: there is no such part."""
     return SimpleNamespace(
         attention=SimpleNamespace(captures=captures),
         experts=None if device_driven is None else SimpleNamespace(is_device_driven=device_driven),
@@ -67,7 +67,7 @@ def test_compiled_kernels_go_where_the_setting_says(tmp_path: Path, monkeypatch:
 
 
 def test_a_jit_cache_that_can_not_be_written_is_refused(tmp_path: Path) -> None:
-    """Before hours of compiling end nowhere."""
+    """The cache is refused before hours of compiling end nowhere."""
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="jit_cache_dir"):
         use_jit_cache(str(tmp_path / "file"))
@@ -128,7 +128,7 @@ def test_a_scored_prompt_token_costs_what_the_head_adds(name: str, cost: int, tm
 def test_torch_has_a_thread_for_each_physical_core(
     monkeypatch: pytest.MonkeyPatch, cores: int, cpus: int, setting: int, threads: int
 ) -> None:
-    """Of those the engine may use; two threads of a core would wait for one another."""
+    """Only cores that the engine may use count; two threads of a core would wait for one another."""
     found: list[int] = []
     topology = SimpleNamespace(recommended_threads=lambda: cores)
     monkeypatch.setattr(process, "Topology", SimpleNamespace(detect=lambda: topology))

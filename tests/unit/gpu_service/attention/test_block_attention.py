@@ -19,16 +19,26 @@ from gpu_service.device import TORCH_DTYPES
 from gpu_service.memory.plan import StepSize, activation_bytes
 from gpu_service.ops.block_attention import best_blocks, block_scores
 from gpu_service.ops.triton import block_attention as triton_block_attention
-from moebius.models.attention_config import BlockIndexerConfig
+from moebius.models.config import ModelConfig
+from moebius.models.layers.gqa import GQA, BlockIndexer
 from moebius.models.layers.layer import indexed
+from moebius.models.layers.norms import RMSNorm
 from tests.helpers.attention_cases import Case, Geometry, Shape, make_case
+from tests.helpers.layer_values import mixers_of, with_mixers
 
-SIZES = BlockIndexerConfig(head_dim=12, block_size=5, top_blocks=3, local_blocks=1, layers=frozenset({0}))
+SIZES = BlockIndexer(head_dim=12, block_size=5, top_blocks=3, local_blocks=1, norm=RMSNorm(1e-5))
 STEPS: dict[str, Shape] = {
     "decodes": [(38, 1), (4, 1), (0, 1)],
     "chunk": [(11, 30)],
     "mixture": [(20, 9), (38, 1), (0, 1), (0, 14)],
 }
+
+
+def _choosing(config: ModelConfig, layer: int) -> ModelConfig:
+    """The model whose one layer chooses blocks."""
+    found = mixers_of(config, GQA)
+    found[layer] = replace(found[layer], blocks=SIZES)
+    return with_mixers(config, *found)
 
 
 def _inputs(case: Case, pages: torch.Tensor, query: torch.Tensor, first: int) -> tuple[Any, ...]:
@@ -66,7 +76,7 @@ def _naive(case: Case, pages: torch.Tensor, query: torch.Tensor) -> torch.Tensor
 @pytest.mark.parametrize("first", [0, 2])
 @pytest.mark.parametrize("step", sorted(STEPS))
 def test_scores_are_the_best_token_of_each_block(step: str, first: int) -> None:
-    """In torch and as a kernel, also of a later part of the rows."""
+    """Scores agree in torch and as a kernel, also of a later part of the rows."""
     case = make_case(Geometry(), STEPS[step])
     generator = torch.Generator().manual_seed(3)
     pages = torch.randn(case.cache.num_pages, 4, SIZES.head_dim, generator=generator)
@@ -94,7 +104,7 @@ def test_the_latest_blocks_come_first_and_no_later_one() -> None:
 def test_rows_scored_in_parts_choose_the_same(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory bounds how many rows are scored at once; the choice may not show it."""
     case = make_case(Geometry(), STEPS[step])
-    config = replace(case.geometry.config(), block_indexer=SIZES)
+    config = _choosing(case.geometry.config(), 0)
     cache = KVCache(config.layers, case.cache.num_pages, 4, torch.float32)
     assert cache.index_keys is not None
     cache.index_keys.pages(0).normal_(generator=torch.Generator().manual_seed(1))
@@ -113,7 +123,7 @@ def test_rows_scored_in_parts_choose_the_same(step: str, monkeypatch: pytest.Mon
 
 def test_short_sequences_do_not_choose() -> None:
     case = make_case(Geometry(), [(3, 6), (14, 1)])
-    config = replace(case.geometry.config(), block_indexer=SIZES)
+    config = _choosing(case.geometry.config(), 0)
     backend = TorchReferenceAttention(
         config.layers, KVCache(config.layers, case.cache.num_pages, 4, torch.float32)
     )
@@ -124,8 +134,7 @@ def test_short_sequences_do_not_choose() -> None:
 @pytest.mark.parametrize("storage", [None, torch.float8_e4m3fn])
 def test_pages_hold_the_keys_that_layers_choose_by(storage: torch.dtype | None) -> None:
     """In the type of activations, planned as they are allocated, of a stage its own layers', and cleared."""
-    layers = frozenset({1})
-    config = replace(Geometry().config(), dtype="float32", block_indexer=replace(SIZES, layers=layers))
+    config = _choosing(Geometry().config(), 1)
     cache = KVCache(config.layers, 6, 4, torch.float32, storage_dtype=storage)
     assert cache.nbytes == 6 * page_bytes(
         config.layers, 4, storage or torch.float32, TORCH_DTYPES[config.dtype]
@@ -143,15 +152,15 @@ def test_pages_hold_the_keys_that_layers_choose_by(storage: torch.dtype | None) 
 def test_the_plan_counts_what_a_choice_takes() -> None:
     """A mask of blocks for each token, and scores of as many as are scored at once."""
     dense = replace(Geometry().config(), max_model_len=5000)
-    sparse, step = replace(dense, block_indexer=SIZES), StepSize(300, 1)
+    sparse, step = _choosing(dense, 0), StepSize(300, 1)
     needed, less = (activation_bytes(config, step, SOLO, False) for config in (sparse, dense))
-    masks = 300 * dense.num_kv_heads * 1000
+    masks = 300 * Geometry().num_kv_heads * 1000
     assert needed - less >= masks + 4 * min(masks, base.MAX_BLOCK_SCORES)
 
 
 def test_blocks_are_chosen_before_any_request() -> None:
     """What choosing compiles is there when service begins: of short and of long sequences."""
-    config = replace(Geometry().config(), block_indexer=SIZES)
+    config = _choosing(Geometry().config(), 0)
     backend = TorchReferenceAttention(config.layers, KVCache(config.layers, 2, 4, torch.float32))
     chosen: list[bool] = []
     choose = backend.choose_blocks

@@ -148,7 +148,9 @@ def test_another_names_for_the_plan_buffer_are_refused() -> None:
 
 
 def test_results_have_room_for_the_largest_plan() -> None:
-    """As `PrefillPlan` allocates them: tiles, rows of a tile, heads, a float32 per element and one more."""
+    """The room is what `PrefillPlan` allocates: tiles, rows of a tile, heads, a float32 per element and one
+    more.
+    """
     device = torch.device("cpu")
     assert eager_bytes(32, 4, 128, device) >= (2 * 132 // 4) * 128 * 32 * 129 * 4
     assert eager_bytes(16, 2, 256, device) >= (2 * 132 // 2) * 64 * 16 * 257 * 4

@@ -28,6 +28,7 @@ from gpu_service.attention.triton_backend import TritonAttention
 from gpu_service.attention.triton_kernels import prefill
 from gpu_service.attention.triton_tiles import Tile
 from gpu_service.attention.warm_up import kinds_of_layers
+from moebius.models.layers.gqa import GQA, Window
 from tests.helpers.attention_cases import (
     LAYER,
     MIXTURES,
@@ -40,6 +41,7 @@ from tests.helpers.attention_cases import (
     refill,
     run,
 )
+from tests.helpers.layer_values import mixers_of, with_mixers
 from tests.tolerances import ATTENTION_BFLOAT16, ATTENTION_FLOAT16, LOGITS_FLOAT32_SELF
 
 FP8 = torch.float8_e4m3fn
@@ -188,7 +190,7 @@ def test_layers_of_one_step_may_differ() -> None:
 
 
 def test_layers_of_one_step_may_have_fewer_heads() -> None:
-    """In turns, with and without a window: what a layer's splits leave must fit its own heads."""
+    """Layers take turns, with and without a window: what a layer's splits leave must fit its own heads."""
     case = make_case(Geometry(), [(100, 1), (70, 3)])
     fewer = replace(case, query=case.query[:, :4].contiguous(), geometry=replace(case.geometry, num_heads=4))
     for name in ("torch", "triton"):
@@ -244,11 +246,16 @@ def test_flashinfer_leaves_such_models_to_others(options: dict[str, Any], word: 
 
 def test_the_warm_up_meets_every_kind_of_layer_once() -> None:
     cpu = torch.device("cpu")
-    config = replace(Geometry(sinks=True).config(), num_layers=4, attention_windows=(128, None, 128, None))
+    config = Geometry(sinks=True).config()
+    (attention, _) = mixers_of(config, GQA)
+    windows = Window(128), None, Window(128), None
+    config = with_mixers(config, *(replace(attention, sight=window) for window in windows))
     kinds = kinds_of_layers(grouped_queries(config.layers), torch.float32, cpu)
     assert {(at, shape.num_heads, layer.window) for at, shape, layer in kinds} == {(0, 6, 128), (1, 6, None)}
     assert all(layer.sinks is not None and layer.sinks.shape == (6,) for _, _, layer in kinds)
-    config = replace(config, layer_num_heads=(6, 4, 2, 4), layer_kv_heads=(2, 2, 2, 1))
+    heads = zip(mixers_of(config, GQA), (6, 4, 2, 4), (2, 2, 2, 1), strict=True)
+    layers = (replace(layer, num_heads=queries, num_kv_heads=keys) for layer, queries, keys in heads)
+    config = with_mixers(config, *layers)
     differing = kinds_of_layers(grouped_queries(config.layers), torch.float32, cpu)
     assert {(at, shape.num_heads, shape.num_kv_heads) for at, shape, _ in differing} == {
         (0, 6, 2),

@@ -119,7 +119,7 @@ def test_a_missing_choice_is_seen_before_anything_is_loaded(monkeypatch: pytest.
         check_attention_backend(name, "cpu")
     with pytest.raises(UserError, match="'triton' cannot be used: it needs a CUDA device"):
         check_attention_backend("triton", "cpu")
-    monkeypatch.setattr(registry.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(registry.importlib.util, "find_spec", lambda name: None)  # type: ignore[attr-defined]
     with pytest.raises(UserError, match=r"package 'flashinfer' is not installed; install flashinfer-python"):
         check_attention_backend("flashinfer", "cuda")
     with pytest.raises(UserError, match="'fast' is unknown"):
@@ -136,7 +136,9 @@ def test_unknown_and_impossible_choices_are_refused() -> None:
 def test_without_flashinfer_a_gpu_user_learns_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(
-        registry.importlib.util, "find_spec", lambda name: None if name == "flashinfer" else find(name)
+        registry.importlib.util,  # type: ignore[attr-defined]
+        "find_spec",
+        lambda name: None if name == "flashinfer" else find(name),
     )
     case = make_case(Geometry(), [(3, 1)])
     with structlog.testing.capture_logs() as logs:

@@ -13,26 +13,14 @@ from gpu_service.attention.registry import make_attention
 from gpu_service.cache.kv_cache import KVCache, page_bytes
 from gpu_service.core.step import ForwardInputs
 from gpu_service.device import TORCH_DTYPES
-from moebius.models.config import ModelConfig, MoeConfig, RopeConfig, RouterConfig
+from moebius.models.layers.rope import RopeConfig
+from moebius.models.layers.router import RouterConfig
+from tests.helpers.layer_values import common_sizes
 from tests.tolerances import ATTENTION_BFLOAT16, LOGITS_FLOAT32_SELF
 
 HEADS, KV_HEADS, DIM, PAGE = 6, 2, 8, 4
-CONFIG = ModelConfig(
-    "glm4_moe",
-    vocab_size=10,
-    hidden_size=12,
-    intermediate_size=5,
-    num_layers=2,
-    num_heads=HEADS,
-    num_kv_heads=KV_HEADS,
-    head_dim=DIM,
-    rms_norm_eps=1e-5,
-    activation="silu",
-    rope=RopeConfig(1e4, DIM),
-    moe=MoeConfig(RouterConfig(4, 2, "softmax"), 3, 0, frozenset((0, 1))),
-    dtype="float32",
-    max_model_len=256,
-)
+_COMMON = common_sizes(model_type="glm4_moe", num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM)
+CONFIG = _COMMON.model(_COMMON.gqa(RopeConfig(1e4, DIM)), _COMMON.moe(RouterConfig(4, 2, "softmax"), 3))
 
 
 @dataclass
@@ -94,7 +82,7 @@ def run(case: Case) -> torch.Tensor:
 
 
 def naive(case: Case) -> torch.Tensor:
-    """One row, one head at a time, in float64."""
+    """Returns one row, one head at a time, in float64."""
     rows = []
     for request, begin in enumerate(case.inputs.query_start_loc[:-1]):
         for row in range(begin, case.inputs.query_start_loc[request + 1]):

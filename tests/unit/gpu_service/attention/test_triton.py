@@ -117,7 +117,7 @@ def test_chunks_longer_than_a_tile(rows: int) -> None:
 
 
 def test_queries_may_be_a_part_of_wider_rows() -> None:
-    """As a fused projection leaves them: only the last dimension is contiguous."""
+    """Only the last dimension of queries is contiguous, as a fused projection leaves them."""
     case = make_case(Geometry(), MIXTURES["mixture"])
     parts = (case.query, case.key, case.value)
     fused = torch.cat(parts, dim=1)
@@ -188,8 +188,8 @@ def test_planning_launches_and_copies_nothing(monkeypatch: pytest.MonkeyPatch) -
     def refuse(*_: object, **__: object) -> torch.Tensor:
         raise AssertionError("a plan must not make tensors")
 
-    monkeypatch.setattr(triton_backend.torch, "empty", refuse)
-    monkeypatch.setattr(triton_backend.torch, "tensor", refuse)
+    monkeypatch.setattr(triton_backend.torch, "empty", refuse)  # type: ignore[attr-defined]
+    monkeypatch.setattr(triton_backend.torch, "tensor", refuse)  # type: ignore[attr-defined]
     attention.plan(case.inputs)
 
 

@@ -19,8 +19,7 @@ import torch
 from gpu_service.cache.elastic_pages import ElasticPages
 from gpu_service.cache.radix_cache import RadixCache
 from gpu_service.cache.request_cache import PagePool, RequestCache
-from gpu_service.core.limits import SchedulerLimits
-from gpu_service.core.request import Request
+from gpu_service.core.request import Request, SchedulerLimits
 from gpu_service.core.results import RowResult
 from gpu_service.core.step import Batch
 from gpu_service.device.host_virtual_memory import HostVirtualMemory
@@ -96,7 +95,7 @@ class World:
         self.in_flight: deque[tuple[Batch, list[int]]] = deque()
 
     def add(self, name: int, length: int, outputs: int) -> Request:
-        """A prompt of its own."""
+        """Returns a prompt of its own."""
         prompt = [3 + (k * k + 7 * k + 31 * name) % 190 for k in range(length)]
         request = make_request(f"{name}-{next(self.numbers)}", prompt, max_tokens=outputs)
         self.scheduler.add(request)
@@ -178,7 +177,7 @@ def test_an_idle_engine_finds_memory_for_the_longest_request() -> None:
 
 
 def test_memory_goes_back_when_it_stays_spare() -> None:
-    """After a long prompt, with one stream that goes on: within half a second, all but a little; and
+    """After a long prompt, with one stream that goes on, all but a little goes back within half a second; and
     a prefix that is worth its memory keeps it.
     """
     world = World()

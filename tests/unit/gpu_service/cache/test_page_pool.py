@@ -50,7 +50,7 @@ def test_integrity_check_notices_a_leak() -> None:
     st.lists(st.tuples(st.sampled_from(["alloc", "free", "cache", "evict"]), st.integers(0, 6)), max_size=60)
 )
 def test_every_page_is_in_one_set(operations: list[tuple[str, int]]) -> None:
-    """Against a model with three plain lists."""
+    """Pages are in the sets of a model with three plain lists."""
     pool, owned, cached = PagePool(12), list[int](), list[int]()
     for name, count in operations:
         if name == "alloc" and count <= pool.available:

@@ -12,7 +12,7 @@ RUNS = st.lists(st.integers(0, 1), min_size=0, max_size=10)
 
 
 def whole(tokens: list[int]) -> list[int]:
-    """The tokens that fill pages."""
+    """Returns the tokens that fill pages."""
     return tokens[: len(tokens) // PAGE * PAGE]
 
 
@@ -27,7 +27,7 @@ class TreeMachine(RuleBasedStateMachine):
         self.locked: list[tuple[str, list[int], PrefixHandle]] = []
 
     def expected(self, namespace: str, tokens: list[int]) -> list[int]:
-        """Pages of the longest known prefix."""
+        """Returns the pages of the longest known prefix."""
         pages = []
         for end in range(PAGE, len(tokens) + 1, PAGE):
             page = self.page_of.get((namespace, tuple(tokens[:end])))

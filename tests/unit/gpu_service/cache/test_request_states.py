@@ -12,8 +12,7 @@ import pytest
 from gpu_service.cache.radix_cache import RadixCache
 from gpu_service.cache.request_cache import PagePool, RequestCache
 from gpu_service.cache.request_states import SLOTS_PER_REQUEST, OutOfStates, RequestStates, StatePool
-from gpu_service.core.limits import SchedulerLimits
-from gpu_service.core.request import Request, SamplingParams
+from gpu_service.core.request import Request, SamplingParams, SchedulerLimits
 from gpu_service.core.results import RowResult
 from gpu_service.core.step import Batch
 from gpu_service.scheduler.scheduler import Scheduler
@@ -64,7 +63,7 @@ def test_a_prompt_stops_where_its_whole_pages_end_and_the_next_one_starts_there(
 
 @pytest.mark.parametrize(("length", "cached"), [(4, 0), (8, 4), (9, 8), (13, 8), (21, 8)])
 def test_a_prefix_is_only_as_long_as_the_deepest_state(length: int, cached: int) -> None:
-    """Of a prompt of 21 tokens, states were kept after 8 of an earlier prompt's, and nowhere later."""
+    """For a prompt of 21 tokens, states were kept after 8 of an earlier prompt's, and nowhere later."""
     scheduler = _scheduler()
     _finish(scheduler, _request("short", list(range(9)), max_tokens=1))
     _finish(scheduler, _request("shorter", list(range(5)), max_tokens=1))
@@ -156,7 +155,7 @@ def test_slots_have_holders() -> None:
     pool.drop(first)
     assert pool.available == 0
     pool.drop(first)
-    with pytest.raises(ValueError, match="held by nobody"):
+    with pytest.raises(ValueError, match="is not held"):
         pool.drop(first)
     with pytest.raises(ValueError, match="is free"):
         pool.hold(first)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpu_service.core.limits import SchedulerLimits
-from gpu_service.core.request import Request, SamplingParams
+from gpu_service.core.request import Request, SamplingParams, SchedulerLimits
 from gpu_service.core.step import tensors_of, with_tensors
 from gpu_service.device.stream import (
     DeviceEvent,
@@ -17,7 +16,7 @@ from gpu_service.device.stream import (
     packed_offsets,
     packed_views,
 )
-from gpu_service.engine.sampling_plan import build_sampling_plan
+from gpu_service.engine.input_builder import build_sampling_plan
 from tests.helpers.host_graphs import RecordedOperations
 
 

@@ -103,7 +103,7 @@ def test_chunks_fit_what_the_device_maps() -> None:
     flips=st.lists(st.integers(0, 1000), max_size=30),
 )
 def test_groups_come_and_go(rows: list[int], num_pages: int, flips: list[int]) -> None:
-    """Of layers whose rows differ and begin anywhere in chunks: groups keep what is written to them, take as
+    """Groups of layers whose rows differ and begin anywhere in chunks keep what is written to them, take as
     many chunks as was said, and begin as zeros whatever was there before.
     """
     pool = pool_of(sum(-(-num_pages * row // CHUNK) for row in rows) + 1)

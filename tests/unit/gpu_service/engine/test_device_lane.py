@@ -7,8 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from gpu_service.core.step import Dummy, StepPlan, captured_fields, graph_plan, graph_rows
-from gpu_service.core.token_pool import TokenPool
+from gpu_service.core.step import Dummy, StepPlan, TokenPool, captured_fields, graph_plan, graph_rows
 from gpu_service.device.stream import DeviceEvent, HostDeviceStream
 from gpu_service.engine.device_runner import DeviceLane
 from gpu_service.engine.model_runner import LaneModelRunner
@@ -60,7 +59,7 @@ class Changes:
 def made(
     guard: Callable[[StepRunner], StepRunner] = lambda runner: runner,
 ) -> tuple[DeviceLane, LateStream, FakeModel, Streaming, Changes]:
-    """A lane on a model without layers, whose streamer has segments of three layers."""
+    """Returns a lane on a model without layers, whose streamer has segments of three layers."""
     servers = [MadeServer(SHAPE, "float32", part, 3, 1) for part in tensor_split(SHAPE, 1)]
     found, cache, model, resident = streaming(servers), fake_cache(8, 4), FakeModel(), Changes()
     runner = LaneModelRunner(
@@ -81,7 +80,7 @@ def made(
 
 
 def plan() -> StepPlan:
-    """One token of one request."""
+    """Returns one token of one request."""
     rows = graph_rows(captured_fields(()), 1, {Dummy.SLOT: 0, Dummy.STATE: 0})
     return graph_plan(rows, 1, torch.zeros(1, dtype=torch.int64))
 
@@ -118,7 +117,9 @@ def test_a_launch_that_fails_ends_when_what_it_launched_has() -> None:
 
 
 def test_what_one_rank_alone_fails_with_ends_its_group() -> None:
-    """At the launch, before others wait for its collectives; experts that were replaced end nothing."""
+    """The group ends at the launch, before others wait for its collectives; experts that were replaced end
+    nothing.
+    """
     reported: list[str] = []
     lane, stream, model, found, _ = made(lambda runner: GuardedRunner(runner, reported.append))
     found.source.made[0].is_complete = False
@@ -151,7 +152,7 @@ def test_a_lane_without_experts_says_that_they_are_lost() -> None:
         pending.wait()
 
 
-def test_layers_are_told_to_give_turns() -> None:
+def test_layers_give_turns() -> None:
     """The model's layers get what the engine wants called between them; the main lane's get nothing."""
     lane, _, model, _, _ = made()
     seen: list[ForwardContext] = []

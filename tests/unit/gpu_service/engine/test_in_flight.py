@@ -11,8 +11,7 @@ from collections.abc import Callable
 import pytest
 from structlog.testing import capture_logs
 
-from gpu_service.core.limits import EngineStopped
-from gpu_service.core.request import FinishReason, Request
+from gpu_service.core.request import EngineStopped, FinishReason, Request
 from gpu_service.engine.step_runner import DeviceLost
 from gpu_service.experts.client import ExpertComputeFailed, ExpertUnavailable
 from tests.helpers.device_experts import DoomedExperts, DoomedModel, Failure
@@ -24,7 +23,7 @@ PENALISED = {"temperature": 1.0, "presence_penalty": 0.5, "frequency_penalty": 0
 
 
 def workload() -> list[Request]:
-    """Short and long ones with penalties and seeds, more than there are slots: slots change hands."""
+    """Returns short and long ones with penalties and seeds, more than there are slots: slots change hands."""
     return [
         make_request(f"r{i}", prompt_of(i, 5 + 9 * i), seed=i, max_tokens=4 + 3 * (i % 3), **PENALISED)
         for i in range(6)
@@ -34,7 +33,7 @@ def workload() -> list[Request]:
 def run(
     fails_at: Callable[[int], Failure | None], *, overlap: bool = True, requests: list[Request] | None = None
 ) -> tuple[list[list[int]], DoomedExperts, list[Request]]:
-    """Tokens of the workload in an engine whose experts fail at those steps (reruns count)."""
+    """Returns the tokens of the workload in an engine whose experts fail at those steps (reruns count)."""
     experts = DoomedExperts(fails_at)
     wanted = workload() if requests is None else requests
     with running_engine(
@@ -58,7 +57,9 @@ def undisturbed() -> list[list[int]]:
 def test_tokens_are_those_of_an_undisturbed_run(
     undisturbed: list[list[int]], lost_at: set[int], overlap: bool
 ) -> None:
-    """With penalties (counted once per token however often a step runs), seeds, and reused slots."""
+    """Tokens agree with penalties (counted once per token however often a step runs), seeds, and reused
+    slots.
+    """
     tokens, experts, requests = run(lambda step: LOST if step in lost_at else None, overlap=overlap)
     assert tokens == undisturbed
     assert experts.recoveries >= 1
@@ -66,7 +67,7 @@ def test_tokens_are_those_of_an_undisturbed_run(
 
 
 def test_every_single_step_may_be_the_one(undisturbed: list[list[int]]) -> None:
-    """Wherever the one failure falls, the outcome is the same."""
+    """The outcome is the same wherever the one failure falls."""
     steps = run(lambda step: None)[1].steps
     assert steps > 10
     for lost in range(1, steps + 1):
@@ -127,7 +128,7 @@ def test_a_refused_request_fails_its_step_only() -> None:
 def test_a_refusal_met_by_the_next_step_fails_that_one_only(undisturbed: list[list[int]]) -> None:
     """The step before it had succeeded, and does again when both are run once more."""
     tokens, _, requests = run(lambda step: REFUSED if step == 5 else None)
-    assert tokens == undisturbed, "a refusal that does not come again is nobody's"
+    assert tokens == undisturbed, "a refusal that does not come again belongs to no request"
     assert {request.finish_reason for request in requests} == {FinishReason.LENGTH}
 
 

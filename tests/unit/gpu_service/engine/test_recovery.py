@@ -43,7 +43,7 @@ PLAN: Any = SimpleNamespace(awaits_masks=False, trace_context=None)
 
 
 def steps(run: Callable[[], None], experts: FlakyExperts, timeout_s: float) -> StepsInFlight:
-    """The same on a device."""
+    """Returns the same on a device."""
 
     def start(plan: object) -> Any:
         run()

@@ -10,11 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_service.core.limits import SchedulerLimits, mark_finish
-from gpu_service.core.request import Request, SamplingParams
-from gpu_service.engine.results import Sampled, _to_records
-from gpu_service.engine.sampler import Sampler, token_logprobs
-from gpu_service.engine.sampling_plan import build_sampling_plan, derive_seed, uniform
+from gpu_service.core.request import Request, SamplingParams, SchedulerLimits, mark_finish
+from gpu_service.engine.input_builder import build_sampling_plan, derive_seed, uniform
+from gpu_service.engine.sampler import Sampler, StepOutputs, _to_records, token_logprobs
 
 VOCAB = 40
 LIMITS = SchedulerLimits(8, 64, 128, 0, frozenset({7}))
@@ -22,11 +20,11 @@ LOGITS = torch.from_numpy(np.random.default_rng(3).normal(0, 2, VOCAB).astype(np
 
 
 def request_with(slot: int = 0, **params: Any) -> Request:
-    """A request that only has parameters and a slot."""
+    """Returns a request that only has parameters and a slot."""
     return Request("r", [1, 2, 2], SamplingParams(**params), slot=slot)  # type: ignore[arg-type]
 
 
-def draw(requests: list[Request], positions: list[int], logits: torch.Tensor | None = None) -> Sampled:
+def draw(requests: list[Request], positions: list[int], logits: torch.Tensor | None = None) -> StepOutputs:
     """Samples one row per request from LOGITS."""
     rows = (LOGITS.expand(len(requests), -1) if logits is None else logits).clone()
     plan = build_sampling_plan(requests, positions, LIMITS)
@@ -34,7 +32,7 @@ def draw(requests: list[Request], positions: list[int], logits: torch.Tensor | N
 
 
 def pool_of(requests: list[Request]) -> torch.Tensor:
-    """The token pool that holds what is known of the requests, 0 elsewhere."""
+    """Returns the token pool that holds what is known of the requests, 0 elsewhere."""
     pool = torch.zeros((1 + max(request.slot for request in requests), 64), dtype=torch.int32)
     for request in requests:
         pool[request.slot, : request.total_len] = torch.tensor(request.known_tokens(0, request.total_len))
@@ -42,7 +40,7 @@ def pool_of(requests: list[Request]) -> torch.Tensor:
 
 
 def reference(params: SamplingParams) -> np.ndarray:
-    """The distribution, in float64: temperature, min_p, top_k, top_p, each renormalised."""
+    """Returns the distribution, in float64: temperature, min_p, top_k, top_p, each renormalised."""
     scaled = LOGITS.double().numpy() / params.temperature
     p = np.exp(scaled - scaled.max())
     p /= p.sum()
@@ -146,7 +144,7 @@ def test_bias_and_min_tokens() -> None:
 
 
 def test_only_allowed_ids_are_drawn() -> None:
-    """Whatever bias and temperature say, and of each row its own; the other rows do not change."""
+    """Each row draws from its own ids, whatever bias and temperature say; the other rows do not change."""
     one = request_with(temperature=0.0, allowed_token_ids=(30,))
     plain = request_with(temperature=0.0)
     drawn = set()
@@ -197,7 +195,9 @@ def test_a_request_that_leaves_no_token_fails_alone() -> None:
 
 
 def test_named_ids_are_scored() -> None:
-    """After the best ones of the row, in the order in which they were named; rows have their own."""
+    """Named ids come after the best ones of the row, in the order in which they were named; rows have their
+    own.
+    """
     first = request_with(temperature=0.0, logprobs=2, logprob_token_ids=(8, 1, 8))
     second = request_with(temperature=0.0, logprobs=0, logprob_token_ids=(4,))
     sampled = draw([request_with(), first, second], [0, 0, 0])
@@ -266,7 +266,7 @@ def test_logprobs_are_of_the_raw_distribution() -> None:
     assert token_logprobs(LOGITS.unsqueeze(0), torch.tensor([2]), 0)[1].shape == (1, 0)
 
 
-def test_non_finite_rows_are_reported_and_harm_nobody() -> None:
+def test_non_finite_rows_are_reported_and_harm_no_other_row() -> None:
     """NaN and Inf are flagged row by row; the other rows draw what they would have drawn."""
     logits = LOGITS.repeat(3, 1)
     logits[0, 3] = float("nan")
@@ -294,7 +294,7 @@ def test_logits_may_be_a_part_of_wider_rows() -> None:
     assert wide[:, VOCAB:].eq(7.0).all()
 
 
-def draw_in_place(logits: torch.Tensor, requests: list[Request]) -> Sampled:
+def draw_in_place(logits: torch.Tensor, requests: list[Request]) -> StepOutputs:
     """Samples the first output token of each request from just these logits, which are used up."""
     plan = build_sampling_plan(requests, [0] * len(requests), LIMITS)
     return Sampler(VOCAB, torch.device("cpu")).sample(logits, plan, pool_of(requests))

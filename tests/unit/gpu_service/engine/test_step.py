@@ -48,7 +48,7 @@ PARAMS: list[dict[str, Any]] = [
 
 
 def plans(has_mrope: bool = False) -> list[StepPlan]:
-    """A step of prompts, one of a chunk with decodes, one of decodes only."""
+    """Returns a step of prompts, one of a chunk with decodes, one of decodes only."""
     knobs = Knobs(budget=40)
     scheduler = build_scheduler(knobs)
     builder = InputBuilder(scheduler.limits, knobs.page_size, has_mrope=has_mrope)
@@ -63,7 +63,7 @@ def plans(has_mrope: bool = False) -> list[StepPlan]:
 
 
 def records(tree: Any) -> list[Any]:
-    """The record and all records in it."""
+    """Returns the record and all records in it."""
     if isinstance(tree, (list, tuple)):
         return [record for element in tree for record in records(element)]
     if not dataclasses.is_dataclass(tree):
@@ -106,7 +106,7 @@ def test_built_steps_are_as_declared(has_mrope: bool) -> None:
 
 
 def test_a_staged_plan_has_every_tensor_replaced_and_shares_the_rest() -> None:
-    """In order, nested ones too; input ids stay with the device."""
+    """Tensors are replaced in order, nested ones too; input ids stay with the device."""
     for plan in plans(has_mrope=True):
         leaves = tensors_of(plan)
         staged = with_tensors(plan, [leaf.clone() for leaf in leaves])
@@ -150,7 +150,7 @@ def test_rows_of_a_graph_are_the_plans_then_padding(has_mrope: bool) -> None:
 
 
 def test_a_graph_of_padding_is_a_whole_step() -> None:
-    """Also the states: the zeros are read, and the dummy slot is written."""
+    """The step has states, too: the zeros are read, and the dummy slot is written."""
     fields = captured_fields(set(Feature))
     step = graph_plan(graph_rows(fields, 3, DUMMIES, num_pages=5), 3, torch.zeros(3, dtype=torch.int64))
     assert step.is_uniform_decode

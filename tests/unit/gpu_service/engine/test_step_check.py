@@ -37,7 +37,7 @@ class Served:
         self.check.on_too_slow = self.measure
 
     def measure(self) -> None:
-        """As an engine does."""
+        """Measures as an engine does."""
         self.again += 1
         self.check.forget()
         self.costs.forget()
@@ -117,7 +117,9 @@ def test_copies_say_how_fast_the_link_is() -> None:
 
 
 def test_a_minute_of_slow_steps_is_measured_again() -> None:
-    """Not less than a minute; afterwards the new time is what is predicted, and nothing more happens."""
+    """Less than a minute does not count; afterwards the new time is what is predicted, and nothing more
+    happens.
+    """
     served = Served()
     served.decode(5.0)
     served.decode(50.0, other=3 * OTHER)
@@ -194,7 +196,7 @@ def test_what_is_not_known_is_not_compared(happens: Callable[[Served], None]) ->
 
 
 def test_both_times_are_metrics() -> None:
-    """Of the same steps, so that their rates can be divided."""
+    """Both metrics count the same steps, so that their rates can be divided."""
     served, registry = Served(), CollectorRegistry()
     served.decode(5.0)
     export(served.check, "tiny", registry)

@@ -70,18 +70,18 @@ class Returning(LocalExpertClient):
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What was loaded at the start."""
+    """Returns what was loaded at the start."""
     return TinyMoe(family="glm4_moe", seed=0).write(tmp_path_factory.mktemp("good") / "model")
 
 
 @pytest.fixture(scope="module")
 def bad(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same shapes with other weights."""
+    """Returns the same shapes with other weights."""
     return TinyMoe(family="glm4_moe", seed=1).write(tmp_path_factory.mktemp("bad") / "model")
 
 
 def started(good: Path, later: list[Path | None], **experts: int) -> tuple[CheckedExperts, Returning]:
-    """A client that has passed the self-test, with what its servers will be when they return."""
+    """Returns a client that has passed the self-test, with what its servers will be when they return."""
     geometry = read_geometry(good)
     returning = Returning(geometry, [good, *later])
     checked = CheckedExperts(returning)
@@ -111,7 +111,7 @@ def test_a_server_that_computes_as_before_is_welcome(good: Path) -> None:
 
 
 def test_a_wrong_server_is_sent_away_until_a_right_one_returns(good: Path, bad: Path) -> None:
-    """By what it computes: layer, expert and error are named."""
+    """The server is refused by what it computes: layer, expert and error are named."""
     checked, returning = started(good, [bad, bad, good])
     checked.recover(60)
     assert len(returning.rejected) == 2
@@ -127,7 +127,7 @@ def test_no_right_server_in_time_is_an_error_that_names_the_reason(good: Path, b
         checked.recover(60)
 
 
-def test_what_is_wanted_is_remembered_and_not_read_anew(tmp_path: Path, bad: Path) -> None:
+def test_what_is_wanted_is_remembered_and_not_read_again(tmp_path: Path, bad: Path) -> None:
     """Files that have changed since must not make their own weights the right ones."""
     model = TinyMoe(family="glm4_moe", seed=0).write(tmp_path / "model")
     checked, returning = started(model, [model])

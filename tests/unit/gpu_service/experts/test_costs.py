@@ -37,7 +37,7 @@ LAYER_BYTES = COSTS.copy * 55e9
 
 
 def test_link_and_servers_together_beat_each_alone() -> None:
-    """At 512 rows; at 4096 the link has nearly all; few rows stay on the servers."""
+    """Both share 512 rows; at 4096 the link has nearly all; few rows stay on the servers."""
     share = COSTS.best_share(512)
     assert 0.55 < share / SHARES < 0.75
     assert COSTS.seconds(512, share) < 0.7 * min(COSTS.seconds(512, 0), COSTS.seconds(512, SHARES))
@@ -70,7 +70,9 @@ anything = st.floats(allow_nan=True, allow_infinity=True)
 
 @given(begin=samples, shown=st.lists(st.tuples(anything, st.floats(-1, 2)), max_size=30))
 def test_estimates_stay_between_what_was_shown(begin: float, shown: list[tuple[float, float]]) -> None:
-    """Whatever comes: never NaN, never 0 or below, never beyond all samples and the beginning."""
+    """Estimates are never NaN, never 0 or below, never beyond all samples and the beginning,
+    whatever comes.
+    """
     estimate, seen = Estimate(begin), [begin]
     for sample, weight in shown:
         estimate = estimate.toward(sample, weight)
@@ -95,7 +97,7 @@ def test_estimates_converge(begin: float, truth: float, weight: float) -> None:
 
 @given(truth=st.floats(1e-6, 1e3), outlier=samples, weight=st.floats(0.01, 1.0))
 def test_one_sample_that_is_off_changes_nothing(truth: float, outlier: float, weight: float) -> None:
-    """Among others that are alike."""
+    """One sample among others that are alike changes nothing."""
     estimate = Estimate(truth)
     for sample in (truth, truth, outlier, truth, truth):
         estimate = estimate.toward(sample, weight)
@@ -135,7 +137,7 @@ def test_costs_are_usable_whatever_is_reported(events: list[tuple[object, ...]],
 
 
 def scaled(costs: LayerCosts, copy: float = 1.0, cpu: float = 1.0) -> LayerCosts:
-    """Link and servers that take a number of times longer."""
+    """Returns link and servers that take a number of times longer."""
     points = tuple((rows, cpu * seconds) for rows, seconds in costs.cpu.points)
     return replace(costs, copy=copy * costs.copy, cpu=CostCurve(points))
 
@@ -148,13 +150,15 @@ def measured(costs: LayerCosts, clock: Callable[[], float] = time.monotonic) -> 
 
 
 def now(costs: ExpertCosts) -> LayerCosts:
-    """What is known of a layer."""
+    """Returns what is known of a layer."""
     assert costs.layer is not None
     return costs.layer
 
 
 def serve(costs: ExpertCosts, real: LayerCosts, rows: int, steps: int, other: float = 0.0) -> LayerCosts:
-    """What steps teach that take what `real` says and `other` seconds a layer after the servers' answers."""
+    """Returns what steps teach that take what `real` says and `other` seconds a layer after the servers'
+    answers.
+    """
     for _ in range(steps):
         share = now(costs).best_share(rows)
         link, servers, gpu = real.parts(rows, share)

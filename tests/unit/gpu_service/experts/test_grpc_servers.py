@@ -42,7 +42,7 @@ class Fake(expert_pb2_grpc.ExpertServicer):
     health: health.HealthServicer = field(default_factory=health.HealthServicer)
 
     def Info(self, request: Any, context: Any) -> expert_pb2.InfoResponse:
-        """As set."""
+        """Answers with what was set."""
         return expert_pb2.InfoResponse(**self.info, instance_id=self.instance_id, version="9.9")
 
     def Compute(self, requests: Any, context: Any) -> Iterator[expert_pb2.ComputeResponse]:
@@ -103,7 +103,7 @@ def client_of(geometry: MoeGeometry, *servers: Fake) -> GrpcExpertClient:
 
 
 def ask(client: GrpcExpertClient, geometry: MoeGeometry) -> torch.Tensor:
-    """One row of one layer."""
+    """Returns one row of one layer."""
     ids = torch.zeros((1, geometry.top_k), dtype=torch.int32)
     weights = torch.zeros((1, geometry.top_k))
     return client.collect(
@@ -134,7 +134,7 @@ def test_who_is_refused_is_named_at_once(
         for _ in range(2):
             with pytest.raises(ExpertRefused) as caught:
                 client.recover(FOREVER_S)
-            assert "expert server 0: it was started anew and is refused: " in str(caught.value)
+            assert "expert server 0: it was restarted and is refused: " in str(caught.value)
             assert reason in str(caught.value)
             assert client.problem() == str(caught.value)
             with pytest.raises(ExpertUnavailable):

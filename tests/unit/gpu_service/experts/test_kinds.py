@@ -19,11 +19,13 @@ from gpu_service.ops.router import choose_by_kind
 from gpu_service.ops.triton.router import choose_by_kind as triton_choose_by_kind
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.reader import SliceReader
-from moebius.models.attention_config import ExpertKindsConfig
 from moebius.models.config import ModelConfig, ModelConfigError, ModelOverrides
 from moebius.models.expert_checkpoint import ExpertCheckpoint
+from moebius.models.layers.gqa import GQA
+from moebius.models.layers.router import ExpertKindsConfig
 from moebius.models.read import read_geometry, read_model_config
 from tests.helpers.checkpoints import TinyMoe
+from tests.helpers.layer_values import first, first_moe, shared_width
 from tests.helpers.published_checkpoints import Published
 from tests.helpers.quantised_checkpoints import QuantisedMoe
 from tests.helpers.tiny_models import make_tiny_model
@@ -34,7 +36,7 @@ Choice = tuple[torch.Tensor, torch.Tensor]
 
 
 def _choices(tokens: int, top_k: int, seed: int) -> tuple[torch.Tensor, Choice, Choice]:
-    """Ids of 8 tokens, and of 5 experts of either kind; the last row is padding."""
+    """Returns the ids of 8 tokens, and of 5 experts of either kind; the last row is padding."""
     generator = torch.Generator().manual_seed(seed)
 
     def choice() -> Choice:
@@ -46,7 +48,7 @@ def _choices(tokens: int, top_k: int, seed: int) -> tuple[torch.Tensor, Choice, 
 
 
 def test_a_token_is_computed_by_the_parts_of_its_experts() -> None:
-    """Of the first kind's experts three parts each, then of the second's one; each weighs as its expert."""
+    """The first kind's experts have three parts each, then the second's one; each weighs as its expert."""
     tokens, first, second = _choices(9, 2, seed=1)
     weights, ids = choose_by_kind.reference(tokens, torch.tensor([2, 5]), first, second, 5, (3, 1))
     assert ids.shape == weights.shape == (9, 6)
@@ -95,7 +97,7 @@ def test_parts_have_places_in_the_checkpoint() -> None:
 
 @pytest.mark.parametrize("name", ["ernie4_5_vl_moe", "ernie4_5_moe_vl_no_shared_tied"])
 def test_parts_of_an_expert_add_up_to_it(name: str, tmp_path: Path) -> None:
-    """Of either kind, as the servers' reader has them."""
+    """Parts of either kind add up, as the servers' reader has them."""
     make_tiny_model(name, tmp_path)
     geometry = read_geometry(tmp_path)
     assert geometry.kinds is not None
@@ -167,28 +169,34 @@ def _read(tmp_path: Path, name: str, **changes: Any) -> ModelConfig:
 
 
 def test_both_spellings_say_the_same(tmp_path: Path) -> None:
-    """Of the 28B as released, and of the 424B as transformers writes it."""
+    """The 28B as released and the 424B as transformers writes it are read alike."""
     small, large = _read(tmp_path, "ernie-4.5-vl-28b-a3b"), _read(tmp_path, "ernie-4.5-vl-424b-a47b")
     for config, parts, part, layers, shared in ((small, (3, 1), 512, 27, 3072), (large, (7, 3), 512, 51, 0)):
         assert config.unread_keys == ()
-        kinds = config.moe.kinds
+        kinds = first_moe(config).kinds
         assert kinds is not None
-        assert (kinds.num_parts, kinds.part_size, config.moe.intermediate_size) == (parts, part, part)
+        assert (kinds.num_parts, kinds.part_size, first_moe(config).experts.intermediate_size) == (
+            parts,
+            part,
+            part,
+        )
         assert kinds.tokens == (100295, 101304, 101305, 101306, 101307, 103367)
-        assert (len(config.moe.layers), config.moe.shared_intermediate_size) == (layers, shared)
-        assert config.rope is not None
-        assert (config.rope.mrope_sections, config.rope.mrope_time_last) == ((20, 22, 22), True)
+        assert (len(config.routed), shared_width(config)) == (layers, shared)
+        rope = first(config, GQA).rope
+        assert rope is not None
+        assert (rope.mrope_sections, rope.mrope_time_last) == ((20, 22, 22), True)
         assert config.vision is not None
         assert (config.vision.image_token_id, config.vision.intermediate_size) == (100295, 5120)
-    assert (small.moe.router.num_experts, small.moe.router.top_k) == (256, 18)
+    assert (first_moe(small).router.num_experts, first_moe(small).router.top_k) == (256, 18)
 
 
 def test_experts_per_token_are_those_of_a_kind(tmp_path: Path) -> None:
-    """Not their parts."""
+    """The number counts experts, not their parts."""
     _read(tmp_path, "ernie-4.5-vl-28b-a3b")
     config = read_model_config(tmp_path, ModelOverrides(top_k=2))
-    assert config.moe.kinds is not None
-    assert (config.moe.kinds.top_k, config.moe.router.top_k) == (2, 6)
+    kinds = first_moe(config).kinds
+    assert kinds is not None
+    assert (kinds.top_k, first_moe(config).router.top_k) == (2, 6)
     assert read_geometry(tmp_path, top_k=2).top_k == 6
 
 

@@ -25,7 +25,7 @@ def recorder(**options: Any) -> ExpertRecorder:
 
 
 def steps(count: int, seed: int = 0) -> list[torch.Tensor]:
-    """Ids int32 [layers, T, K] of steps; the last row of every second step is padding."""
+    """Returns ids int32 [layers, T, K] of steps; the last row of every second step is padding."""
     generator = torch.Generator().manual_seed(seed)
     found = []
     for number in range(count):
@@ -57,7 +57,7 @@ def counted(work: list[torch.Tensor]) -> np.ndarray[Any, Any]:
 
 
 def real_rows(work: list[torch.Tensor]) -> torch.Tensor:
-    """Ids of rows that are not padding, [tokens, layers, K]."""
+    """Returns the ids of rows that are not padding, [tokens, layers, K]."""
     rows = torch.cat([ids.transpose(0, 1) for ids in work])
     return rows[(rows[:, -1] >= 0).any(-1)]
 
@@ -86,7 +86,9 @@ def test_counts_are_those_by_hand(mode: str) -> None:
 
 
 def test_choices_without_weights_are_no_experts_but_their_rows_are_tokens() -> None:
-    """Also of a row that chose nothing else; and a file of choices has no number that no expert has."""
+    """A row that chose nothing else is a token, too; and a file of choices has no number that no
+    expert has.
+    """
     target = recorder()
     target.start("per_token")
     ids = torch.tensor([[0, 7, 9], [8, 8, 7], [-1, -1, -1]], dtype=torch.int32)

@@ -12,7 +12,7 @@ import torch
 from gpu_service.layers.context import ForwardContext
 from gpu_service.layers.deferral import DeferralRule, late_choices
 from gpu_service.layers.moe import MoE
-from moebius.models.config import MoeConfig, RouterConfig
+from moebius.models.layers.router import RouterConfig
 from tests.helpers.layer_values import composition, moe_value
 
 HIDDEN, COUNT = 12, 1
@@ -37,7 +37,7 @@ class QueuedExperts:
         return given
 
     def collect(self, ticket: Any, partial: torch.Tensor | None = None) -> torch.Tensor:
-        """As clients do, in place."""
+        """Adds as clients do, in place."""
         assert ticket is self._tickets.popleft(), "not in the order of submission"
         self.events.append(f"collect {ticket[0]}")
         answer = answered(*ticket)
@@ -45,14 +45,15 @@ class QueuedExperts:
 
 
 def answered(layer: int, rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """float32 `[T, H]`."""
+    """Returns float32 `[T, H]`."""
     return rows.float() * (weights * (ids + 1) * layer).sum(dim=1, keepdim=True)
 
 
 def block(layer: int, shared: int, latent: int) -> MoE:
     """With weights drawn at random."""
-    config = MoeConfig(ROUTER, 5, shared, frozenset(LAYERS), latent_size=latent)
-    made = MoE(moe_value(config), layer, composition(HIDDEN)).to_empty(device="cpu")
+    made = MoE(moe_value(ROUTER, 5, shared, latent_size=latent), layer, composition(HIDDEN)).to_empty(
+        device="cpu"
+    )
     for parameter in made.parameters():
         torch.nn.init.normal_(parameter)
     return made

@@ -15,9 +15,10 @@ from gpu_service.experts.resident.experts import Share
 from gpu_service.layers.context import ForwardContext
 from gpu_service.layers.moe import MoE, MoEWithOwnNorms
 from gpu_service.models.compose import build_model
-from moebius.models.config import ModelConfigError, MoeConfig, RouterConfig
+from moebius.models.config import ModelConfigError
 from moebius.models.layers.ffn import NormedMoE
 from moebius.models.layers.norms import RMSNorm
+from moebius.models.layers.router import RouterConfig
 from moebius.models.registry import family_of
 from tests.helpers.layer_values import composition, moe_value
 from tests.unit.gpu_service.attention.test_torch_reference import CONFIG
@@ -54,7 +55,7 @@ def _context(experts: RecordingExperts | None) -> ForwardContext:
 
 
 def _block(shared: int, dtype: torch.dtype) -> MoE:
-    block = MoE(moe_value(MoeConfig(ROUTER, 5, shared, frozenset({3}))), 3, composition(HIDDEN, dtype))
+    block = MoE(moe_value(ROUTER, 5, shared), 3, composition(HIDDEN, dtype))
     block.to_empty(device="cpu")
     for parameter in block.parameters():
         torch.nn.init.normal_(parameter)
@@ -180,8 +181,8 @@ def test_padding_chooses_no_experts_and_is_recorded_as_none() -> None:
 
 def test_the_gate_runs_in_float32_where_the_family_demands_it() -> None:
     assert _block(0, torch.bfloat16).gate.weight.dtype == torch.float32
-    plain = MoeConfig(replace(ROUTER, float32_gate=False), 5, 0, frozenset({3}))
-    assert MoE(moe_value(plain), 3, composition(HIDDEN, torch.bfloat16)).gate.weight.dtype == torch.bfloat16
+    plain = moe_value(replace(ROUTER, float32_gate=False), 5)
+    assert MoE(plain, 3, composition(HIDDEN, torch.bfloat16)).gate.weight.dtype == torch.bfloat16
 
 
 def test_a_context_without_experts_is_refused() -> None:
@@ -206,9 +207,9 @@ def test_who_watches_the_routing_sees_what_experts_are_given(kind: str) -> None:
     rows, experts = torch.randn(5, HIDDEN), RecordingExperts([])
     if kind == "weighed inputs":
         router = RouterConfig(6, 1, "sigmoid", weighs_inputs=True)
-        block = MoE(moe_value(MoeConfig(router, 5, 0, frozenset({3}))), 3, composition(HIDDEN))
+        block = MoE(moe_value(router, 5), 3, composition(HIDDEN))
     else:
-        value = moe_value(MoeConfig(RouterConfig(6, 2, "softmax"), 5, 7, frozenset({0, 1})))
+        value = moe_value(RouterConfig(6, 2, "softmax"), 5, 7)
         parts = {"router": value.router, "experts": value.experts, "shared": value.shared}
         normed = NormedMoE(**parts, norm=RMSNorm(1e-6), router_eps=1e-6)
         block = MoEWithOwnNorms(normed, 1, composition(HIDDEN))
@@ -231,8 +232,9 @@ def test_who_watches_the_routing_sees_what_experts_are_given(kind: str) -> None:
 def test_experts_of_a_latent_space_are_given_and_give_its_rows(shared: int) -> None:
     """What they answer is projected before anything is added to it; a comparison gets the same."""
     events: list[str] = []
-    moe = MoeConfig(ROUTER, 5, shared, frozenset({3}), expert_activation="relu2", latent_size=4)
-    block = MoE(moe_value(moe, "relu2"), 3, composition(HIDDEN)).to_empty(device="cpu")
+    block = MoE(moe_value(ROUTER, 5, shared, "relu2", latent_size=4), 3, composition(HIDDEN)).to_empty(
+        device="cpu"
+    )
     for parameter in block.parameters():
         torch.nn.init.normal_(parameter)
     experts, rows = RecordingExperts(events), torch.randn(5, HIDDEN)

@@ -31,7 +31,7 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are 
 
 
 def _choices(tokens: int, top_k: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of 5 experts with weights and 4 without, and a last row that chose none."""
+    """Returns the choices of 5 experts with weights and 4 without, and a last row that chose none."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.rand(tokens, 9, generator=generator).argsort(1)[:, :top_k].int().contiguous()
     ids[-1] = -1
@@ -61,7 +61,7 @@ def test_the_answer_is_the_row_times_the_weights_of_such_choices() -> None:
 def test_the_kernel_is_the_reference(
     tokens: int, top_k: int, size: int, dtype: torch.dtype, seed: int
 ) -> None:
-    """Also of rows that lie in a wider matrix, and more than one block wide."""
+    """The kernel agrees also for rows that lie in a wider matrix, and for more than one block."""
     weights, ids = _choices(tokens, top_k, seed)
     rows = torch.randn(tokens, size + 3, dtype=dtype)[:, 3:]
     wanted_ids, found_ids = ids.clone(), ids.clone()
@@ -92,7 +92,7 @@ class Watched(TorchExperts):
 
 
 class OwnRows:
-    """Of a rank, which brings its own rows from servers."""
+    """The client of a rank, which brings its own rows from servers."""
 
     call_log = None
 
@@ -116,7 +116,7 @@ def _context(experts: Any) -> Any:
 
 @pytest.fixture
 def longcat(tmp_path: Path) -> tuple[PagedRunner, list[str], Watched]:
-    """A tiny model that says when its halves are computed, and what its client is asked."""
+    """Returns a tiny model that says when its halves are computed, and what its client is asked."""
     make_tiny_model("longcat_flash", tmp_path)
     config = read_model_config(tmp_path)
     model = build_model(config)
@@ -149,7 +149,7 @@ def test_servers_compute_while_the_rest_of_the_layer_does(
 def test_servers_are_never_given_a_choice_without_weights(
     longcat: tuple[PagedRunner, list[str], Watched],
 ) -> None:
-    """Of the tests' models most rows make some, so that the others would notice nothing of their loss."""
+    """Most rows of the tests' models make some, so that the others would notice nothing of their loss."""
     runner, _, client = longcat
     blocks = [module for module in runner.model.modules() if isinstance(module, MoE)]
     asked: list[torch.Tensor] = []

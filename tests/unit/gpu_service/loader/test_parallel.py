@@ -36,7 +36,7 @@ WIDTH = 4
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """A dense and a MoE layer, every tensor different."""
+    """Returns a dense and a MoE layer, every tensor different."""
     torch.manual_seed(0)
     tensors = {"model.embed_tokens.weight": torch.randn(11, 6), "model.norm.weight": torch.randn(6)}
     tensors |= solo._layer(0) | solo._layer(1) | {"lm_head.weight": torch.randn(11, 6)}
@@ -62,7 +62,7 @@ def load(directory: Path, tp: int = 1, rank: int = 0, stages: int = 1, stage: in
 
 
 def plain(weight: torch.Tensor) -> torch.Tensor:
-    """Out of the packed layout."""
+    """Returns the out of the packed layout."""
     return weight.to_dense() if weight.is_mkldnn else weight
 
 

@@ -27,6 +27,7 @@ from moebius.models.expert_checkpoint import ExpertCheckpoint
 from moebius.models.geometry import MoeGeometry
 from moebius.models.read import read_geometry, read_model_config
 from moebius.models.registry import FAMILIES
+from tests.helpers.layer_values import router_of
 from tests.helpers.published_checkpoints import FIXTURES, Published, count, expand
 
 NAMES = sorted(file.stem for file in FIXTURES.glob("*.json"))
@@ -116,7 +117,7 @@ def test_dense_layers_load_completely(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", list(PUBLISHED_TENSORS))
 def test_there_are_as_many_tensors_as_were_published(name: str) -> None:
-    """Of naming rules, one that is wrong somewhere hardly gives the right number of names."""
+    """A naming rule that is wrong somewhere hardly gives the right number of names."""
     assert sum(count(pattern) for pattern, _, _ in Published.load(name).tensors) == PUBLISHED_TENSORS[name]
 
 
@@ -141,14 +142,14 @@ def _experts(index: CheckpointIndex, geometry: MoeGeometry) -> ExpertCheckpoint:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_all_experts_are_found(name: str, tmp_path: Path) -> None:
-    """In every MoE layer, the first and the last of them; the fixture numbers as many as there are."""
+    """Every MoE layer has the first and the last of them; the fixture numbers as many as there are."""
     published = Published.load(name)
     index = published.index(tmp_path)
     geometry = read_geometry(tmp_path)
     config = read_model_config(tmp_path, TEXT_ONLY)
     assert (geometry.moe_layers, geometry.num_experts) == (
         config.moe_layer_ids,
-        config.moe.router.num_experts,
+        router_of(config).num_experts,
     )
     # Of two kinds of experts, each has its last one.
     last, _, _ = geometry.stored_place(geometry.num_experts - 1)
@@ -220,7 +221,8 @@ def test_new_and_old_spellings_are_read_alike(name: str, tmp_path: Path) -> None
     if "rope_theta" in ((saved.get("text_config") or saved).get("rope_parameters") or {}):
         new, old = (read(_with_base(saved, 3.0, old=old)) for old in (False, True))
         assert new == old
-        assert (new != published) == (published["rope"] is not None)
+        rotates = any((layer["mixer"] or {}).get("rope") for layer in published["layers"])
+        assert (new != published) == rotates
 
 
 def test_every_family_has_a_published_model() -> None:

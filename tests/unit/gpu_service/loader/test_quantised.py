@@ -28,7 +28,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 def parameters(directory: Path, parallel: ParallelContext) -> dict[str, torch.Tensor]:
-    """A rank's, out of their packed layouts."""
+    """Returns a rank's, out of their packed layouts."""
     model = build_model(read_model_config(directory), parallel=parallel)
     load_weights(model, directory)
     found = dict(model.named_parameters())

@@ -93,7 +93,7 @@ def test_every_parameter_is_filled_and_no_expert_is_created(checkpoint: Path) ->
     assert not any(".experts." in name for name, _ in model.named_parameters())
     stored = load_file(checkpoint / "model.safetensors")
     fused = model.model.layers[1].self_attn.qkv_proj.weight
-    fused = fused.to_dense() if fused.is_mkldnn else fused
+    fused = fused.to_dense() if fused.is_mkldnn else fused  # type: ignore[operator]
     parts = [stored[f"model.layers.1.self_attn.{p}_proj.weight"] for p in "qkv"]
     torch.testing.assert_close(fused, torch.cat(parts), rtol=0, atol=0)
 

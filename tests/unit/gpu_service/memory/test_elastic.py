@@ -20,8 +20,7 @@ import torch
 from gpu_service.cache.elastic_pages import ElasticPages
 from gpu_service.cache.radix_cache import RadixCache
 from gpu_service.cache.request_cache import PagePool, RequestCache
-from gpu_service.core.limits import SchedulerLimits
-from gpu_service.core.request import Request
+from gpu_service.core.request import Request, SchedulerLimits
 from gpu_service.core.results import RowResult
 from gpu_service.core.step import Batch
 from gpu_service.device.host_virtual_memory import HostVirtualMemory
@@ -90,7 +89,7 @@ class PoolEngine(Engine):
         self.requests: list[Request] = []
 
     def step(self) -> None:
-        """As the engine's turn, with what may happen before it."""
+        """Takes the engine's turn, with what may happen before it."""
         self.now += self.rng.choice([0.01, 0.2])
         self.happen()
         self.come_and_go()
@@ -117,8 +116,10 @@ class PoolEngine(Engine):
         self.stale_s = self.rng.choice([0.0, 0.1, math.inf])
 
     def tend_lane(self) -> None:
-        """As `Engine._tend`: nothing of the main lane is in flight when a step is planned here."""
-        books = self.scheduler.lane
+        """Does what `Engine._tend` does: nothing of the main lane is in flight when a step is
+        planned here.
+        """
+        books = self.scheduler.pacing
         if self.open_lane is not None and self.open_lane.step.has_ended:
             self.open_lane, ended = None, self.open_lane
             self.resident.is_held = False
@@ -138,7 +139,7 @@ class PoolEngine(Engine):
         self.run(self.open_lane, is_lane=True)
 
     def plan(self, batch: Batch) -> Planned:
-        """What is known of a step once it is launched."""
+        """Returns what is known of a step once it is launched."""
         reads, writes = [0], set[int]()
         for request, start, count in zip(
             batch.requests, batch.start_positions, batch.num_new_tokens, strict=True

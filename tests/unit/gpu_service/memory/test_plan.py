@@ -55,7 +55,7 @@ INT4_EXPERT = 3 * 2048 * 768 * 9 // 16
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
-    """The full shape, composed on the meta device."""
+    """Returns the full shape, composed on the meta device."""
     directory = tmp_path_factory.mktemp("shape")
     (directory / "config.json").write_text(json.dumps(parse_shape("qwen3-30b-a3b", 0).hf_config(None)))
     return build_model(read_model_config(directory))
@@ -117,7 +117,9 @@ def test_experts_of_many_rows_are_computed_in_parts(model: CausalLM) -> None:
 def test_a_ring_that_does_not_fit_is_noticed(
     model: CausalLM, monkeypatch: pytest.MonkeyPatch, ring_gib: int, fits: bool
 ) -> None:
-    """Before anything is loaded, so that an engine that may do without streams nothing."""
+    """The ring is noticed before anything is loaded, so that an engine that may do without streams
+    nothing.
+    """
     monkeypatch.setattr("gpu_service.assembly.rank_plan.make_device_memory", lambda _: FakeMemory(24 * GIB))
     held = ExpertMemory(ring_bytes=ring_gib * GIB)
     found = has_room_to_stream(settings(), model, held, SoloGroup(), torch.device("cpu"))
@@ -171,7 +173,7 @@ def test_an_impossible_chunk_is_refused(model: CausalLM) -> None:
 def change_for(
     model: CausalLM, config: MoebiusConfig, memory: FakeMemory, num_experts: int = 0
 ) -> str | None:
-    """What is proposed for this model on this device."""
+    """Returns what is proposed for this model on this device."""
 
     def fits(trial: Trial) -> bool:
         try:
@@ -268,7 +270,7 @@ def test_pool_takes_what_was_measured(model: CausalLM) -> None:
 
 
 def test_pool_is_refused_when_too_little_is_left(model: CausalLM) -> None:
-    """Both for the rest and for a size that was asked for."""
+    """The pool is refused both for the rest and for a size that was asked for."""
     config = settings()
     planned = plan(model, config)
     full = MemoryUse(H200, 14 * GIB, 120 * GIB, 125 * GIB, 125 * GIB, 3)

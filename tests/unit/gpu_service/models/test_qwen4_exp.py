@@ -38,15 +38,18 @@ from gpu_service.ops.triton.kv import mean_index_keys as triton_mean_index_keys
 from gpu_service.ops.triton.ngrams import ngram_rows as triton_ngram_rows
 from gpu_service.ops.triton.ngrams import table_rows as triton_table_rows
 from moebius.checkpoint.errors import CheckpointError
-from moebius.models.attention_config import BlockIndexerConfig, NGramConfig
-from moebius.models.config import ModelConfigError
+from moebius.models.config import ModelConfig, ModelConfigError
+from moebius.models.layers.gqa import GQA, BlockIndexer
 from moebius.models.layers.layer import Layer, cached
+from moebius.models.layers.norms import RMSNorm
 from moebius.models.layers.ranks import ShardRange
-from moebius.models.layers.residual import GatedStreams
+from moebius.models.layers.recurrent import GatedDeltaNet
+from moebius.models.layers.residual import GatedStreams, NGramConfig
 from moebius.models.read import read_model_config
 from tests.equality.test_no_hidden_waits import NoQuestions
 from tests.helpers.gguf_files import write_gguf
 from tests.helpers.gguf_models import CASES
+from tests.helpers.layer_values import first, layers_of, mixers_of
 from tests.helpers.paged_runner import load_runner
 from tests.helpers.plan_models import hardware, settings
 from tests.helpers.published_checkpoints import Published
@@ -82,7 +85,7 @@ def _text_config(**changes: Any) -> Any:
 
 
 def _their_rows(place: int) -> tuple[list[list[int]], Any]:
-    """Of transformers' table the rows of all tokens, and its module."""
+    """Returns the rows of all tokens in transformers' table, and its module."""
     from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextNGramEmbedding
 
     module = Qwen4ExpTextNGramEmbedding(_text_config(), SIZES.embed_dim, 0, place)
@@ -175,7 +178,7 @@ def test_keys_of_blocks_do_not_depend_on_how_a_sequence_is_cut() -> None:
 
 def test_whole_blocks_are_chosen_and_the_tokens_after_them() -> None:
     """Blocks that are not whole are no choice; equal scores are chosen together."""
-    sizes = BlockIndexerConfig(12, 5, 2, 0, frozenset({0}), shared_heads=3, rotary_dim=4)
+    sizes = BlockIndexer(12, 5, 2, 0, RMSNorm(1e-6), shared_heads=3, rotary_dim=4)
     low = float("-inf")
     scores = torch.tensor([[[3.0, 5.0, 4.0, low]], [[3.0, low, low, low]], [[1.0, 3.0, 1.0, 0.0]]])
     kept = best_whole_blocks(scores, torch.tensor([16, 8, 19]), sizes)
@@ -213,14 +216,23 @@ def _read(tmp_path: Path, **changes: Any) -> Any:
     return read_model_config(tmp_path)
 
 
+def _ngrams(config: ModelConfig) -> Any:
+    """The sizes of embedded n-grams; None: no layer embeds any."""
+    residuals = (layer.residual for layer in config.layers)
+    embedding = [each.ngrams for each in residuals if isinstance(each, GatedStreams) and each.ngrams]
+    return embedding[0].sizes if embedding else None
+
+
 def test_qwen3_8_flash_next_is_read(tmp_path: Path) -> None:
     config = _read(tmp_path)
-    blocks, ngram = config.block_indexer, config.ngram
-    assert [i for i, layer in enumerate(config.layers) if cached([layer])] == sorted(blocks.layers)
+    attention, streams, ngram = first(config, GQA), config.layers[0].residual, _ngrams(config)
+    blocks, rope = attention.blocks, attention.rope
+    assert [i for i, layer in enumerate(config.layers) if cached([layer])] == sorted(layers_of(config, GQA))
+    assert all(mixer.blocks == blocks for mixer in mixers_of(config, GQA))
     assert (blocks.block_size, blocks.top_blocks, blocks.shared_heads) == (4, 512, 4)
-    assert (config.hyper.num_streams, config.hyper.rank, config.stream_size) == (4, 320, 4 * 2560)
+    assert (streams.num_streams, streams.rank, config.stream_size) == (4, 320, 4 * 2560)
     assert (ngram.layers, ngram.num_hashes, ngram.row_dim, ngram.conv_width) == ((1,), 16, 160, 10)
-    assert (config.linear.sigmoid_gates, config.rope.mrope_sections) == (True, (11, 11, 10))
+    assert (first(config, GatedDeltaNet).sigmoid_gates, rope.mrope_sections) == (True, (11, 11, 10))
     assert config.vision is not None
     assert ngram_table(ngram, 0, config.vocab_size, "meta").num_rows == 128 * 2500012
     states = 36 * (48 * 128 * 128 * 4 + 3 * 10240 * 2) + 9 * 10240 * 2 + 2 * 8
@@ -235,7 +247,7 @@ def _embeds(layer: Layer) -> bool:
 
 
 def test_caches_take_what_the_plan_says(tmp_path: Path) -> None:
-    """Also of ranks and stages; a step's scores and masks are in the plan."""
+    """Caches of ranks and stages take it, too; a step's scores and masks are in the plan."""
     write_tiny_model(TINY_MODELS["qwen4_exp_text_three_streams_bias_tied"], tmp_path, seed=3)
     config = read_model_config(tmp_path)
     stages = [rank_layers(config, ParallelContext(stage=stage, num_stages=2)) for stage in range(2)]
@@ -276,7 +288,7 @@ def test_what_qwen4_has_not_is_named(tmp_path: Path, changes: dict[str, Any], co
 
 def test_models_without_ngrams_compose(tmp_path: Path) -> None:
     config = _read(tmp_path, ple_layer_ids=[], eos_token_id="absent")
-    assert (config.ngram, make_states(config.layers, 2, torch.float32, "meta") is None) == (None, False)
+    assert (_ngrams(config), make_states(config.layers, 2, torch.float32, "meta") is None) == (None, False)
     assert build_model(config).config is config
 
 
@@ -292,7 +304,9 @@ def test_files_with_other_hashes_are_refused(tmp_path: Path) -> None:
 
 
 def test_tables_in_8_bits_stay_so(tmp_path: Path) -> None:
-    """As published in fp8: parts of codes, one scale; planned as loaded, and the values are the codes'."""
+    """Tables stay as published in fp8, parts of codes and one scale; they are planned as loaded, and the
+    values are the codes'.
+    """
     tiny, prompt = TINY_MODELS["qwen4_exp"], [3, 17, 200, 7, 99, 42]
     logits, scale, sizes, tables = [], torch.tensor([0.01953125]), [], []
     for name in ("fp8", "plain"):
@@ -315,8 +329,8 @@ def test_tables_in_8_bits_stay_so(tmp_path: Path) -> None:
         tables.append(on_gpu.host_bytes)
     torch.testing.assert_close(logits[0], logits[1], rtol=0, atol=LOGITS_FLOAT32_SELF)
     config = read_model_config(tmp_path / "fp8")
-    assert config.ngram is not None
-    weights = ngram_table(config.ngram, 0, config.vocab_size, "cpu").num_rows * config.ngram.row_dim
+    ngrams = _ngrams(config)
+    weights = ngram_table(ngrams, 0, config.vocab_size, "cpu").num_rows * ngrams.row_dim
     for kept, plain in zip(*sizes, strict=True):
         assert plain - kept == 3 * weights - 4
     assert tables == [weights, 4 * weights]
@@ -365,7 +379,9 @@ def test_ranks_have_parts_of_a_table(ranks: int) -> None:
 
 
 def test_next_to_a_gpu_tables_stay_in_the_hosts_memory(tmp_path: Path) -> None:
-    """In pages of their own, which are locked; a plan counts them as RAM and leaves them out on the GPU."""
+    """Tables are in pages of their own, which are locked; a plan counts them as RAM and leaves them out on
+    the GPU.
+    """
     table = NGramRows(SIZES, 60, Composition(8, torch.float32, SOLO, torch.device("cuda")))
     whole, columns = ShardRange.whole(60), ShardRange.whole(SIZES.row_dim)
     target = Target(table, "weight", (60, SIZES.row_dim), whole, columns, 0)

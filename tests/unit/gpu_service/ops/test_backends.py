@@ -24,9 +24,14 @@ from gpu_service.ops.backends import OPS, install, install_tables, load_tables, 
 from gpu_service.ops.kv import append_kv
 from gpu_service.ops.norm import rms_norm
 from gpu_service.ops.registry import Implementation
+from moebius.models.layers.gqa import GQA
+from moebius.models.layers.latent import MLA
+from moebius.models.layers.layer import mixers
+from moebius.models.layers.recurrent import Recurrent
 from tests.helpers.attention_cases import Geometry
 from tests.helpers.compile_cases import published
 from tests.helpers.fake_flashinfer import BUILT, install_fake_flashinfer
+from tests.helpers.layer_values import mixers_of
 from tests.helpers.ops import assert_same_op, example
 
 CPU = torch.device("cpu")
@@ -68,7 +73,7 @@ def test_triton_takes_all_ops_but_the_truncation_and_is_the_reference(pytestconf
     assert not _warnings(logs)
     rest = {name: libraries for name, libraries in chosen.items() if libraries != "triton"}
     limited = "gated_delta_extend", "kimi_delta_extend", "linear", "add_norm_linear"
-    limited += "rotate_and_append", "add_norm_route"
+    limited += "rotate_and_append", "add_norm_route"  # type: ignore[assignment]
     partly = dict.fromkeys(limited, "triton > torch")
     assert rest == {"truncate_probabilities": "torch"} | partly
     (line,) = [log for log in logs if "chosen" in log["event"]]
@@ -256,12 +261,14 @@ def test_sizes_of_a_model_are_its_own(name: str) -> None:
     config = published(name)
     sizes = example_sizes.sizes_of(config, config.layers)
     assert {each.tokens > 16 for each in sizes} == {False, True}
-    heads = set(config.layer_num_heads or (config.num_heads,))
+    attending = [mixer for mixer in mixers(config.layers) if isinstance(mixer, GQA | MLA)]
+    heads = {mixer.num_heads for mixer in attending}
     assert {each.queries for each in sizes} == heads
     assert {each.hidden for each in sizes} == {config.hidden_size}
-    if config.linear is not None:
+    recurrent = mixers_of(config, Recurrent)
+    if recurrent:
         *_, states, _, _ = examples.example("gated_delta_update", CPU, torch.bfloat16, sizes[0])
-        linear = config.linear
+        linear = recurrent[0]
         assert states.shape[1:] == (linear.num_value_heads, linear.key_head_dim, linear.value_head_dim)
     for op in OPS:
         assert examples.example(op.name, CPU, torch.bfloat16, sizes[0])

@@ -65,7 +65,7 @@ def load(directory: Path, parallel: ParallelContext, *, keep_fp8: bool) -> Causa
 
 
 def weights_of(model: CausalLM) -> dict[str, torch.Tensor]:
-    """Of linear layers, as float32, whatever they are held in."""
+    """Returns the weights of linear layers, as float32, whatever they are held in."""
     found: dict[str, torch.Tensor] = {}
     for name, module in model.named_modules():
         if isinstance(module, Linear):

@@ -15,7 +15,7 @@ from gpu_service.ops.host_kernels import HostKernels, implementations
 from gpu_service.ops.rope import rope_table
 from moebius import _kernels
 from moebius.kernels import supported_isas
-from moebius.models.config import RouterConfig
+from moebius.models.layers.router import RouterConfig
 from tests.tolerances import OP_FLOAT32, OP_ROUNDINGS
 
 # Higher levels add products of matrices only.

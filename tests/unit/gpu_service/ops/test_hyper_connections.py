@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,12 @@ from gpu_service.ops.hyper_connections import collapse_streams, mix_streams
 from gpu_service.ops.kv import pool_index_keys
 from gpu_service.ops.triton import hyper_connections as kernels
 from moebius.models.config import ModelConfigError
+from moebius.models.layers.ffn import MoE
+from moebius.models.layers.latent import MLA
 from moebius.models.layers.layer import cached
+from moebius.models.layers.recurrent import KDA
 from moebius.models.read import read_geometry, read_model_config
+from tests.helpers.layer_values import first, first_moe, mixers_of
 from tests.helpers.published_checkpoints import Published
 from tests.tolerances import OP_FLOAT32
 
@@ -149,22 +154,26 @@ def _read_hy(tmp_path: Path, **changes: Any) -> Any:
 
 
 def test_hy4_is_read(tmp_path: Path) -> None:
-    """Of published weights, neighbours are a rotary pair; keys that transformers has not tell them."""
+    """Neighbours in published weights are a rotary pair; keys that transformers has not tell them."""
     config = _read_hy(tmp_path)
-    hyper, indexer = config.hyper, config.mla.indexer
+    hyper, mixers = config.layers[0].residual, mixers_of(config, MLA)
+    indexer, rope = mixers[0].indexer, mixers[0].rope
+    choosing = [layer for layer, mixer in enumerate(mixers) if mixer.indexer is not None]
     assert (hyper.num_streams, hyper.iterations, hyper.magnitude, hyper.weighs_last) == (4, 0, 2.0, True)
-    assert sorted(indexer.layers) == [0, *range(1, 78, 4)]
-    assert (config.rope.interleaved, indexer.interleaved, indexer.rotates_last) == (True, True, True)
-    assert (config.moe_layer_ids, config.mlp_limits) == (tuple(range(1, 78)), ())
+    assert choosing == [0, *range(1, 78, 4)]
+    assert (rope.interleaved, indexer.interleaved, indexer.rotates_last) == (True, True, True)
+    assert config.moe_layer_ids == tuple(range(1, 78))
+    assert first_moe(config).shared.limit == math.inf
     geometry = read_geometry(tmp_path)
     assert (geometry.activation, geometry.limit_of(3)) == ("clamped_silu", 10.0)
     own = dict.fromkeys(("enable_ihc", "gated_mla", "gating_type", "learnable_sink"))
     as_transformers = _read_hy(tmp_path, **own, indexer_types=None, layer_types=None, mlp_layer_types=None)
-    assert as_transformers.rope.interleaved is as_transformers.mla.indexer.interleaved is False
-    assert as_transformers.mla.indexer.layers == indexer.layers
+    others = mixers_of(as_transformers, MLA)
+    assert others[0].rope.interleaved is others[0].indexer.interleaved is False
+    assert [layer for layer, mixer in enumerate(others) if mixer.indexer is not None] == choosing
     assert as_transformers.moe_layer_ids == config.moe_layer_ids
-    assert _read_hy(tmp_path, rope_interleave=False).rope.interleaved is False
-    assert _read_hy(tmp_path, swiglu_limit=0.0).moe.expert_activation == "silu"
+    assert first(_read_hy(tmp_path, rope_interleave=False), MLA).rope.interleaved is False
+    assert first_moe(_read_hy(tmp_path, swiglu_limit=0.0)).experts.activation == "silu"
 
 
 @pytest.mark.parametrize(
@@ -194,14 +203,17 @@ def _read(tmp_path: Path, **changes: Any) -> Any:
 
 def test_glm_5_3_flash_is_read(tmp_path: Path) -> None:
     config = _read(tmp_path)
-    assert ([i for i, layer in enumerate(config.layers) if cached([layer])], config.rope) == (
+    assert ([i for i, layer in enumerate(config.layers) if cached([layer])], first(config, MLA).rope) == (
         list(range(3, 45, 4)),
         None,
     )
-    assert config.linear.decay_bound == -5.0
-    assert (config.hyper.num_streams, config.hyper.iterations, config.stream_size) == (4, 20, 4 * 4096)
+    assert first(config, KDA).decay_bound == -5.0
+    hyper = config.layers[0].residual
+    assert (hyper.num_streams, hyper.iterations, config.stream_size) == (4, 20, 4 * 4096)
     assert [part.row for part in config.layers[3].mixer.cache] == [(512,), (256,)]
-    assert (config.moe_layer_ids, config.mlp_limits) == (tuple(range(3, 45)), (10.0,) * 45)
+    assert config.moe_layer_ids == tuple(range(3, 45))
+    dense = [ffn.shared if isinstance(ffn, MoE) else ffn for layer in config.layers for ffn in layer.ffns]
+    assert [ffn.limit for ffn in dense] == [10.0] * 45
     geometry = read_geometry(tmp_path)
     assert (geometry.activation, geometry.limit_of(3)) == ("clamped_silu", 10.0)
     assert build_model(config).config is config

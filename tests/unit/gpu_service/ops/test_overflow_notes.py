@@ -10,8 +10,8 @@ from gpu_service.ops.overflow import FINAL_NORM, is_noted, suspects
 
 @given(num_layers=st.integers(1, 70), first=st.integers(0, 69), is_float16=st.booleans())
 def test_the_layer_that_did_it_is_suspect(num_layers: int, first: int, is_float16: bool) -> None:
-    """Where the stream is looked at after some layers only, and after the last norm; with float16 it alone is
-    suspect, else few others are.
+    """The layer is suspect also where the stream is looked at after some layers only, and after the last
+    norm; with float16 it alone is, else few others are.
     """
     first %= num_layers
     noted = next((n for n in range(first, num_layers) if is_noted(n, is_float16)), FINAL_NORM)

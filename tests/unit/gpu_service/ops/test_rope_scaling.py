@@ -49,7 +49,7 @@ LENGTH, HEAD_DIM, THETA = 131072, 64, 5e5
 
 
 def with_pairs(rope: dict[str, Any], partial: float) -> dict[str, Any]:
-    """Lists by pair cut to the pairs that are rotated."""
+    """Returns the lists by pair cut to the pairs that are rotated."""
     pairs = int(HEAD_DIM * partial) // 2
     return {key: value[:pairs] if isinstance(value, list) else value for key, value in rope.items()}
 
@@ -113,14 +113,14 @@ def test_the_old_spelling_of_scaling_agrees() -> None:
 
 
 def test_an_original_length_outside_counts_first() -> None:
-    """As in transformers, where the model's own key wins over the scaling's."""
+    """The model's own key wins over the scaling's, as in transformers."""
     values = {"max_position_embeddings": LENGTH, "original_max_position_embeddings": 2048}
     config = read_rope(HfKeys("t", {**values, "rope_scaling": YARN}), HEAD_DIM)
     assert dict(config.scaling)["original_max_position_embeddings"] == 2048
 
 
 def test_the_attention_factor_multiplies_the_table() -> None:
-    """Before it is rounded to the dtype of activations; 1 changes no bit."""
+    """The table is multiplied before it is rounded to the dtype of activations; 1 changes no bit."""
     positions, frequencies = torch.tensor([0, 3, 500]), torch.tensor([1.0, 0.1])
     for interleaved in (False, True):
         plain = rope_table(positions, frequencies, torch.float32, interleaved)

@@ -10,8 +10,9 @@ import torch
 
 from gpu_service.layers.decoder import RotaryEmbedding
 from gpu_service.ops.rope import section_axes
-from moebius.models.config import ModelConfigError, RopeConfig
+from moebius.models.config import ModelConfigError
 from moebius.models.keys import HfKeys
+from moebius.models.layers.rope import RopeConfig
 from moebius.models.rope import SectionDefaults, read_rope
 
 HEAD_DIM = 24
@@ -24,7 +25,7 @@ def _rotary(config: RopeConfig) -> RotaryEmbedding:
 
 
 def _by_axis() -> torch.Tensor:
-    """Positions `[3, T]` as around an image; all three differ."""
+    """Returns positions `[3, T]` as around an image; all three differ."""
     return torch.tensor([[0, 1, 2, 2, 9], [0, 1, 5, 6, 10], [0, 1, 3, 8, 11]])
 
 
@@ -33,13 +34,13 @@ def _transformers_table(family: str, rope: dict[str, Any]) -> tuple[torch.Tensor
     if family == "qwen3_vl_moe":
         from transformers.models.qwen3_vl_moe import modeling_qwen3_vl_moe as qwen
 
-        config = qwen.Qwen3VLMoeTextConfig(head_dim=HEAD_DIM, rope_parameters=rope)
+        config = qwen.Qwen3VLMoeTextConfig(head_dim=HEAD_DIM, rope_parameters=rope)  # type: ignore[attr-defined]
         module: Any = qwen.Qwen3VLMoeTextRotaryEmbedding(config)
     else:
         from transformers.models.glm4v_moe import modeling_glm4v_moe as glm
 
         module = glm.Glm4vMoeTextRotaryEmbedding(
-            glm.Glm4vMoeTextConfig(head_dim=HEAD_DIM, rope_parameters=rope)
+            glm.Glm4vMoeTextConfig(head_dim=HEAD_DIM, rope_parameters=rope)  # type: ignore[attr-defined]
         )
     cos, sin = module(torch.zeros(1), _by_axis()[:, None])
     return cos[0], sin[0]

@@ -11,14 +11,14 @@ import torch
 from gpu_service.layers.moe import Router
 from gpu_service.ops.router import route
 from moebius.checkpoint.errors import CheckpointError
-from moebius.models.config import RouterConfig
+from moebius.models.layers.router import RouterConfig
 from tests.tolerances import OP_FLOAT32
 
 ROWS, HIDDEN = 33, 24
 
 
 def _dense(weights: torch.Tensor, ids: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Weights by expert `[T, E]`: routers may order their choices differently."""
+    """Returns the weights by expert `[T, E]`: routers may order their choices differently."""
     return torch.zeros(weights.shape[0], num_experts).scatter_(1, ids.long(), weights)
 
 
@@ -106,7 +106,7 @@ def test_output_types_are_the_expert_client_contract() -> None:
 
 
 def test_a_tokens_id_chooses_its_experts_and_scores_weigh_them() -> None:
-    """As a table says; rows of padding choose no expert, and the table is as before."""
+    """Experts are those of the table; rows of padding choose no expert, and the table is as before."""
     config = RouterConfig(6, 2, "sqrt_softplus", post="renormalize", scale=1.5)
     router = Router(4, config, hashed_tokens=5, dtype=torch.float32)
     assert router.e_score_correction_bias is None

@@ -12,7 +12,7 @@ import pytest
 from gpu_service.core.parallel import SOLO
 from gpu_service.core.results import StepResult
 from gpu_service.core.step import StepPlan
-from gpu_service.engine.step_runner import Pending, StepRunner, StepsInFlight
+from gpu_service.engine.step_runner import LaunchedStep, StepRunner, StepsInFlight
 from gpu_service.experts.client import ExpertComputeFailed
 from gpu_service.experts.resident.watch import ResidentDamaged
 from gpu_service.parallel.experts import RankExperts
@@ -34,13 +34,13 @@ class Failing(StepRunner):
         return self
 
     def finish(self) -> StepResult:
-        """The end of a launched step."""
+        """Returns the end of a launched step."""
         raise self._error
 
     def undo(self) -> None:
         """Nothing was done."""
 
-    def launch(self, plan: StepPlan) -> Pending[StepResult]:
+    def launch(self, plan: StepPlan) -> LaunchedStep:
         return self._steps.launch(plan)
 
     def zero_pages(self, pages: list[int]) -> None:
@@ -55,7 +55,7 @@ class Failing(StepRunner):
 
 
 def guarded(error: Exception, at_launch: bool) -> tuple[GuardedRunner, list[str]]:
-    """A runner, and what it reported to the group."""
+    """Returns a runner, and what it reported to the group."""
     reported: list[str] = []
     fail: Callable[[str], None] = reported.append
     return GuardedRunner(Failing(error, at_launch), fail), reported

@@ -55,7 +55,7 @@ FIELDS = ("request_id", "prompt_token_ids", "params", "index", "priority", "cach
 
 
 def facts(message: Message) -> object:
-    """What has to arrive: everything the scheduler and the sampler read."""
+    """Returns what has to arrive: everything the scheduler and the sampler read."""
     match message:
         case Add(requests):
             return [[getattr(request, field) for field in FIELDS] for request in requests]
@@ -85,7 +85,7 @@ def test_what_is_no_message_is_refused() -> None:
 
 
 def test_constraints_arrive_as_they_were_sent() -> None:
-    """With a state of their own at the beginning; a rank without a tokenizer says so."""
+    """Constraints arrive with a state of their own at the beginning; a rank without a tokenizer says so."""
     source = Constraint(regex="[ab]+", after_token_ids=[4, 5], max_reasoning_tokens=0)
     sent = [constrained("a", [3], source), Request("b", [3], SamplingParams())]
     (arrived,) = decode_messages(encode_messages([Add(tuple(sent))]), compiler())
@@ -103,7 +103,7 @@ LAYOUT = ImageLayout(PLACEHOLDER, PLACEHOLDER, start=(7,), whole=(8,), column=(6
 
 
 def image(key: int, rows: int, columns: int) -> PreparedImage:
-    """Random patches of more than one dimension each."""
+    """Returns random patches of more than one dimension each."""
     pixels = np.random.default_rng(-key).normal(size=(4 * rows * columns, 3, 2)).astype(np.float32)
     return PreparedImage(key, pixels, (1, 2 * rows, 2 * columns), (rows, columns))
 

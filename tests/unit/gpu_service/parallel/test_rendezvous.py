@@ -29,19 +29,19 @@ from tests.helpers.ports import free_port
 
 
 def welcome(store_port: int = 0) -> ranks_pb2.Welcome:
-    """What rank 0 answers."""
+    """Returns what rank 0 answers."""
     return ranks_pb2.Welcome(store_port=store_port)
 
 
 def iteration(text: str) -> ranks_pb2.Iteration:
-    """One that says something recognisable; empty text: one without messages."""
+    """Returns one that says something recognisable; empty text: one without messages."""
     messages = [ranks_pb2.Message(abort_request_id=text)] if text else []
     return ranks_pb2.Iteration(messages=messages)
 
 
 @pytest.fixture(scope="module")
 def authority() -> Authority:
-    """The CA of all ranks."""
+    """Returns the CA of all ranks."""
     return Authority()
 
 
@@ -60,7 +60,7 @@ Trio = tuple[list[RankControl], list[queue.SimpleQueue[tuple[str, bool]]]]
 
 
 def rendezvous(size: int, **changes: Any) -> Rendezvous:
-    """Rank 0's, at a free port."""
+    """Returns rank 0's, at a free port."""
     return replace(Rendezvous(0, size, f"127.0.0.1:{free_port()}", 60.0, "same"), **changes)
 
 
@@ -111,7 +111,7 @@ def test_ranks_that_ask_for_different_things_part(trio: Trio) -> None:
 
 
 def test_messages_arrive_once_each_and_in_order(trio: Trio) -> None:
-    """Also empty ones: an iteration without messages is an iteration."""
+    """Empty messages arrive, too: an iteration without messages is an iteration."""
     controls, _ = trio
     sent = [iteration(text) for text in ("one", "", "three")]
     for each in sent:
@@ -134,7 +134,9 @@ def test_long_messages_arrive_whole(trio: Trio, length: int) -> None:
 
 @pytest.mark.parametrize("sent", [b"", b"\0\0", b"\0\0\0\x09part"])
 def test_a_silent_rank_is_noticed(sent: bytes) -> None:
-    """After the timeout, between two frames and within one: a frozen process closes nothing."""
+    """The rank is noticed after the timeout, between two frames and within one: a frozen process closes
+    nothing.
+    """
     with socket.create_server(("127.0.0.1", 0)) as listener:
         frozen = socket.create_connection(listener.getsockname())
         accepted, _ = listener.accept()
@@ -146,7 +148,7 @@ def test_a_silent_rank_is_noticed(sent: bytes) -> None:
     frozen.close()
 
 
-def test_a_rank_that_reads_nothing_holds_nobody_up() -> None:
+def test_a_rank_that_reads_nothing_delays_no_other() -> None:
     """`send` gives up after the timeout once the frozen process's buffers are full."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         frozen = socket.create_connection(listener.getsockname())
@@ -269,14 +271,14 @@ def test_prompts_can_not_be_read_on_the_way(authority: Authority, tmp_path: Path
 
 
 def is_listening(where: Rendezvous) -> bool:
-    """Whether rank 0 is there; its address is tried, which it takes for a stranger's visit."""
+    """Returns whether rank 0 is there; its address is tried, which it takes for a stranger's visit."""
     with suppress(OSError), socket.create_connection(where.host_port):
         return True
     return False
 
 
 def refusals(logs: Sequence[Any]) -> list[str]:
-    """Why rank 0 took no rank for one."""
+    """Returns why rank 0 took no rank for one."""
     return [line["reason"] for line in logs if "was no rank" in line["event"]]
 
 
@@ -360,7 +362,7 @@ def test_a_taken_port_is_named() -> None:
             meet(replace(rendezvous(2), address=address), welcome())
 
 
-def test_nobody_goes_on_while_a_loss_ends_the_process(trio: Trio, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_thread_goes_on_while_a_loss_ends_the_process(trio: Trio, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error that echoes it, and a message to the lost group: the caller might end it otherwise."""
     controls, _ = trio
     monkeypatch.setattr(gpu_service.parallel.control, "_ECHO_S", 0.01)

@@ -12,18 +12,17 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from gpu_service.cache.radix_cache import RadixCache
 from gpu_service.cache.request_cache import PagePool, RequestCache
 from gpu_service.cache.request_states import SLOTS_PER_REQUEST, RequestStates, StatePool
-from gpu_service.core.limits import RequestRefused
-from gpu_service.core.request import FinishReason, Request
+from gpu_service.core.request import FinishReason, Request, RequestRefused
 from gpu_service.core.results import RowResult
 from gpu_service.core.step import Batch
 from gpu_service.scheduler.admission import chunk_size
 from gpu_service.scheduler.scheduler import Scheduler
 from tests.helpers.drafters import FixedDrafter
-from tests.helpers.engine_harness import Knobs, build_scheduler, make_request, prompt_of
+from tests.helpers.engine_harness import Knobs, LateSupply, build_scheduler, make_request, prompt_of
 
 
 def results(batch: Batch, token: int = 5) -> list[RowResult]:
-    """Every row that samples gets `token`, those of drafts too."""
+    """Returns every row that samples gets `token`, those of drafts too."""
     drafts = batch.drafts or [[]] * len(batch.requests)
     return [
         RowResult(token if samples else None, verified=[RowResult(token) for _ in own])
@@ -32,7 +31,7 @@ def results(batch: Batch, token: int = 5) -> list[RowResult]:
 
 
 def step(scheduler: Scheduler) -> Batch:
-    """One synchronous step."""
+    """Returns one synchronous step."""
     batch = scheduler.schedule()
     assert batch is not None
     scheduler.commit(batch, results(batch))
@@ -84,7 +83,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             held = RequestStates(StatePool(1 + SLOTS_PER_REQUEST * 4 + 3), 3)
             tree = RadixCache(4, held.forget)
             self.scheduler.cache = RequestCache(PagePool(pages), tree, caching, held)
-        self.scheduler.lane.min_tokens, self.scheduler.lane.idle_min_tokens = lane_from
+        self.scheduler.pacing.min_tokens, self.scheduler.pacing.idle_min_tokens = lane_from
         self.in_flight: list[Batch] = []
         self.requests: list[Request] = []
 
@@ -112,7 +111,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.commit(5)
         batch = self.scheduler.schedule()
         if batch is not None:
-            limits, turns = self.scheduler.limits, self.scheduler.turns
+            limits, turns = self.scheduler.limits, self.scheduler.pacing
             most = max(20, limits.max_num_batched_tokens) if turns.streams else limits.max_num_batched_tokens
             assert 0 < batch.num_tokens <= most
             assert len(batch.requests) == len({id(r) for r in batch.requests}) <= limits.max_num_seqs
@@ -122,12 +121,12 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(is_ready=st.booleans())
     def lane_is_ready(self, is_ready: bool) -> None:
-        self.scheduler.lane.is_ready = is_ready
+        self.scheduler.pacing.is_ready = is_ready
 
     @rule(message=st.sampled_from(["", "1 20", "3 12"]))
     def stream_without_a_lane(self, message: str) -> None:
-        if not self.scheduler.lane.is_ready and self.scheduler.lane.batch is None:
-            self.scheduler.turns.read(message)
+        if not self.scheduler.pacing.is_ready and self.scheduler.pacing.batch is None:
+            self.scheduler.pacing.read(message)
 
     @rule()
     def open_lane(self) -> None:
@@ -142,7 +141,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(token=st.sampled_from([5, 6]), outcome=st.sampled_from(["well", "row", "lost"]))
     def close_lane(self, token: int, outcome: str) -> None:
-        batch = self.scheduler.lane.batch
+        batch = self.scheduler.pacing.batch
         if batch is None:
             return
         if outcome == "lost":
@@ -176,7 +175,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def consistent(self) -> None:
         if hasattr(self, "scheduler"):
             self.scheduler.check_integrity()
-            lane = self.scheduler.lane.batch
+            lane = self.scheduler.pacing.batch
             for request in () if lane is None else lane.requests:
                 assert request.slot >= 0, "who is in the lane's step keeps what the step writes to"
                 assert len(request.pages) * 4 >= request.scheduled_len > 0
@@ -188,7 +187,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.close_lane(5, "well")
         while self.in_flight:
             self.commit(5)
-        self.scheduler.lane.is_ready = False
+        self.scheduler.pacing.is_ready = False
         finish_all(self.scheduler)
         assert all(r.finished for r in self.requests)
         for request in self.requests:
@@ -236,7 +235,7 @@ def test_decoding_never_waits_for_a_long_prompt() -> None:
 
 
 def test_a_request_alone_reaches_the_context_limit() -> None:
-    """As large as the pool: no watermark or reservation may keep it waiting."""
+    """A request as large as the pool runs: no watermark or reservation may keep it waiting."""
     scheduler = build_scheduler(Knobs(num_pages=11, page_size=4, budget=16))
     assert scheduler.limits.context_limit == 40
     request = make_request("big", prompt_of(1, 30), max_tokens=10)
@@ -250,7 +249,7 @@ def test_a_request_alone_reaches_the_context_limit() -> None:
     ("length", "output", "field"), [(40, 1, "input_ids"), (30, 11, "max_tokens"), (0, 1, "one")]
 )
 def test_what_can_never_fit_is_refused(length: int, output: int, field: str) -> None:
-    """At the door, with the field and the limit; not by waiting for ever."""
+    """The request is refused at the door, with the field and the limit, and does not wait for ever."""
     scheduler = build_scheduler(Knobs(num_pages=11, page_size=4))
     with pytest.raises(RequestRefused, match=field):
         scheduler.add(make_request("big", prompt_of(1, length), max_tokens=output))
@@ -312,13 +311,13 @@ def test_chunks_end_on_pages_or_make_progress() -> None:
 
 
 def test_a_token_is_the_main_lanes_even_where_streaming_pays_from_one_on() -> None:
-    """Of a model whose experts are streamed at any length, decoding is never left to the prefill lane, which
+    """For a model whose experts are streamed at any length, decoding is never left to the prefill lane, which
     takes prompts only: it would not be computed.
     """
     scheduler = build_scheduler(
         Knobs(num_pages=30, page_size=4, max_num_seqs=4, budget=8), prefill_chunk_max=20
     )
-    scheduler.lane.is_ready, scheduler.lane.min_tokens, scheduler.lane.idle_min_tokens = True, 1, 1
+    scheduler.pacing.is_ready, scheduler.pacing.min_tokens, scheduler.pacing.idle_min_tokens = True, 1, 1
     scheduler.add(make_request("short", prompt_of(0, 1), max_tokens=4))
     scheduler.add(make_request("long", prompt_of(1, 12), max_tokens=4))
     for _ in range(20):
@@ -329,3 +328,25 @@ def test_a_token_is_the_main_lanes_even_where_streaming_pays_from_one_on() -> No
         if scheduler.has_work:
             step(scheduler)
     assert not scheduler.has_work
+
+
+def test_pages_are_asked_for_once_before_each_step_that_is_planned() -> None:
+    """What changes the number of pages is called where a step is planned, and not where the lane is only
+    asked about: with every call memory may move.
+    """
+    scheduler = build_scheduler(Knobs(num_pages=30, page_size=4), prefill_chunk_max=20)
+    scheduler.supply = supply = LateSupply(scheduler)
+    pacing = scheduler.pacing
+    pacing.is_ready, pacing.min_tokens, pacing.idle_min_tokens = True, 8, 8
+    scheduler.add(make_request("short", prompt_of(0, 3), max_tokens=4))
+    scheduler.add(make_request("long", prompt_of(1, 12), max_tokens=4))
+    assert scheduler.wants_lane()
+    assert supply.asked == 0
+    lane = scheduler.schedule_lane()
+    assert supply.asked == 1
+    main = scheduler.schedule()
+    assert supply.asked == 2
+    assert lane is not None
+    assert main is not None
+    for batch in (main, lane):
+        scheduler.commit(batch, results(batch))

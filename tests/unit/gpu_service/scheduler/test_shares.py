@@ -10,19 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpu_service.core.images import PreparedImage, PromptImage, locate
-from gpu_service.core.limits import SchedulerLimits
-from gpu_service.core.request import Request
+from gpu_service.core.request import Request, SchedulerLimits
 from gpu_service.core.results import RowResult
 from gpu_service.core.step import Batch
+from gpu_service.scheduler.pacing import PromptTurns
 from gpu_service.scheduler.scheduler import Scheduler
-from gpu_service.scheduler.turns import PromptTurns
 from tests.helpers.engine_harness import Knobs, build_scheduler, make_request, prompt_of
 
 PAGE, SEQS = 4, 8
 
 
 def step(scheduler: Scheduler) -> Batch:
-    """One synchronous step in which every row samples 5."""
+    """Returns one synchronous step in which every row samples 5."""
     batch = scheduler.schedule()
     assert batch is not None
     scheduler.commit(batch, [RowResult(5 if samples else None) for samples in batch.samples])
@@ -31,13 +30,13 @@ def step(scheduler: Scheduler) -> Batch:
 
 
 def tokens_of(batch: Batch, request: Request) -> int:
-    """What the step computes for a request."""
+    """Returns what the step computes for a request."""
     pairs = zip(batch.requests, batch.num_new_tokens, strict=True)
     return sum(count for other, count in pairs if other is request)
 
 
 def roomy(budget: int, num_seqs: int = SEQS, scored_token_cost: int = 1) -> Scheduler:
-    """A scheduler that never lacks pages."""
+    """Returns a scheduler that never lacks pages."""
     knobs = Knobs(num_pages=40_000, max_num_seqs=num_seqs, budget=budget, context_limit=10_000)
     scheduler = build_scheduler(knobs)
     limits: SchedulerLimits = replace(scheduler.limits, scored_token_cost=scored_token_cost)
@@ -112,7 +111,8 @@ ARRIVALS = st.lists(
 def test_every_prompt_is_done_within_the_work_of_its_elders(
     arrivals: list[list[tuple[int, int]]], budget: int
 ) -> None:
-    """Whatever arrives later, and however short: at most what older prompts need, at half the budget.
+    """A prompt waits at most for what older prompts need, at half the budget, whatever arrives later, and
+    however short.
 
     With it in every step: the budget holds, each decode gets its token, chunks are whole pages.
     """
@@ -250,7 +250,7 @@ def test_no_short_prompt_starts_with_pages_that_an_older_one_will_take() -> None
 @pytest.mark.parametrize("steps", [2, 3, 4, 9, 30])
 def test_turns_divide_the_time_until_a_prompt_ends(steps: int, steps_between: float) -> None:
     """Between its first step and its last one others have as many steps as take as long as all of its own."""
-    turns = PromptTurns(streams=True, steps_between=steps_between)
+    turns = PromptTurns(steps_between=steps_between)
     others = 0
     for step in range(steps):
         between = 0

@@ -53,7 +53,7 @@ def file() -> bytes:
 
 
 def preparer(family: str, pixels: int, config: ModelConfig, directory: Path) -> ImagePreparer:
-    """Of a checkpoint whose images have at most a number of pixels."""
+    """Returns the preparer of a checkpoint whose images have at most a number of pixels."""
     settings: dict[str, Any] = dict(VISION_MODELS[family].processor)
     if family == "gemma4":
         settings |= {"max_soft_tokens": pixels // 64}
@@ -101,7 +101,7 @@ def test_little_detail_is_never_more_than_the_checkpoint_allows(
 
 
 def test_little_detail_is_fewer_tiles(file: bytes, tmp_path: Path) -> None:
-    """As many as cover 512 x 512 pixels, and one more with all of the image."""
+    """There are as many tiles as cover 512 x 512 pixels, and one more with all of the image."""
     write_vision_model("llama4", tmp_path)
     config = read_model_config(tmp_path)
     assert config.vision is not None

@@ -29,7 +29,7 @@ class SentMessages:
 
 
 async def test_images_arrive_whole_in_small_messages() -> None:
-    """Whatever their sizes, none at all included, and no message is much larger than a piece."""
+    """Images of all sizes, none at all included, arrive, and no message is much larger than a piece."""
     draw = random.Random(0)
     sizes = (3 * _PIECE_BYTES + 17, 0, _PIECE_BYTES, 1)
     images = [draw.randbytes(size) for size in sizes]

@@ -47,7 +47,7 @@ class Server(expert_pb2_grpc.ExpertServicer):
         self.calls = 0
 
     async def Info(self, request: Any, context: Any) -> expert_pb2.InfoResponse:
-        """What it holds."""
+        """Returns what it holds."""
         self.calls += 1
         if self.silent:
             await asyncio.sleep(60)
@@ -56,7 +56,7 @@ class Server(expert_pb2_grpc.ExpertServicer):
         )
 
     async def Stats(self, request: Any, context: Any) -> expert_pb2.StatsResponse:
-        """What it computed."""
+        """Returns what it computed."""
         layers = [
             expert_pb2.LayerStats(
                 layer=n, expert_rows=rows, busy_seconds=self.busy_s, calls=6, experts=sum(map(bool, rows))
@@ -90,7 +90,7 @@ async def experts_of(
 
 
 def described(directory: Path, servers: Sequence[Server | None], resident: dict[int, list[int]]) -> Any:
-    """What `describe` says of them."""
+    """Returns what `describe` says of them."""
 
     async def run() -> pb.GetLiveResponse:
         live = pb.GetLiveResponse()
@@ -140,7 +140,7 @@ def test_bytes_of_a_layer_are_those_of_its_experts(tmp_path: Path) -> None:
 
 
 def test_what_moves_is_the_streamers_and_the_placements(tmp_path: Path) -> None:
-    """By layer, where there are such; costs and predictions are the engine's."""
+    """Moves are shown by layer, where there are such; costs and predictions are the engine's."""
     check = StepCheck(NullObserver(), ExpertCosts(4, 2), StepFacts(2, 2))
     check.costs.copied(10**6, 1e-4)
     layers = {2: LayerFigures(3, 3000, 40, 30)}
@@ -183,7 +183,7 @@ def test_what_moves_is_the_streamers_and_the_placements(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seconds", [0.25, None])
 def test_hand_offs_are_the_clients(tmp_path: Path, seconds: float | None) -> None:
-    """Where it measures them; a client that a GPU drives does not."""
+    """Hand-offs are shown where the client measures them; a client that a GPU drives does not."""
     stats = ExpertClientStats(calls=4, wait_seconds=1.0, hand_off_seconds=seconds)
 
     async def run() -> pb.GetLiveResponse:
@@ -214,7 +214,7 @@ def test_a_lost_or_silent_server_makes_counts_unknown(
         assert [list(layer.gpu_experts) for layer in live.layers] == [[], [0]]
 
 
-def test_nobody_is_asked_unless_somebody_looks(tmp_path: Path) -> None:
+def test_no_server_is_asked_without_a_viewer(tmp_path: Path) -> None:
     """Making the view connects to no server: only `describe` does."""
     server = Server({})
 

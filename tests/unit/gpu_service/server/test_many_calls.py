@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from gateway.replicas.engine_client import EngineClient
-from gpu_service.server.many_calls import CallContext, ManyCalls
+from gpu_service.server.responses import CallContext, ManyCalls
 from moebius.outbox import Outbox
 from protos import engine_pb2 as pb
 from protos import engine_pb2_grpc
@@ -29,7 +29,7 @@ class Engine(engine_pb2_grpc.EngineServicer):
         self.running: set[str] = set()
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
-        """One call, of its own or not."""
+        """Yields one call, of its own or not."""
         self.own_calls += not isinstance(context, CallContext)
         self.running.add(request.request_id)
         try:
@@ -56,7 +56,7 @@ class OldEngine(Engine):
     """One that has no GenerateMany."""
 
     async def GenerateMany(self, requests: Any, context: Any) -> AsyncIterator[pb.GenerateManyResponse]:
-        """As an engine that does not know the method."""
+        """Answers like an engine that does not know the method."""
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
         yield pb.GenerateManyResponse()
 
@@ -87,7 +87,7 @@ async def connected(engine: Engine, directory: Path) -> AsyncIterator[tuple[Engi
 
 
 def request(name: str, tokens: int = 3, prompt: int = 4) -> pb.GenerateRequest:
-    """One request."""
+    """Returns one request."""
     return pb.GenerateRequest(
         request_id=name,
         tokenized=pb.TokenizedInput(input_ids=[70_000] * prompt),
@@ -96,7 +96,7 @@ def request(name: str, tokens: int = 3, prompt: int = 4) -> pb.GenerateRequest:
 
 
 async def tokens_of(client: EngineClient, one: pb.GenerateRequest) -> list[int]:
-    """All tokens of a call."""
+    """Returns all tokens of a call."""
     async with aclosing(client.generate(one)) as responses:
         return [token async for response in responses for token in response.chunk.token_ids]
 

@@ -18,10 +18,9 @@ import pytest
 
 from gpu_service.cache.radix_cache import RadixCache
 from gpu_service.cache.request_cache import PagePool, RequestCache
-from gpu_service.core.limits import SchedulerLimits
-from gpu_service.core.request import Request
+from gpu_service.core.request import Request, SchedulerLimits
 from gpu_service.core.step import Batch
-from gpu_service.engine.results import RowResult
+from gpu_service.engine.sampler import RowResult
 from gpu_service.scheduler.scheduler import Scheduler
 from gpu_service.speculation.ngram import NGramDrafter
 from gpu_service.speculation.pace import DraftPace
@@ -47,13 +46,13 @@ _RESIDENT = {1: 3.31, 2: 3.8, 4: 4.82, 8: 6.75, 16: 13.8, 24: 15.0, 32: 16.6, 64
 
 
 def resident(rows: int) -> float:
-    """Seconds of the GPU, of which captured graphs make stairs."""
+    """Returns the seconds of the GPU, of which captured graphs make stairs."""
     sizes = sorted(_RESIDENT)
     return _RESIDENT[sizes[min(bisect_left(sizes, rows), len(sizes) - 1)]] * 1e-3
 
 
 def in_memory(rows: int) -> float:
-    """Seconds with all experts on the CPUs: each different one of 128 has to be read."""
+    """Returns seconds with all experts on the CPUs: each different one of 128 has to be read."""
     return 2.7e-3 + 1e-3 * 128 * (1 - (1 - 8 / 128) ** rows)
 
 
@@ -86,7 +85,9 @@ class SimulatedEngine:
         self._count = 0
 
     def decode(self, streams: int, changed: float, length: int = 256) -> float:
-        """Tokens per second of `streams` that repeat their prompts but for a share of the tokens."""
+        """Returns the tokens per second of `streams` that repeat their prompts but for a share of
+        the tokens.
+        """
         requests = [self._request(changed, length) for _ in range(streams)]
         for request in requests:
             self._scheduler.add(request)
@@ -153,7 +154,7 @@ class SimulatedEngine:
                 self.policy.read(message)
 
     def _draft_tokens(self, last: int, verified: list[int], count: int) -> list[int]:
-        """The draft tokens of a layer of the model after the newest token that the step gives."""
+        """Returns the draft tokens of a layer of the model after the newest token that the step gives."""
         newest = _successor(last)
         for token in verified:
             if token != newest:
@@ -223,7 +224,9 @@ def test_drafts_are_worth_it_or_left_out(
 def test_the_models_own_drafts_are_worth_it_or_left_out(
     seconds_of: Callable[[int], float], streams: int, right: float, least: float
 ) -> None:
-    """From the second text on: what the first steps took, which were slow, is not believed for long."""
+    """The policy decides from the second text on: what the first steps took, which were slow, is not believed
+    for long.
+    """
     plain = SimulatedEngine(seconds_of, speculates=False).decode(streams, 0.0)
     engine = SimulatedEngine(seconds_of, speculates=True, right=right)
     speeds = [engine.decode(streams, 0.0) for _ in range(3)]

@@ -6,7 +6,7 @@ from gpu_service.speculation.rest import DrafterRest
 
 
 def run(rest: DrafterRest, steps: int, every: int = 0) -> int:
-    """How often it ran in that number of steps, every `every`-th of which had drafts; 0: none."""
+    """Returns how often it ran in that number of steps, every `every`-th of which had drafts; 0: none."""
     ran = 0
     for step in range(steps):
         if rest.counts_down():
@@ -17,7 +17,7 @@ def run(rest: DrafterRest, steps: int, every: int = 0) -> int:
 
 
 def test_it_rests_longer_each_time_that_it_is_tried_in_vain() -> None:
-    """Of many steps it runs in a share that vanishes."""
+    """The drafter runs in a share of many steps that vanishes."""
     rest = DrafterRest()
     first = run(rest, 1 << 10)
     assert 0.1 < first / (1 << 10) < 0.3

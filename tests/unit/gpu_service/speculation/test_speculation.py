@@ -19,7 +19,7 @@ from tests.unit.gpu_service.scheduler.test_scheduler import results
 
 
 def searched(tokens: list[int], size: int, longest: int, count: int) -> list[int]:
-    """The definition: of all earlier places with the longest equal suffix the latest."""
+    """Returns the definition: of all earlier places with the longest equal suffix the latest."""
     end, best, best_length = len(tokens), -1, size - 1
     for place in range(end - 1, size - 1, -1):
         length = 0
@@ -74,7 +74,9 @@ def test_only_the_end_of_a_very_long_text_is_indexed(monkeypatch: pytest.MonkeyP
 
 
 def speculation(num_drafts: int = 3, **tables: dict[int, float]) -> Speculation:
-    """Of a drafter that always has drafts; without `plain` and `verifying` costs are unknown."""
+    """Returns the speculation of a drafter that always has drafts; without `plain` and `verifying` costs are
+    unknown.
+    """
     scheduler = build_scheduler(Knobs(num_drafts=num_drafts, drafter=FixedDrafter(1, 2, 3)))
     assert scheduler.speculation is not None
     if tables:
@@ -83,7 +85,7 @@ def speculation(num_drafts: int = 3, **tables: dict[int, float]) -> Speculation:
 
 
 def chosen(policy: Speculation, *shares: float) -> list[int]:
-    """Drafts of requests in one step, each with three, of which the given share is accepted."""
+    """Returns the drafts of requests in one step, each with three, of which the given share is accepted."""
     offers = []
     for index, share in enumerate(shares):
         request = make_request(f"r{index}", prompt_of(index, 5))
@@ -146,8 +148,9 @@ def test_a_share_follows_the_latest_drafts_and_is_forgotten() -> None:
 
 @pytest.mark.parametrize(("said", "waits"), [(1, True), (9, False)])
 def test_steps_wait_for_tokens_whose_drafts_are_usually_accepted(said: int, waits: bool) -> None:
-    """Next to a step in flight the token that it samples is drafted: only where those were accepted is it
-    worth waiting for it, and that is known without a row being spent."""
+    """The token that a step in flight samples is drafted: only where those were accepted is it worth waiting
+    for it, and that is known without a row being spent.
+    """
     policy = speculation(plain={1: 1.0}, verifying={2: 1.4, 4: 2.2})
     request = make_request("r", prompt_of(1, 5), max_tokens=90)
     request.computed_len, request.scheduled_len = 5, 6
@@ -180,7 +183,7 @@ def test_room_for_drafts_ends_with_the_output() -> None:
 
 
 def decode(rows: int, drafts: int = 0, num_drafts: int = 0) -> Batch:
-    """A step of a number of requests, the first with drafts."""
+    """Returns a step of a number of requests, the first with drafts."""
     requests = [make_request(f"r{i}", [1]) for i in range(rows)]
     own = [[1] * drafts, *[[]] * (rows - 1)] if drafts else []
     ones = [1] * rows
@@ -242,7 +245,7 @@ def test_steps_are_measured_from_commit_to_commit_and_forgotten() -> None:
 
 
 def test_steps_without_drafts_are_measured_again_soon_and_then_later() -> None:
-    """While every step has drafts: what the first ones took is forgotten after 64 steps, then after 128."""
+    """While every step has drafts, what the first ones took is forgotten after 64 steps, then after 128."""
     clock = Clock()
     pace = DraftPace(clock)
 

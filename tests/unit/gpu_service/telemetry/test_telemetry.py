@@ -20,7 +20,7 @@ def test_spans_of_a_traced_request(monkeypatch: pytest.MonkeyPatch) -> None:
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     tracer = provider.get_tracer("test")
-    monkeypatch.setattr(telemetry_module.trace, "get_tracer", lambda name: tracer)
+    monkeypatch.setattr(telemetry_module.trace, "get_tracer", lambda name: tracer)  # type: ignore[attr-defined]
     observer = EngineTelemetry(EngineMetrics("m", CollectorRegistry()), expert_span_ratio=0.5)
     observer.enabled = True
     traced, plain = make_request("traced", prompt_of(1, 9)), make_request("plain", prompt_of(2, 9))

@@ -27,7 +27,7 @@ WRONG = "model.layers.3.mlp.experts.6.up_proj.weight"
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoint."""
+    """Returns the checkpoint."""
     return MODEL.write(tmp_path_factory.mktemp("good"))
 
 
@@ -39,7 +39,7 @@ def bad(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings(model: Path, placement: dict[str, Any] | None = None, **experts: Any) -> MoebiusConfig:
-    """Experts in process unless said otherwise."""
+    """Returns the experts in process unless said otherwise."""
     return MoebiusConfig(
         model=ModelConfigSection(model=str(model)),
         experts=ExpertConfig(**({"expert_transport": "local"} | experts)),
@@ -53,7 +53,9 @@ def under_test(
     placed: MoebiusConfig | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> ExpertsUnderTest:
-    """What an engine has that loaded its experts from `loaded`; `placed` says which are on its device."""
+    """Returns what an engine has that loaded its experts from `loaded`; `placed` says which are on its
+    device.
+    """
     geometry = read_geometry(loaded)
     client = experts or LocalExpertClient(str(loaded), geometry, dtype)
     stream = HostDeviceStream()

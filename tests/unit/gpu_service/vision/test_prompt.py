@@ -24,7 +24,7 @@ PLACEHOLDER = ImageLayout(99, 99)
 
 
 def image(key: int, rows: int, columns: int) -> PreparedImage:
-    """Of rows x columns tokens; its pixels tell its key."""
+    """Returns an image of rows x columns tokens; its pixels tell its key."""
     pixels = np.full((4 * rows * columns, 3), key, np.float32)
     return PreparedImage(key, pixels, (1, 2 * rows, 2 * columns), (rows, columns))
 
@@ -113,7 +113,9 @@ def test_images_that_touch_are_two() -> None:
 
 
 def test_in_the_prefix_tree_an_image_is_its_content() -> None:
-    """Also where a prefix ends within it; text and generated tokens keep their ids."""
+    """The image is its content also where a prefix ends within it; text and generated tokens keep
+    their ids.
+    """
     tokens, vision = place_images([5, 99, 6], [image(-7, 1, 3)], PLACEHOLDER)
     request = Request("r", tokens, SamplingParams(), vision=vision)
     request.output_token_ids = [99, 8]

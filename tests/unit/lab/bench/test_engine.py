@@ -38,14 +38,14 @@ def test_a_prompt_holds_its_output_except_for_a_share_of_its_tokens() -> None:
 
 @pytest.mark.parametrize("percents", ["", "100", "-1", "5,", "a"])
 def test_percentages_that_are_refused(percents: str) -> None:
-    """Named with the option; an output of which nothing is repeated is what other benches measure."""
+    """The refusal names the option; an output of which nothing is repeated is what other benches measure."""
     with pytest.raises(UserError, match="--changed"):
         parse_percents(percents, "--changed")
 
 
 def test_a_stream_that_the_context_cannot_hold_is_an_error_of_the_user() -> None:
     """What the engine refuses ends the benchmark with one line that has the engine's reason in it."""
-    from gpu_service.core.limits import SchedulerLimits, refuse_impossible
+    from gpu_service.core.request import SchedulerLimits, refuse_impossible
 
     class Engine:
         def submit(self, requests: list[Request]) -> None:
@@ -168,7 +168,7 @@ def test_room_for_all_streams() -> None:
     with pytest.raises(UserError, match=r"--fetch: \['on'\] are not allowed; allowed: auto, off"):
         with_room(MoebiusConfig(), EngineBenchOptions(streams=(1,), fetch=("auto", "on")))
     with pytest.raises(UserError, match="--max-tokens: 4"):
-        with_room(MoebiusConfig(), cast("EngineBenchOptions", replace(options, max_tokens=4)))
+        with_room(MoebiusConfig(), cast("EngineBenchOptions", replace(options, max_tokens=4)))  # type: ignore[redundant-cast]
 
 
 def test_a_span_counts_what_came_in_it() -> None:

@@ -221,7 +221,7 @@ def test_refresh_only_raises_the_limit() -> None:
         asked.append(cast(int, pattern["block_bytes"]))
         return 4e5
 
-    bandwidth._probe = cast(limits._kernels_testing.BandwidthProbe, SimpleNamespace(measure=slower))
+    bandwidth._probe = cast(limits._kernels_testing.BandwidthProbe, SimpleNamespace(measure=slower))  # type: ignore[name-defined]
     bandwidth.refresh()
     assert set(asked) == {0, 65536}
     asked.clear()

@@ -28,7 +28,7 @@ VOCAB = 512
 
 @pytest.fixture(scope="module")
 def scripts() -> SimpleNamespace:
-    """The modules of the comparison."""
+    """Returns the modules of the comparison."""
     return SimpleNamespace(
         llama_cpp=llama_cpp,
         serving_load=serving_load,
@@ -42,7 +42,9 @@ def settings(llama_cpp: ModuleType, on_gpu: bool = True) -> Any:
 
 
 def test_experts_stay_on_the_cpus_in_page_locked_memory(scripts: SimpleNamespace) -> None:
-    """Both programs: experts on the CPUs, all else on the GPU, weights read rather than mapped."""
+    """Both programs have experts on the CPUs, all else on the GPU, and read weights rather than
+    mapping them.
+    """
     server = settings(scripts.llama_cpp).server(8080, 64, 200)
     bench = settings(scripts.llama_cpp).bench((512, 4096), 64, 3)
     for command in (server, bench):
@@ -209,10 +211,10 @@ def test_a_later_call_measures_only_what_is_missing(
     first = module.Results(file, {"tokens": 8})
     for system in ("llama-server", "moebius"):
         first.add(system, module.Key("prefill", 512), scripts.serving_load.Measured(5.0, (5.0,), 1.0))
-    system = FakeSystem(scripts.serving_load, SPEEDS, set())
+    system = FakeSystem(scripts.serving_load, SPEEDS, set())  # type: ignore[assignment]
     results = module.Results(file, {"tokens": 8})
     measure_all(scripts, monkeypatch, results, system)
-    assert system.measured == [("decode", 1), ("decode", 8)] * 2
+    assert system.measured == [("decode", 1), ("decode", 8)] * 2  # type: ignore[attr-defined]
     assert [row.moebius for row in results.rows()] == [5.0, 40.0, 90.0]
     with pytest.raises(UserError, match="other settings"):
         module.Results(file, {"tokens": 9})

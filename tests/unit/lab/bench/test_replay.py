@@ -95,7 +95,7 @@ def test_strategies_keep_to_their_slots(name: str, ratio: int) -> None:
 
 
 def speeds_of(names: Sequence[str], ratio: int, counts: Counts, top_k: int, costs: Costs) -> dict[str, float]:
-    """Tokens per second by strategy; a quarter of the steps does not count."""
+    """Returns the tokens per second by strategy; a quarter of the steps does not count."""
     settle = len(counts) // 4
     return {
         name: replay(

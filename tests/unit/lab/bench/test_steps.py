@@ -34,7 +34,9 @@ def event(category: str, name: str, begin: float, length: float, correlation: in
 
 
 def steps_trace(count: int, gap: float = 5.0) -> list[dict[str, Any]]:
-    """Steps of 1 ms: a graph of two overlapping kernels and a copy, one more kernel, `gap` us of nothing."""
+    """Returns the steps of 1 ms: a graph of two overlapping kernels and a copy, one more kernel, `gap` us of
+    nothing.
+    """
     events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name"}]
     for step in range(count):
         at, graph, single = step * STEP_US, 10 * step + 1, 10 * step + 2

@@ -10,7 +10,7 @@ from moebius.errors import UserError
 
 
 def events(*rates: int) -> list[TokenEvent]:
-    """A window of each rate, and the beginning of one more."""
+    """Returns a window of each rate, and the beginning of one more."""
     return [TokenEvent(n + i / rate, 0, 1, False) for n, rate in enumerate([*rates, 1]) for i in range(rate)]
 
 

@@ -16,7 +16,7 @@ from tests.helpers.tiny_tokenizer import byte_level_tokenizer, write_tokenizer
 
 
 def test_relative_error_is_norm_over_norm() -> None:
-    """Also where there is nothing to divide by."""
+    """The error is defined also where there is nothing to divide by."""
     wanted = torch.tensor([3.0, 4.0])
     assert relative_error(wanted, wanted) == 0.0
     assert relative_error(torch.tensor([3.0, 4.5]), wanted) == pytest.approx(0.1)
@@ -26,7 +26,9 @@ def test_relative_error_is_norm_over_norm() -> None:
 
 
 def test_kl_is_what_is_lost_when_ours_is_taken_for_the_reference() -> None:
-    """By hand, of two tokens: P = (3/4, 1/4), Q = (1/2, 1/2); the other direction gives another number."""
+    """The divergence of two tokens is that computed by hand: P = (3/4, 1/4), Q = (1/2, 1/2); the other
+    direction gives another number.
+    """
     p, q = torch.tensor([[0.75, 0.25]]).log(), torch.tensor([[0.5, 0.5]]).log() + 7
     found = score(logits=q, reference=p, targets=torch.tensor([1]))
     assert found.kl.item() == pytest.approx(0.75 * math.log(1.5) + 0.25 * math.log(0.5))
@@ -59,7 +61,7 @@ def test_routing_agreement_ignores_the_order() -> None:
 
 
 def test_gain_is_the_common_factor_of_the_answers() -> None:
-    """Whatever else is wrong with them; also where there is nothing to divide by."""
+    """The gain is found whatever else is wrong with the answers; also where there is nothing to divide by."""
     wanted = torch.tensor([3.0, 4.0])
     assert gain(wanted * 1.3, wanted) == pytest.approx(1.3)
     assert gain(wanted * 1.3 + torch.tensor([4.0, -3.0]), wanted) == pytest.approx(1.3)
@@ -70,7 +72,9 @@ def test_gain_is_the_common_factor_of_the_answers() -> None:
 
 
 def test_text_in_the_models_tokens(tmp_path: Path) -> None:
-    """By its tokenizer where there is one, else bytes; limited, and refused where too little is left."""
+    """Text is in the tokenizer's tokens where there is one, else in bytes; it is limited, and refused where
+    too little is left.
+    """
     plain = read_tokens(tmp_path, None, 100, 211)
     assert (plain.source, plain.ids.shape) == ("bytes", (100,))
     assert plain.ids.tolist() == [byte % 211 for byte in BUNDLED_TEXT.read_bytes()[:100]]

@@ -34,7 +34,7 @@ SCALES: dict[str, Any] = {
 
 
 def dequantised(directory: Path, tensors: dict[str, Any], schemes: tuple[WeightScheme, ...]) -> Any:
-    """Of a matrix of 8 rows and one group of columns."""
+    """Returns the dequantised values of a matrix of 8 rows and one group of columns."""
     write_safetensors(directory / "model.safetensors", {f"m.{key}": value for key, value in tensors.items()})
     index = open_index(directory)
     matrix = MatrixFinder(index.tensors, directory, schemes).find("m.weight", (8, GROUP))

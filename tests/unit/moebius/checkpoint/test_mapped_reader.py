@@ -26,7 +26,7 @@ ROWS, COLS, STACKED = 48, 40, 3
 
 @pytest.fixture(scope="module")
 def index(tmp_path_factory: pytest.TempPathFactory) -> CheckpointIndex:
-    """A matrix, a stack, and one that lies at an odd byte."""
+    """Returns a matrix, a stack, and one that lies at an odd byte."""
     directory = tmp_path_factory.mktemp("mapped")
     rng = np.random.default_rng(0)
     tensors = {
@@ -84,7 +84,7 @@ def test_reset_gives_pages_back(tmp_path: Path) -> None:
 
 
 def cached_bytes(path: Path, size: int) -> int:
-    """How much of the file the system keeps in memory."""
+    """Returns how much of the file the system keeps in memory."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
     pages = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)

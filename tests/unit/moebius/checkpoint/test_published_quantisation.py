@@ -56,7 +56,7 @@ _QUARK = {
 
 
 def _quark(weight: dict[str, Any]) -> dict[str, Any]:
-    """Of a module."""
+    """Returns the quark configuration of a module."""
     return {"weight": weight, "input_tensors": {**weight, "is_dynamic": True}, "output_tensors": None}
 
 
@@ -232,7 +232,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", list(PUBLISHED))
 @pytest.mark.parametrize("inside", ["", "text_config"])
 def test_published_configurations_are_understood(name: str, inside: str, tmp_path: Path) -> None:
-    """Also in the text part of a multimodal model."""
+    """Configurations are understood also in the text part of a multimodal model."""
     config, packed = PUBLISHED[name]
     whole = {"quantization_config": config}
     (tmp_path / "config.json").write_text(json.dumps({inside: whole} if inside else whole))

@@ -33,7 +33,7 @@ def _plain(name: str, shape: tuple[int, ...]) -> Iterator[Tensor]:
 
 
 def _blocks(name: str, shape: tuple[int, ...]) -> Iterator[Tensor]:
-    """What publishers write: 8 bits, a scale per 128 x 128."""
+    """Yields what publishers write: 8 bits, a scale per 128 x 128."""
     yield f"{name}.weight", "F8_E4M3", shape
     yield f"{name}.weight_scale_inv", "BF16", (math.ceil(shape[0] / 128), math.ceil(shape[1] / 128))
 
@@ -56,7 +56,7 @@ def _nvfp4_whole(name: str, shape: tuple[int, ...]) -> Iterator[Tensor]:
 
 
 def _expert(store: Store, prefix: str, shape: tuple[int, ...]) -> Iterator[Tensor]:
-    """A model's experts in one tensor, taken apart."""
+    """Yields a model's experts in one tensor, taken apart."""
     count, rows, columns = shape
     names = ("gate_proj", "up_proj") if prefix.endswith("gate_up_proj") else ("down_proj",)
     for name in names:
@@ -77,7 +77,7 @@ class Copy:
     has_fp8_table: bool = False
 
     def tensors(self) -> Iterator[Tensor]:
-        """Name pattern, type, shape, as `Published` has them."""
+        """Yields name pattern, type, shape, as `Published` has them."""
         for name, dtype, shape in Published.load(self.original).tensors:
             store = self.mtp_experts if name.startswith("mtp.") else self.experts
             if ".experts." in name and store is None:

@@ -36,7 +36,7 @@ def refusal(
     quantization: dict[str, Any] | None = None,
     dtypes: dict[str, str] | None = None,
 ) -> str:
-    """What planning a load of the changed checkpoint says."""
+    """Returns what planning a load of the changed checkpoint says."""
     moe = QuantisedMoe(encoder, quantization=quantization)
     model = moe.write(directory, replace, dtypes)
     with pytest.raises(CheckpointError) as caught:
@@ -202,7 +202,7 @@ def test_leftover_side_tensors_are_named(tmp_path: Path) -> None:
 
 
 def test_experts_of_one_layer_in_two_formats(tmp_path: Path) -> None:
-    """Refused for keep; requantising makes them alike."""
+    """Two formats are refused for keep; requantising makes them alike."""
     moe = QuantisedMoe("compressed_int4_g32")
     changes: dict[str, Array | None] = {}
     for matrix, shape in (("gate", (160, 96)), ("up", (160, 96)), ("down", (96, 160))):

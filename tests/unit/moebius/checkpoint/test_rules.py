@@ -68,7 +68,7 @@ def test_routed_experts_are_distinguished_from_everything_else() -> None:
 
 
 def per_expert(prefix: str, names: tuple[str, str, str], experts: list[dict[str, Array]]) -> dict[str, Array]:
-    """One tensor per expert and matrix."""
+    """Returns one tensor per expert and matrix."""
     return {
         f"{prefix}.{number}.{name}.weight": expert[matrix]
         for number, expert in enumerate(experts)
@@ -77,7 +77,7 @@ def per_expert(prefix: str, names: tuple[str, str, str], experts: list[dict[str,
 
 
 def stored(layout: str, experts: list[dict[str, Array]]) -> tuple[str, dict[str, Array]]:
-    """A family that uses the layout, and the experts stored in it."""
+    """Returns a family that uses the layout, and the experts stored in it."""
     stacks = {matrix: np.stack([expert[matrix] for expert in experts]) for matrix in ("gate", "up", "down")}
     fused = np.concatenate([stacks["gate"], stacks["up"]], axis=1)
     mixed = np.stack([stacks["gate"], stacks["up"]], axis=2).reshape(EXPERTS, 2 * INNER, HIDDEN)

@@ -239,5 +239,5 @@ def test_a_spoilt_checkpoint_is_refused_by_name(case: str, models: Models, tmp_p
 
 @pytest.mark.parametrize("name", sorted({case.format for case in CASES.values()} - {"gptq_int8_g32"}))
 def test_what_is_spoilt_above_loads_otherwise(name: str, models: Models, tmp_path: Path) -> None:
-    """So that no case passes for a reason of its own."""
+    """The unspoilt file loads, so that no case passes for a reason of its own."""
     load_all(fresh(models, name).write(tmp_path))

@@ -14,7 +14,9 @@ DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_
 
 @pytest.mark.parametrize("name", list(DTYPES))
 def test_every_bit_pattern_is_judged(name: str) -> None:
-    """Of all types of at most 16 bits, one value at a time among finite ones, contiguous and strided."""
+    """Patterns of all types of at most 16 bits are judged, one value at a time among finite ones, contiguous
+    and strided.
+    """
     bits = 8 if name == "F8_E4M3" else 16
     patterns = np.arange(1 << bits, dtype=np.uint8 if bits == 8 else np.uint16)
     values = torch.from_numpy(patterns.view(f"i{bits // 8}")).view(DTYPES[name]).float()
@@ -40,7 +42,7 @@ def test_float32_is_judged(value: float) -> None:
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_what_bfloat16_rounds_to_infinity_is_found(sign: int) -> None:
-    """From half a step above its largest number on, where that is the type in use."""
+    """Values are found from half a step above its largest number on, where that is the type in use."""
     bits = np.array([0x7F7F7FFF, 0x7F7F8000], np.uint32).view(np.float32) * np.float32(sign)
     below, first = bits[:1], bits[1:]
     assert torch.from_numpy(below).bfloat16().isfinite().all()

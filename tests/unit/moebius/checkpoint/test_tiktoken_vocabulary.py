@@ -80,7 +80,7 @@ def test_ids_are_those_of_joining_by_rank(text: str, tmp_path: Path) -> None:
 
 
 def test_special_tokens_have_their_ids(tmp_path: Path) -> None:
-    """Named ones, those that decoding keeps, and as many reserved ones as the family has."""
+    """There are named ones, those that decoding keeps, and as many reserved ones as the family has."""
     tokenizer = Tokenizer.from_dir(_write(tmp_path))
     first = len(TOKENS)
     assert tokenizer.vocab_size == first + 258

@@ -60,7 +60,7 @@ def test_a_grammar_that_takes_long_is_refused() -> None:
 
 @pytest.mark.parametrize("who", ["starts", "compiles"])
 def test_a_process_that_was_killed_is_replaced(who: str) -> None:
-    """As the kernel kills for memory: grammars after that are compiled, each answer its own."""
+    """Grammars after a kill, as the kernel kills for memory, are compiled, each answer its own."""
     process = GrammarProcess()
     try:
         process.compiled(LIGHT[0])

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from moebius.models.config import ModelConfig, ModelConfigError, ModelOverrides
+from moebius.models.layers.gqa import GQA
 from moebius.models.read import read_model_config
+from tests.helpers.layer_values import first, first_moe, shared_width
 from tests.helpers.published_checkpoints import Published
 
 QWEN: dict[str, Any] = {
@@ -45,12 +47,13 @@ def _read(
 def test_families_differ_where_they_should(tmp_path: Path) -> None:
     qwen = _read(tmp_path, QWEN, norm_topk_prob=True)
     glm = _read(tmp_path, GLM, n_shared_experts=3, routed_scaling_factor=2.5)
-    assert (qwen.moe.router.score, glm.moe.router.score) == ("softmax", "sigmoid")
-    assert (qwen.moe.router.float32_gate, glm.moe.router.float32_gate) == (False, True)
-    assert (qwen.moe.shared_intermediate_size, glm.moe.shared_intermediate_size) == (0, 48)
-    assert (qwen.rope.rotary_dim, glm.rope.rotary_dim) == (8, 4)
-    assert (qwen.qk_norm, glm.qk_norm) == (True, False)
-    assert glm.moe.router.scale == 2.5
+    assert (first_moe(qwen).router.score, first_moe(glm).router.score) == ("softmax", "sigmoid")
+    assert (first_moe(qwen).router.float32_gate, first_moe(glm).router.float32_gate) == (False, True)
+    assert (shared_width(qwen), shared_width(glm)) == (0, 48)
+    attending = first(qwen, GQA), first(glm, GQA)
+    assert [mixer.rope and mixer.rope.rotary_dim for mixer in attending] == [8, 4]
+    assert [mixer.qk_norm is not None for mixer in attending] == [True, False]
+    assert first_moe(glm).router.scale == 2.5
 
 
 def test_which_layers_are_moe(tmp_path: Path) -> None:
@@ -63,7 +66,7 @@ def test_which_layers_are_moe(tmp_path: Path) -> None:
 def test_overrides_and_generation_config(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [6, 9]}')
     config = _read(tmp_path, QWEN, ModelOverrides(top_k=8, max_model_len=20, dtype="float32"))
-    assert (config.moe.router.top_k, config.max_model_len, config.dtype) == (8, 20, "float32")
+    assert (first_moe(config).router.top_k, config.max_model_len, config.dtype) == (8, 20, "float32")
     assert config.eos_token_ids == (5, 6, 9)
     assert _read(tmp_path, QWEN).dtype == "bfloat16"
     assert _read(tmp_path, QWEN, dtype="float16").dtype == "bfloat16"
@@ -72,8 +75,10 @@ def test_overrides_and_generation_config(tmp_path: Path) -> None:
 def test_old_and_new_rope_spellings_agree(tmp_path: Path) -> None:
     old = _read(tmp_path, GLM, rope_theta=5e5, partial_rotary_factor=0.25, rope_scaling=None)
     new = _read(tmp_path, GLM, rope_parameters={"rope_theta": 5e5, "partial_rotary_factor": 0.25})
-    assert old.rope == new.rope
-    assert (old.rope.theta, old.rope.rotary_dim) == (5e5, 2)
+    rope = first(old, GQA).rope
+    assert rope is not None
+    assert rope == first(new, GQA).rope
+    assert (rope.theta, rope.rotary_dim) == (5e5, 2)
 
 
 @pytest.mark.parametrize(

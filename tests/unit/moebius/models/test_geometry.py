@@ -20,7 +20,7 @@ from tests.helpers.checkpoints import TinyMoe
 
 
 def geometry(directory: Path, model: TinyMoe, top_k: int | None = None, **changes: Any) -> MoeGeometry:
-    """Of the model's config.json with changes; None drops a key."""
+    """Returns the geometry of the model's config.json with changes; None drops a key."""
     config = {key: value for key, value in {**model.config(), **changes}.items() if value is not None}
     (directory / "config.json").write_text(json.dumps(config))
     return read_geometry(directory, top_k)

@@ -10,7 +10,9 @@ import pytest
 
 from moebius.checkpoint.errors import CheckpointError
 from moebius.models.config import ModelConfigError
+from moebius.models.layers.gqa import GQA
 from moebius.models.read import read_geometry, read_model_config
+from tests.helpers.layer_values import first_moe, mixers_of
 
 PUBLISHED: dict[str, Any] = {
     "model_type": "gpt_oss",
@@ -56,22 +58,26 @@ def write(tmp_path: Path, changes: dict[str, Any]) -> Path:
 def test_the_published_config(tmp_path: Path) -> None:
     config = read_model_config(write(tmp_path, {}))
     assert config.unread_keys == ()
-    assert config.attention_windows == (128, None, 128, None)
-    assert (config.attention_sinks, config.attention_bias) == (True, True)
-    router = config.moe.router
+    found = mixers_of(config, GQA)
+    assert [mixer.window for mixer in found] == [128, None, 128, None]
+    assert all((mixer.has_sinks, mixer.bias, mixer.output_bias) == (True, True, True) for mixer in found)
+    router = first_moe(config).router
     assert (router.num_experts, router.top_k, router.score, router.post) == (32, 4, "none", "softmax")
     assert router.gate_bias
-    assert (config.moe.intermediate_size, config.moe_layer_ids) == (2880, (0, 1, 2, 3))
-    assert (config.rope.theta, config.rope.scaling_kind) == (150000.0, "yarn")
-    assert dict(config.rope.scaling)["truncate"] == 0.0
+    assert (first_moe(config).experts.intermediate_size, config.moe_layer_ids) == (2880, (0, 1, 2, 3))
+    rope = found[0].rope
+    assert rope is not None
+    assert (rope.theta, rope.scaling_kind) == (150000.0, "yarn")
+    assert dict(rope.scaling)["truncate"] == 0.0
 
 
 def test_windows_follow_the_layer_types(tmp_path: Path) -> None:
     """Without a list every other layer slides, the first one first."""
     without = read_model_config(write(tmp_path, {"layer_types": "absent"}))
-    assert without.attention_windows == (128, None, 128, None)
+    assert [mixer.window for mixer in mixers_of(without, GQA)] == [128, None, 128, None]
     full = {"layer_types": ["full_attention"] * 4, "sliding_window": None}
-    assert read_model_config(write(tmp_path, full)).attention_windows == ()
+    found = mixers_of(read_model_config(write(tmp_path, full)), GQA)
+    assert [mixer.window for mixer in found] == [None] * 4
 
 
 @pytest.mark.parametrize(

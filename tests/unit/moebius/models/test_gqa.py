@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 
 from gpu_service.attention.base import grouped_queries
-from moebius.models.attention_config import BlockIndexerConfig
 from moebius.models.config import ModelConfig, ModelConfigError, ModelOverrides
+from moebius.models.layers.gqa import GQA, BlockIndexer, QkNorm
+from moebius.models.layers.norms import RMSNorm
+from moebius.models.layers.rope import RopeConfig
 from moebius.models.read import read_geometry, read_model_config
+from tests.helpers.layer_values import first, first_moe, mixers_of, shared_width
 
 COMMON: dict[str, Any] = {
     "vocab_size": 100,
@@ -97,8 +100,19 @@ def _read(tmp_path: Path, base: dict[str, Any], **changes: Any) -> ModelConfig:
     return read_model_config(tmp_path)
 
 
+def _rope(config: ModelConfig) -> RopeConfig:
+    """The rotation of the first layer."""
+    rope = first(config, GQA).rope
+    assert rope is not None
+    return rope
+
+
+def _has_qk_norm(config: ModelConfig) -> bool:
+    return first(config, GQA).qk_norm is not None
+
+
 def _moe_layers(tmp_path: Path, base: dict[str, Any], **changes: Any) -> tuple[int, ...]:
-    """As both services read them, which must agree."""
+    """Returns the MoE layers as both services read them, which must agree."""
     layers = _read(tmp_path, base, **changes).moe_layer_ids
     assert read_geometry(tmp_path).moe_layers == layers
     return layers
@@ -107,43 +121,43 @@ def _moe_layers(tmp_path: Path, base: dict[str, Any], **changes: Any) -> tuple[i
 def test_qwen2_moe(tmp_path: Path) -> None:
     """Biases unless it says otherwise, a gate before the shared experts, no renormalisation by default."""
     config = _read(tmp_path, QWEN2)
-    assert (config.attention_bias, config.qk_norm) == (True, False)
-    assert (config.moe.shared_intermediate_size, config.moe.shared_gate) == (24, True)
-    assert (config.moe.router.score, config.moe.router.post) == ("softmax", "none")
+    assert (first(config, GQA).bias, _has_qk_norm(config)) == (True, False)
+    assert (shared_width(config), first_moe(config).shared_gate) == (24, True)
+    assert (first_moe(config).router.score, first_moe(config).router.post) == ("softmax", "none")
     assert _moe_layers(tmp_path, QWEN2, decoder_sparse_step=2, mlp_only_layers=[3]) == (1,)
     changed = _read(tmp_path, QWEN2, qkv_bias=False, norm_topk_prob=True)
-    assert (changed.attention_bias, changed.moe.router.post) == (False, "renormalize")
+    assert (first(changed, GQA).bias, first_moe(changed).router.post) == (False, "renormalize")
 
 
 def test_mixtral_and_olmoe(tmp_path: Path) -> None:
     """`intermediate_size` is an expert's; only Mixtral always renormalises, only OLMoE norms queries."""
     mixtral, olmoe = _read(tmp_path, MIXTRAL), _read(tmp_path, OLMOE)
-    assert (mixtral.rope.theta, olmoe.rope.theta) == (1e6, 1e4)
-    assert (mixtral.qk_norm, olmoe.qk_norm) == (False, True)
-    assert (mixtral.moe.router.post, olmoe.moe.router.post) == ("renormalize", "none")
+    assert (_rope(mixtral).theta, _rope(olmoe).theta) == (1e6, 1e4)
+    assert (_has_qk_norm(mixtral), _has_qk_norm(olmoe)) == (False, True)
+    assert (first_moe(mixtral).router.post, first_moe(olmoe).router.post) == ("renormalize", "none")
     for base in (MIXTRAL, OLMOE):
         config = _read(tmp_path, base)
-        assert (config.moe.intermediate_size, config.moe.shared_intermediate_size) == (48, 0)
+        assert (first_moe(config).experts.intermediate_size, shared_width(config)) == (48, 0)
         assert read_geometry(tmp_path).moe_intermediate_size == 48
         assert _moe_layers(tmp_path, base) == (0, 1, 2, 3)
-    assert _read(tmp_path, OLMOE, norm_topk_prob=True).moe.router.post == "renormalize"
+    assert first_moe(_read(tmp_path, OLMOE, norm_topk_prob=True)).router.post == "renormalize"
 
 
 def test_dots1(tmp_path: Path) -> None:
     """A window that no layer has is none."""
     config = _read(tmp_path, DOTS, routed_scaling_factor=2.5, sliding_window=32, max_window_layers=4)
-    assert (config.qk_norm, config.moe.shared_intermediate_size) == (True, 32)
-    assert (config.moe.router.score, config.moe.router.correction_bias) == ("sigmoid", True)
-    assert (config.moe.router.scale, config.moe.router.post) == (2.5, "none")
+    assert (_has_qk_norm(config), shared_width(config)) == (True, 32)
+    assert (first_moe(config).router.score, first_moe(config).router.correction_bias) == ("sigmoid", True)
+    assert (first_moe(config).router.scale, first_moe(config).router.post) == (2.5, "none")
     assert _moe_layers(tmp_path, DOTS, first_k_dense_replace=3) == (3,)
 
 
 def test_ernie4_5_moe(tmp_path: Path) -> None:
     """Tied unless it says otherwise; pairs are neighbours; MoE layers are a range with a step."""
     config = _read(tmp_path, ERNIE)
-    assert (config.tie_word_embeddings, config.rope.interleaved, config.rope.theta) == (True, True, 5e5)
-    assert (config.moe.shared_intermediate_size, config.moe.router.top_k) == (32, 3)
-    assert config.moe.router.correction_bias_is_row
+    assert (config.tie_word_embeddings, _rope(config).interleaved, _rope(config).theta) == (True, True, 5e5)
+    assert (shared_width(config), first_moe(config).router.top_k) == (32, 3)
+    assert first_moe(config).router.correction_bias_is_row
     assert _moe_layers(tmp_path, ERNIE) == (1, 2, 3)
     assert _moe_layers(tmp_path, ERNIE, moe_layer_start_index=0, moe_layer_interval=2) == (1, 3)
     assert _moe_layers(tmp_path, ERNIE, moe_layer_end_index=2) == (1, 2)
@@ -165,25 +179,27 @@ def test_settings_of_generation_are_no_unknown_keys(tmp_path: Path) -> None:
 def test_minimax_m2(tmp_path: Path) -> None:
     """The published spelling of the rotated part and transformers' own mean the same."""
     config = _read(tmp_path, MINIMAX)
-    assert (config.rope.rotary_dim, config.rope.theta, config.qk_norm) == (8, 5e6, True)
-    assert (config.num_mtp_layers, config.moe.intermediate_size) == (3, 48)
-    router = config.moe.router
+    assert (_rope(config).rotary_dim, _rope(config).theta, _has_qk_norm(config)) == (8, 5e6, True)
+    assert (config.num_mtp_layers, first_moe(config).experts.intermediate_size) == (3, 48)
+    router = first_moe(config).router
     assert (router.correction_bias, router.post, router.float32_gate) == (True, "renormalize", True)
     assert config.unread_keys == ()
     spelled = {"rope_parameters": {"rope_theta": 5e6, "partial_rotary_factor": 0.5}}
-    assert _read(tmp_path, MINIMAX, rotary_dim="absent", **spelled).rope == config.rope
+    assert _read(tmp_path, MINIMAX, rotary_dim="absent", **spelled).layers == config.layers
     assert _moe_layers(tmp_path, MINIMAX) == (0, 1, 2, 3)
 
 
 def test_minimax_m3(tmp_path: Path) -> None:
     """Layers that choose and layers that route are listed apart."""
     config = _read(tmp_path, MINIMAX_3)
-    assert config.block_indexer == BlockIndexerConfig(8, 4, 3, 1, frozenset({2, 3}))
-    assert config.moe.layers == {1, 2, 3}
-    assert (config.moe.intermediate_size, config.intermediate_size) == (48, 12288)
+    found = [mixer.blocks for mixer in mixers_of(config, GQA)]
+    assert found == [None, None, *[BlockIndexer(8, 4, 3, 1, RMSNorm(1e-6, one_plus_weight=True))] * 2]
+    assert config.moe_layer_ids == (1, 2, 3)
+    (dense,) = config.layers[0].ffns
+    assert (first_moe(config).experts.intermediate_size, dense.intermediate_sizes) == (48, (12288,))
     section = MINIMAX_3["sparse_attention_config"]
     off = _read(tmp_path, MINIMAX_3, sparse_attention_config=section | {"use_sparse_attention": False})
-    assert off.block_indexer is None
+    assert all(mixer.blocks is None for mixer in mixers_of(off, GQA))
     for key, value in (("sparse_num_index_heads", 4), ("sparse_init_block", 1), ("sparse_local_block", 9)):
         with pytest.raises(ModelConfigError, match=key):
             _read(tmp_path, MINIMAX_3, sparse_attention_config=section | {key: value})
@@ -193,7 +209,7 @@ def test_llama4(tmp_path: Path) -> None:
     """Chunks count where a sequence may be longer than one; only one expert's input can be weighed."""
     config = _read(tmp_path, LLAMA4)
     assert [mixer.chunk for mixer in grouped_queries(config.layers)] == [16, 16, 16, None]
-    assert [rope is None for rope in config.layer_ropes] == [False, False, False, True]
+    assert [mixer.rope is None for mixer in mixers_of(config, GQA)] == [False, False, False, True]
     short = read_model_config(tmp_path, ModelOverrides(max_model_len=16))
     assert [mixer.chunk for mixer in grouped_queries(short.layers)] == [None] * 4
     with pytest.raises(ModelConfigError, match="num_experts_per_tok"):
@@ -203,10 +219,10 @@ def test_llama4(tmp_path: Path) -> None:
 def test_hunyuan_v1_moe(tmp_path: Path) -> None:
     """Lists that are alike in all layers, and a fixed alpha that is a larger base: 100 * 16^(10/8)."""
     config = _read(tmp_path, HUNYUAN)
-    assert (config.rope.scaling_kind, config.rope.theta) == ("default", pytest.approx(3200.0))
-    assert (config.head_dim, config.qk_norm, config.qk_norm_after_rope) == (10, True, True)
-    moe = config.moe
-    assert (moe.router.top_k, moe.intermediate_size, moe.shared_intermediate_size) == (2, 48, 48)
+    assert (_rope(config).scaling_kind, _rope(config).theta) == ("default", pytest.approx(3200.0))
+    attention, moe = first(config, GQA), first_moe(config)
+    assert (attention.head_dim, attention.qk_norm) == (10, QkNorm(config.layers[0].norm, after_rope=True))
+    assert (moe.router.top_k, moe.experts.intermediate_size, shared_width(config)) == (2, 48, 48)
     assert config.unread_keys == ()
     assert _moe_layers(tmp_path, HUNYUAN) == (0, 1, 2, 3)
 
@@ -246,6 +262,6 @@ def test_hunyuan_v1_moe(tmp_path: Path) -> None:
 def test_what_a_family_does_not_compute_is_refused(
     tmp_path: Path, base: dict[str, Any], changes: dict[str, Any], message: str
 ) -> None:
-    """By the name of the key and its value."""
+    """The refusal has the name of the key and its value."""
     with pytest.raises(ModelConfigError, match=message):
         _read(tmp_path, base, **changes)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -17,12 +16,17 @@ from gpu_service.core.partition import rank_layers
 from gpu_service.models.compose import MIXERS, RESIDUALS, ROUTED, build_model
 from moebius.errors import ConfigError
 from moebius.models.config import ModelConfig, ModelConfigError
-from moebius.models.layers.ffn import Dense, FeedForward
+from moebius.models.layers.ffn import Dense, Experts, FeedForward, NormedMoE
+from moebius.models.layers.gqa import GQA, BlockIndexer, Gate, Window
 from moebius.models.layers.layer import Layer, mixers, places, states
 from moebius.models.layers.mixer import Mixer
+from moebius.models.layers.norms import RMSNorm
 from moebius.models.layers.recurrent import Recurrent
-from moebius.models.layers.residual import Residual
+from moebius.models.layers.residual import GatedStreams, Parallel, Residual, Shortcut
+from moebius.models.layers.rope import RopeConfig
+from moebius.models.layers.router import RouterConfig
 from moebius.models.read import read_model_config
+from tests.helpers.layer_values import common_sizes
 from tests.helpers.tiny_models import TINY_MODELS, write_tiny_model
 
 # Between them every kind of mixer, feed-forward block and residual stream.
@@ -55,7 +59,7 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelConfig]:
 
 
 def leaves(base: type) -> set[str]:
-    """The names of all classes below one that have none below themselves."""
+    """Returns the names of all classes below one that have none below themselves."""
     # By names: a class with slots is made of one without, which may still be there.
     found: dict[str, set[str]] = {}
     kinds = [base]
@@ -69,7 +73,7 @@ def leaves(base: type) -> set[str]:
 def test_every_kind_has_one_module() -> None:
     """A value that no table names could be written down and not be computed."""
     assert leaves(Mixer) == {kind.__name__ for kind in MIXERS}
-    assert leaves(FeedForward) <= {kind.__name__ for kind in (Dense, *ROUTED)}
+    assert leaves(FeedForward) <= {kind.__name__ for kind in (Dense, *ROUTED)}  # type: ignore[attr-defined]
     assert set(get_args(Residual)) == set(RESIDUALS)
     assert {kind for kind in MIXERS if not issubclass(kind, Recurrent)} == set(CACHES)
 
@@ -85,7 +89,9 @@ def test_the_models_here_have_every_kind(configs: dict[str, ModelConfig]) -> Non
 
 @pytest.mark.parametrize("name", NAMES)
 def test_layers_count_the_weights_of_their_mixers(name: str, configs: dict[str, ModelConfig]) -> None:
-    """Up to norms, biases and vectors of heads: what the planner and the scheduler's costs go by."""
+    """Layers count all weights up to norms, biases and vectors of heads: what the planner and the scheduler's
+    costs go by.
+    """
     config = configs[name]
     model = build_model(config)
     for layer, module in zip(config.layers, model.model.layers, strict=True):
@@ -110,7 +116,9 @@ def _mixer_of(module: nn.Module, index: int) -> nn.Module:
 def test_caches_and_states_are_what_layers_declare(
     name: str, stages: int, configs: dict[str, ModelConfig]
 ) -> None:
-    """Of every rank: bytes as planned, and a place of its own for each part that keeps something."""
+    """Every rank has the bytes that are planned, and a place of its own for each part that keeps
+    something.
+    """
     config, dtype = configs[name], torch.float32
     for stage in range(stages):
         try:
@@ -139,11 +147,42 @@ def test_ranks_have_equal_parts(name: str, configs: dict[str, ModelConfig]) -> N
             assert first.widest_row == second.widest_row <= mixer.widest_row
 
 
-def test_a_switch_that_no_layer_reads_is_refused(tmp_path: Path) -> None:
-    """By name: it would be without effect in silence."""
-    write_tiny_model(TINY_MODELS["deepseek_v3"], tmp_path, seed=3)
-    config = read_model_config(tmp_path)
-    with pytest.raises(ModelConfigError, match="qk_norm has no effect"):
-        build_model(replace(config, qk_norm=True))
-    with pytest.raises(ModelConfigError, match="mla and mean_norms"):
-        build_model(replace(config, mean_norms=True))
+def _attention(**changes: Any) -> GQA:
+    return common_sizes().gqa(RopeConfig(1e4, 8), **changes)
+
+
+BLOCKS = BlockIndexer(head_dim=4, block_size=4, top_blocks=2, local_blocks=1, norm=RMSNorm(1e-5))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"value_dim": 9}, "values that are longer than keys"),
+        ({"value_dim": 4, "keys_are_values": True}, "shorter values that are keys"),
+        ({"value_dim": 4, "gate": Gate("query")}, "gates made by the query projection"),
+        ({"gate": Gate("element"), "bias": True}, "gates of elements beside biases"),
+        ({"blocks": BLOCKS, "sight": Window(4)}, "within a window"),
+        ({"blocks": BLOCKS, "rope": None}, "without rotation"),
+    ],
+)
+def test_attention_that_no_kernel_computes_can_not_be_written_down(
+    changes: dict[str, Any], message: str
+) -> None:
+    """Its value is refused where it is made, whichever family makes it."""
+    with pytest.raises(ModelConfigError, match=message):
+        replace(_attention(), **changes)
+
+
+def test_halves_that_a_residual_stream_does_not_go_around_are_refused() -> None:
+    """Such layers would be computed as if they had others."""
+    common, router = common_sizes(), RouterConfig(4, 2, "softmax")
+    dense, norm = common.dense(), common.norm
+    normed = NormedMoE(router=router, experts=Experts(3), shared=dense, norm=norm, router_eps=1e-5)
+    with pytest.raises(ModelConfigError, match="layers that are Parallel"):
+        Layer(_attention(), normed, norm, Parallel())
+    with pytest.raises(ModelConfigError, match="Shortcut have latent attention only"):
+        Layer(_attention(), dense, norm, Shortcut(dense))
+    with pytest.raises(ModelConfigError, match="GatedStreams have norms that hold their weight less 1"):
+        Layer(_attention(), dense, norm, GatedStreams(2, 4))
+    with pytest.raises(ModelConfigError, match="always active ones that do not clamp"):
+        replace(normed, shared=replace(dense, limit=7.0))

@@ -19,9 +19,13 @@ from gpu_service.layers.linear import gated_query_order, linear_attention_order
 from gpu_service.models.compose import build_model
 from moebius.errors import ConfigError
 from moebius.models.config import ModelConfig, ModelConfigError
+from moebius.models.layers.gqa import GQA
+from moebius.models.layers.latent import MLA
 from moebius.models.layers.layer import cached, states
-from moebius.models.layers.recurrent import GatedDeltaNet, SelectiveScan
+from moebius.models.layers.norms import RMSNorm
+from moebius.models.layers.recurrent import KDA, GatedDeltaNet, Mamba2, Recurrent, SelectiveScan
 from moebius.models.read import read_geometry, read_model_config
+from tests.helpers.layer_values import first, first_moe, layers_of
 from tests.helpers.published_checkpoints import Published
 
 # With the sizes of Qwen3-Next-80B-A3B.
@@ -74,7 +78,7 @@ NEXT_5: dict[str, Any] = {
 
 
 def attending(config: ModelConfig) -> tuple[int, ...]:
-    """Layers that have a cache."""
+    """Returns the layers that have a cache."""
     return tuple(i for i, layer in enumerate(config.layers) if cached([layer]))
 
 
@@ -90,18 +94,16 @@ def _text(tmp_path: Path, **changes: Any) -> ModelConfig:
 
 def test_qwen3_next_is_read(tmp_path: Path) -> None:
     config = _read(tmp_path, NEXT)
-    linear = config.linear
-    assert linear is not None
-    mixer = config.layers[0].mixer
-    assert isinstance(mixer, GatedDeltaNet)
+    mixer = first(config, GatedDeltaNet)
     assert (mixer.conv_size, mixer.value_size, mixer.conv_width) == (8192, 4096, 4)
     assert attending(config) == tuple(range(3, 48, 4))
-    assert sorted((*attending(config), *linear.layers)) == list(range(48))
-    assert config.rope is not None
-    assert (config.rope.rotary_dim, config.rope.mrope_sections) == (64, ())
-    assert (config.moe.shared_gate, config.moe.router.post) == (True, "renormalize")
-    assert config.one_plus_weight_norms
-    assert len(config.moe.layers) == 48
+    assert sorted((*attending(config), *layers_of(config, GatedDeltaNet))) == list(range(48))
+    rope = first(config, GQA).rope
+    assert rope is not None
+    assert (rope.rotary_dim, rope.mrope_sections) == (64, ())
+    assert (first_moe(config).shared_gate, first_moe(config).router.post) == (True, "renormalize")
+    assert {layer.norm for layer in config.layers} == {RMSNorm(1e-6, one_plus_weight=True)}
+    assert len(config.routed) == 48
     assert read_geometry(tmp_path).moe_layers == config.moe_layer_ids
     # Keys and values in 12 layers; 36 matrices of 32 heads, and what their convolutions remember.
     assert (
@@ -116,10 +118,11 @@ def test_the_text_model_of_qwen3_5_is_read_where_it_is(tmp_path: Path) -> None:
     alone = _text(tmp_path / "alone")
     for config in (alone, _read(tmp_path, NEXT_5)):
         assert attending(config) == tuple(range(3, 40, 4))
-        assert config.rope is not None
-        assert (config.rope.mrope_sections, config.rope.mrope_interleaved) == ((11, 11, 10), True)
-        assert (config.intermediate_size, config.moe.router.post) == (0, "renormalize")
-        assert len(config.moe.layers) == 40
+        rope = first(config, GQA).rope
+        assert rope is not None
+        assert (rope.mrope_sections, rope.mrope_interleaved) == ((11, 11, 10), True)
+        assert first_moe(config).router.post == "renormalize"
+        assert len(config.routed) == 40
     assert read_geometry(tmp_path).moe_layers == tuple(range(40))
     assert build_model(alone).config is alone
 
@@ -158,11 +161,9 @@ KIMI: dict[str, Any] = {
 def test_kimi_linear_is_read(tmp_path: Path) -> None:
     """Latents in a quarter of the layers, states in the others, and no positions."""
     config = _read(tmp_path, KIMI)
-    linear, mla = config.linear, config.mla
-    assert linear is not None
-    assert mla is not None
-    assert (attending(config), config.rope, config.max_model_len) == ((3, 7), None, 1048576)
-    assert (linear.channel_decay, linear.decay_bound) == (True, None)
+    linear, mla = first(config, KDA), first(config, MLA)
+    assert (attending(config), mla.rope, config.max_model_len) == ((3, 7), None, 1048576)
+    assert linear.decay_bound is None
     assert mla.softmax_scale == pytest.approx(192**-0.5)
     # One layer is dense where nothing says how many.
     assert config.moe_layer_ids == tuple(range(1, 8))
@@ -198,12 +199,10 @@ JAMBA = Published.load("jamba-1.5-mini").config
 
 
 def test_layers_of_one_half_are_read(tmp_path: Path) -> None:
-    """Of 88 layers 8 have a cache, 40 a state and 40 experts, which work in a narrower space."""
+    """8 of 88 layers have a cache, 40 a state and 40 experts, which work in a narrower space."""
     config = _read(tmp_path, NEMOTRON)
-    linear = config.linear
-    assert linear is not None
     assert attending(config) == (7, 16, 25, 36, 47, 58, 69, 78)
-    assert (len(linear.layers), len(config.moe.layers)) == (40, 40)
+    assert (len(layers_of(config, Mamba2)), len(config.routed)) == (40, 40)
     assert [i for i, layer in enumerate(config.layers) if layer.ffns] == list(config.moe_layer_ids)
     geometry = read_geometry(tmp_path)
     assert (geometry.hidden_size, geometry.is_gated, config.hidden_size) == (1024, False, 4096)
@@ -250,8 +249,7 @@ def test_what_mamba_models_have_not_is_named(
 def test_jamba_is_read(tmp_path: Path) -> None:
     """A state for each channel, whose inputs alone are convolved."""
     config = _read(tmp_path, JAMBA)
-    linear = config.linear
-    assert linear is not None
+    linear = first(config, SelectiveScan)
     assert attending(config) == (4, 12, 20, 28)
     assert (linear.step_rank, config.moe_layer_ids) == (256, tuple(range(1, 32, 2)))
     assert state_bytes(config.layers, TORCH_DTYPES[config.dtype]) == 28 * (8192 * 16 * 4 + 3 * 8192 * 2)
@@ -296,8 +294,13 @@ def test_gates_and_layers_that_qwen3_5_does_not_have_are_refused(
 
 def test_ranks_that_can_not_divide_states_are_refused(tmp_path: Path) -> None:
     config = _read(tmp_path, NEXT)
-    assert config.linear is not None
-    uneven = replace(config, linear=replace(config.linear, num_key_heads=9))
+    layers = (
+        replace(layer, mixer=replace(layer.mixer, num_key_heads=9))
+        if isinstance(layer.mixer, Recurrent)
+        else layer
+        for layer in config.layers
+    )
+    uneven = replace(config, layers=tuple(layers))
     with pytest.raises(ConfigError, match=r"2 does not divide the 9 key heads .* allowed for this model: 1$"):
         check_divisible(uneven, ParallelContext(tp_size=2))
     check_divisible(config, ParallelContext(tp_size=2))

@@ -18,8 +18,10 @@ from gpu_service.device import TORCH_DTYPES
 from gpu_service.ops.rope import learned_query_scales
 from moebius.errors import ConfigError
 from moebius.models.config import ModelConfig, ModelConfigError
+from moebius.models.layers.latent import MLA
 from moebius.models.layers.layer import cached
 from moebius.models.read import read_geometry, read_model_config
+from tests.helpers.layer_values import first, first_moe, mixers_of, shared_width
 from tests.helpers.published_checkpoints import Published
 
 # The keys of the published DeepSeek-V3 that change the function, in its own spelling, with small sizes.
@@ -121,44 +123,44 @@ def _read(tmp_path: Path, base: dict[str, Any], **changes: Any) -> ModelConfig:
 def test_the_published_spelling_is_read_to_the_last_key(tmp_path: Path) -> None:
     config = _read(tmp_path, V3)
     assert config.unread_keys == ()
-    mla, router = config.mla, config.moe.router
-    assert mla is not None
+    mla, router = first(config, MLA), first_moe(config).router
     assert (mla.q_lora_rank, mla.kv_lora_rank, mla.v_head_dim) == (24, 20, 10)
-    assert (config.head_dim, config.num_kv_heads, config.num_mtp_layers) == (16, 4, 1)
-    assert (config.rope.rotary_dim, config.rope.interleaved) == (4, True)
+    assert (mla.qk_head_dim, mla.num_heads, config.num_mtp_layers) == (16, 4, 1)
+    assert mla.rope is not None
+    assert (mla.rope.rotary_dim, mla.rope.interleaved) == (4, True)
     assert (router.score, router.correction_bias, router.group_score) == ("sigmoid", True, "top2_sum")
     assert (router.num_groups, router.top_groups, router.scale) == (4, 2, 2.5)
     assert (router.post, router.float32_gate) == ("renormalize", True)
-    assert (config.moe_layer_ids, config.moe.shared_intermediate_size) == ((3,), 16)
+    assert (config.moe_layer_ids, shared_width(config)) == ((3,), 16)
     assert read_geometry(tmp_path).moe_layers == (3,)
 
 
 def test_the_scores_temperature(tmp_path: Path) -> None:
     """YaRN's, squared, as far as mscale_all_dim says; the rotation's is the ratio of both."""
-    both = _read(tmp_path, V3)
+    both = first(_read(tmp_path, V3), MLA)
+    assert both.rope is not None
     assert both.softmax_scale == pytest.approx(16**-0.5 * (0.1 * math.log(40) + 1) ** 2)
     assert both.rope.attention_factor == 1.0
-    plain = _read(tmp_path, V3, rope_scaling=None)
+    plain = first(_read(tmp_path, V3, rope_scaling=None), MLA)
     assert plain.softmax_scale == 16**-0.5
-    rotation_only = _read(tmp_path, V3, rope_scaling={"type": "yarn", "factor": 40})
+    rotation_only = first(_read(tmp_path, V3, rope_scaling={"type": "yarn", "factor": 40}), MLA)
+    assert rotation_only.rope is not None
     assert rotation_only.softmax_scale == 16**-0.5
     assert rotation_only.rope.attention_factor == pytest.approx(0.1 * math.log(40) + 1)
 
 
 def test_queries_without_a_latent(tmp_path: Path) -> None:
     for absent in (None, "absent"):
-        mla = _read(tmp_path, V3, q_lora_rank=absent).mla
-        assert mla is not None
-        assert mla.q_lora_rank is None
+        assert first(_read(tmp_path, V3, q_lora_rank=absent), MLA).q_lora_rank is None
 
 
 def test_deepseek_v2_chooses_groups_by_their_best_expert(tmp_path: Path) -> None:
     grouped = _read(tmp_path, V2)
-    router = grouped.moe.router
+    router = first_moe(grouped).router
     assert grouped.unread_keys == ()
     assert (router.score, router.correction_bias, router.group_score) == ("softmax", False, "max")
     assert (router.num_groups, router.top_groups, router.post, router.scale) == (4, 2, "none", 16.0)
-    greedy = _read(tmp_path, V2, topk_method="greedy").moe.router
+    greedy = first_moe(_read(tmp_path, V2, topk_method="greedy")).router
     assert (greedy.num_groups, greedy.top_groups) == (1, 1)
 
 
@@ -181,19 +183,17 @@ def test_longcat_has_two_attentions_a_layer_and_choices_without_weights(tmp_path
     assert config.unread_keys == ()
     assert [len(cached([layer])) for layer in config.layers] == [2, 2, 2]
     assert [(type(ffn).__name__) for ffn in config.layers[0].ffns] == ["Dense", "Dense", "MoE"]
-    router = config.moe.router
+    router = first_moe(config).router
     assert (router.num_experts, router.num_zero_experts, router.num_choices) == (8, 4, 12)
     assert (router.score, router.correction_bias, router.post, router.scale) == ("softmax", True, "none", 6.0)
-    mla = config.mla
-    assert mla is not None
+    mla = first(config, MLA)
     # The square roots of 32 / 8 and of 32 / 2.
     assert (mla.softmax_scale, mla.latent_scale) == (pytest.approx(2 * 16**-0.5), 4.0)
     geometry = read_geometry(tmp_path)
     assert (geometry.num_experts, geometry.top_k, geometry.mean_top_k) == (8, 3, 2.0)
     own = rank_layers(config, ParallelContext(stage=1, num_stages=2))
     assert [len(cached([layer])) for layer in own] == [2, 2]
-    plain = _read(tmp_path, LONGCAT, mla_scale_q_lora=False, mla_scale_kv_lora=False).mla
-    assert plain is not None
+    plain = first(_read(tmp_path, LONGCAT, mla_scale_q_lora=False, mla_scale_kv_lora=False), MLA)
     assert (plain.softmax_scale, plain.latent_scale) == (16**-0.5, 1.0)
 
 
@@ -232,7 +232,7 @@ def test_what_is_not_supported_is_refused_by_name(
 
 
 def _read_large4(tmp_path: Path, **changes: Any) -> ModelConfig:
-    """Mistral Large 4 with its published sizes, in eight layers."""
+    """Returns Mistral Large 4 with its published sizes, in eight layers."""
     config = Published.load("mistral-large-4").config
     text = {
         name: value[:8] if isinstance(value, list) else value for name, value in config["text_config"].items()
@@ -245,10 +245,11 @@ def _read_large4(tmp_path: Path, **changes: Any) -> ModelConfig:
 def test_mistral_large4_shares_latents_of_layers_that_rotate_alike(tmp_path: Path) -> None:
     """What is cached, and what the memory plan counts, is the latents of layers that have some."""
     alone = _read_large4(tmp_path)
-    assert alone.mla is not None
-    assert alone.mla.latent_sources == ()
-    assert [rope is not None for rope in alone.layer_ropes] == [True, True, True, False] * 2
-    assert (alone.rope.learned, alone.final_logit_softcap) == (True, 30.0)  # type: ignore[union-attr]
+    found = mixers_of(alone, MLA)
+    assert all(mixer.latents_back == 0 for mixer in found)
+    assert [mixer.rope is not None for mixer in found] == [True, True, True, False] * 2
+    assert found[0].rope is not None
+    assert (found[0].rope.learned, alone.final_logit_softcap) == (True, 30.0)
     shared = _read_large4(tmp_path, kv_source_layers=[0, 0, 0, 3, 0, 0, 6, 3])
     assert [i for i, layer in enumerate(shared.layers) if cached([layer])] == [0, 3, 6]
     sizes = [

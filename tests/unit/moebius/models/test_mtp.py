@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from moebius.checkpoint.errors import CheckpointError
-from moebius.models.config import ModelConfigError, ModelOverrides, MtpConfig
+from moebius.models.config import ModelConfigError, ModelOverrides
 from moebius.models.mtp import HEAD_MODULES
 from moebius.models.read import read_geometry, read_model_config
 from moebius.models.registry import FAMILIES
@@ -28,7 +28,7 @@ def glm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _copy(source: Path, target: Path, **changes: Any) -> Path:
-    """The checkpoint with other values in config.json; files of weights are linked."""
+    """Returns the checkpoint with other values in config.json; files of weights are linked."""
     for file in source.iterdir():
         (target / file.name).symlink_to(file)
     described = json.loads((source / "config.json").read_text()) | changes
@@ -40,7 +40,7 @@ def _copy(source: Path, target: Path, **changes: Any) -> Path:
 def test_heads_are_layers_with_experts_after_the_last(glm: Path) -> None:
     plain, served = read_model_config(glm), read_model_config(glm, ONE_HEAD)
     assert (plain.num_layers, plain.num_mtp_layers, plain.num_mtp_heads) == (3, 1, 0)
-    assert (served.num_layers, served.num_decoder_layers, served.mtp) == (4, 3, MtpConfig(1))
+    assert (served.num_layers, served.num_decoder_layers, served.num_mtp_heads) == (4, 3, 1)
     assert served.moe_layer_ids == (*plain.moe_layer_ids, 3)
     assert (read_geometry(glm).moe_layers, read_geometry(glm, mtp_heads=1).moe_layers) == ((1, 2), (1, 2, 3))
 
@@ -61,7 +61,7 @@ def test_a_configuration_that_promises_no_heads_is_refused(glm: Path, tmp_path: 
 
 
 def test_a_checkpoint_that_lacks_the_promised_heads_is_refused_naming_them(glm: Path, tmp_path: Path) -> None:
-    """As most quantised copies: the configuration is the original's, the last layer is gone."""
+    """Most quantised copies are like that: the configuration is the original's, the last layer is gone."""
     directory = _copy(glm, tmp_path)
     index = json.loads((glm / "model.safetensors.index.json").read_text())
     index["weight_map"] = {name: file for name, file in index["weight_map"].items() if file != MTP_FILE}

@@ -11,7 +11,9 @@ import pytest
 from moebius.checkpoint.config_file import flat_config
 from moebius.models.config import ModelConfig, ModelConfigError
 from moebius.models.keys import HfKeys
+from moebius.models.layers.gqa import GQA
 from moebius.models.read import read_geometry, read_model_config
+from tests.helpers.layer_values import first, first_moe
 
 TEXT: dict[str, Any] = {
     "vocab_size": 100,
@@ -67,18 +69,22 @@ def test_inner_keys_count_before_outer_ones_but_not_when_null() -> None:
 
 def test_qwen_renormalises_whatever_the_checkpoint_says(tmp_path: Path) -> None:
     config = _read(tmp_path, "qwen3_vl_moe", {**QWEN, "norm_topk_prob": False})
-    assert (config.model_type, config.qk_norm) == ("qwen3_vl_moe", True)
-    assert (config.moe.router.score, config.moe.router.post) == ("softmax", "renormalize")
-    assert (config.rope.theta, config.rope.mrope_sections) == (500000.0, (4, 2, 2))
-    assert config.rope.mrope_interleaved is True
+    attention = first(config, GQA)
+    assert (config.model_type, attention.qk_norm is not None) == ("qwen3_vl_moe", True)
+    assert attention.rope is not None
+    assert (first_moe(config).router.score, first_moe(config).router.post) == ("softmax", "renormalize")
+    assert (attention.rope.theta, attention.rope.mrope_sections) == (500000.0, (4, 2, 2))
+    assert attention.rope.mrope_interleaved is True
 
 
 def test_glm_has_biases_and_no_norms_of_queries(tmp_path: Path) -> None:
     config = _read(tmp_path, "glm4v_moe", GLM)
-    assert (config.qk_norm, config.attention_bias) == (False, True)
-    assert (config.rope.rotary_dim, config.rope.mrope_sections) == (8, (1, 1, 2))
-    assert config.rope.mrope_interleaved is False
-    assert _read(tmp_path, "glm4v_moe", {**GLM, "attention_bias": False}).attention_bias is False
+    attention = first(config, GQA)
+    assert (attention.qk_norm, attention.bias) == (None, True)
+    assert attention.rope is not None
+    assert (attention.rope.rotary_dim, attention.rope.mrope_sections) == (8, (1, 1, 2))
+    assert attention.rope.mrope_interleaved is False
+    assert first(_read(tmp_path, "glm4v_moe", {**GLM, "attention_bias": False}), GQA).bias is False
 
 
 def test_kimi_ties_its_head_unless_someone_says_no(tmp_path: Path) -> None:

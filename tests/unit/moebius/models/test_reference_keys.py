@@ -77,7 +77,7 @@ def _read(model_type: str, values: dict[str, Any]) -> ModelConfig | None:
 
 
 def _others(value: object) -> list[object]:
-    """Other values of a key; lists are as long as there are layers and are left as they are."""
+    """Returns other values of a key; lists are as long as there are layers and are left as they are."""
     if isinstance(value, bool):
         return [not value]
     if isinstance(value, int):

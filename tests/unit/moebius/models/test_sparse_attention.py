@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ from gpu_service.core.partition import check_divisible, rank_layers
 from gpu_service.device import TORCH_DTYPES
 from gpu_service.memory.plan import StepSize, activation_bytes
 from moebius.errors import ConfigError
-from moebius.models.attention_config import IndexerConfig
 from moebius.models.config import ModelConfig, ModelConfigError
+from moebius.models.layers.latent import MLA, TokenIndexer
 from moebius.models.layers.layer import indexed
 from moebius.models.read import read_geometry, read_model_config
+from tests.helpers.layer_values import first, mixers_of
 from tests.unit.moebius.models.test_mla import V3
 
 # The keys of the published DeepSeek-V3.2 and GLM-5.2 that change the function, with small sizes.
@@ -48,29 +50,37 @@ GLM: dict[str, Any] = V32 | {
 
 
 def read(directory: Path, base: dict[str, Any], **changes: Any) -> ModelConfig:
-    """What a config.json with these keys means."""
+    """Returns what a config.json with these keys means."""
     values = {key: value for key, value in (base | changes).items() if value != "absent"}
     (directory / "config.json").write_text(json.dumps(values))
     return read_model_config(directory)
 
 
-def indexer(config: ModelConfig) -> IndexerConfig:
-    """Of a model that has one."""
-    assert config.mla is not None
-    assert config.mla.indexer is not None
-    return config.mla.indexer
+def indexer(config: ModelConfig) -> TokenIndexer:
+    """How a model that chooses tokens does so, in all layers alike."""
+    (found,) = {mixer.indexer for mixer in mixers_of(config, MLA) if mixer.indexer is not None}
+    return found
+
+
+def choosing(config: ModelConfig) -> list[int]:
+    """The layers that choose for themselves; all others take over what an earlier one chose."""
+    found = mixers_of(config, MLA)
+    assert all(mixer.is_sparse for mixer in found)
+    return [layer for layer, mixer in enumerate(found) if mixer.indexer is not None]
 
 
 def test_deepseek_has_an_indexer_in_every_layer(tmp_path: Path) -> None:
     """All else is DeepSeek-V3's."""
     config = read(tmp_path, V32)
     assert config.unread_keys == ()
-    assert indexer(config) == IndexerConfig(6, 8, 16, interleaved=False, layers=frozenset(range(4)))
+    assert indexer(config) == TokenIndexer(num_heads=6, head_dim=8, top_k=16, interleaved=False)
+    assert choosing(config) == [0, 1, 2, 3]
     v3 = read(tmp_path, V3)
-    assert (config.moe, config.rope, config.softmax_scale) == (v3.moe, v3.rope, v3.softmax_scale)
+    assert config.routed == v3.routed
+    assert replace(first(config, MLA), is_sparse=False, indexer=None) == first(v3, MLA)
     assert config.num_mtp_layers == 1
     older = read(tmp_path, V32, layer_types=["deepseek_sparse_attention"] * 4)
-    assert indexer(older) == indexer(config), "what transformers 5.17 writes for indexed_attention"
+    assert older.layers == config.layers, "what transformers 5.17 writes for indexed_attention"
     assert read_geometry(tmp_path).moe_layers == (3,)
 
 
@@ -78,19 +88,20 @@ def test_glm_lists_which_layers_choose(tmp_path: Path) -> None:
     """The list counts first, then the pattern, then the schedule; here all three say the same."""
     config = read(tmp_path, GLM)
     assert config.unread_keys == ()
-    wanted = IndexerConfig(6, 8, 16, interleaved=True, layers=frozenset({0, 1, 2, 6}))
-    assert indexer(config) == wanted
+    wanted = [0, 1, 2, 6]
+    assert indexer(config) == TokenIndexer(num_heads=6, head_dim=8, top_k=16, interleaved=True)
+    assert choosing(config) == wanted
     assert read_geometry(tmp_path).moe_layers == (3, 4, 5, 6, 7)
-    assert indexer(read(tmp_path, GLM, indexer_types=None, index_topk_pattern="FFFSSSFS")) == wanted
-    assert indexer(read(tmp_path, GLM, indexer_types=None)) == wanted
+    assert choosing(read(tmp_path, GLM, indexer_types=None, index_topk_pattern="FFFSSSFS")) == wanted
+    assert choosing(read(tmp_path, GLM, indexer_types=None)) == wanted
     # GLM-5 knows no sharing.
     plain = read(
         tmp_path, GLM, indexer_types="absent", index_topk_freq="absent", index_skip_topk_offset="absent"
     )
-    assert indexer(plain).layers == frozenset(range(8))
+    assert choosing(plain) == list(range(8))
     # The default offset leaves the first two layers full.
     second = read(tmp_path, GLM, indexer_types=None, index_topk_freq=3, index_skip_topk_offset="absent")
-    assert indexer(second).layers == {0, 1, 4, 7}
+    assert choosing(second) == [0, 1, 4, 7]
 
 
 @pytest.mark.parametrize(
@@ -123,7 +134,7 @@ def test_what_is_not_supported_is_refused_by_name(
 
 
 def test_pages_hold_the_keys_of_layers_that_choose(tmp_path: Path) -> None:
-    """Of every rank, whose part of the heads does not matter; of a stage, its own layers'."""
+    """Every rank has them, whatever its part of the heads; a stage has its own layers'."""
     config = read(tmp_path, GLM)
     heads = rank_layers(config, ParallelContext(1, 2))
     stage = rank_layers(

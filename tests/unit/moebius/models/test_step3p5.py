@@ -15,8 +15,11 @@ from gpu_service.core.partition import check_divisible, rank_layers
 from moebius.checkpoint.errors import CheckpointError
 from moebius.errors import ConfigError
 from moebius.models.config import ModelConfig, ModelConfigError
+from moebius.models.layers.ffn import Dense, Routed
+from moebius.models.layers.gqa import GQA
 from moebius.models.layers.layer import routed
 from moebius.models.read import read_geometry, read_model_config
+from tests.helpers.layer_values import first_moe, mixers_of
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 STEP: dict[str, Any] = {
@@ -64,15 +67,24 @@ def _read(directory: Path, **changes: Any) -> ModelConfig:
 def test_every_layer_has_its_own(tmp_path: Path) -> None:
     """Entries of MTP layers are cut off; layers that slide have no scaling of positions."""
     config = _read(tmp_path)
-    assert (config.num_layers, config.num_mtp_layers, config.num_kv_heads) == (4, 2, 2)
-    assert (config.num_heads, config.layer_num_heads) == (12, (8, 12, 12, 8))
-    assert config.attention_windows == (None, 32, 32, None)
-    full, sliding = config.layer_ropes[:2]
-    assert config.layer_ropes == (full, sliding, sliding, full)
+    found = mixers_of(config, GQA)
+    assert (config.num_layers, config.num_mtp_layers) == (4, 2)
+    assert [mixer.num_kv_heads for mixer in found] == [2] * 4
+    assert [mixer.num_heads for mixer in found] == [8, 12, 12, 8]
+    assert [mixer.window for mixer in found] == [None, 32, 32, None]
+    full, sliding, *_ = ropes = [mixer.rope for mixer in found]
+    assert ropes == [full, sliding, sliding, full]
+    assert full is not None
+    assert sliding is not None
     assert (full.theta, full.rotary_dim, full.scaling_kind) == (5e6, 8, "linear")
     assert (sliding.theta, sliding.rotary_dim, sliding.scaling_kind) == (1e4, 16, "default")
-    assert config.mlp_limits == (math.inf, math.inf, math.inf, 16.0)
-    assert (config.moe_layer_ids, config.moe.router.scale, config.max_model_len) == ((1, 2, 3), 3.0, 256)
+    dense = [ffn.shared if isinstance(ffn, Routed) else ffn for layer in config.layers for ffn in layer.ffns]
+    assert [ffn.limit for ffn in dense if isinstance(ffn, Dense)] == [math.inf, math.inf, math.inf, 16.0]
+    assert (config.moe_layer_ids, first_moe(config).router.scale, config.max_model_len) == (
+        (1, 2, 3),
+        3.0,
+        256,
+    )
     assert config.unread_keys == ()
 
 
@@ -90,7 +102,7 @@ def test_a_stage_and_a_rank_have_their_part(tmp_path: Path) -> None:
     rank = rank_layers(config, ParallelContext(tp_rank=1, tp_size=2, stage=1, num_stages=2))
     grouped = grouped_queries(rank)
     assert [(mixer.num_heads, mixer.num_kv_heads) for mixer in grouped] == [(6, 1), (4, 1)]
-    assert tuple(mixer.rope for mixer in grouped) == config.layer_ropes[2:]
+    assert [mixer.rope for mixer in grouped] == [mixer.rope for mixer in mixers_of(config, GQA)[2:]]
     assert [ffn.shared.limit for ffn in routed(rank).values() if ffn.shared] == [math.inf, 16.0]
     # Eight ranks would divide the heads of some layers only.
     with pytest.raises(ConfigError, match="allowed for this model: 1, 2, 4"):

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,10 +34,11 @@ from gpu_service.device import TORCH_DTYPES
 from gpu_service.layers.compressed import StepTables
 from gpu_service.layers.decoder import RotaryEmbedding
 from gpu_service.ops.rope import RopeTable, apply_rope, rope_table
-from moebius.models.attention_config import CompressedAttentionConfig
 from moebius.models.config import ModelConfig
+from moebius.models.layers.compressed import CompressedAttention
 from moebius.models.layers.tensors import CacheTensor
 from moebius.models.read import read_model_config
+from tests.helpers.layer_values import mixers_of, with_mixers
 from tests.helpers.paged_runner import PagedRunner, load_runner
 from tests.helpers.tiny_models import make_tiny_model
 from tests.tolerances import LOGITS_FLOAT32_SELF, MLA_FLOAT32
@@ -67,22 +69,22 @@ class World:
 
 
 def _config(top_k: int) -> ModelConfig:
-    """Of a tiny checkpoint, with the sizes of this test."""
-    tiny, compressed, num_layers = _tiny(), replace(_sizes(), top_k=top_k), len(RATES)
-    ropes = tiny.layer_ropes[:num_layers]
-    sizes = {"head_dim": SIZE, "num_layers": num_layers, "layer_ropes": ropes}
-    return replace(tiny, compressed=compressed, **sizes)
+    """Returns the values of a tiny checkpoint, with the sizes of this test."""
+    tiny = mixers_of(_tiny(), CompressedAttention)
+    indexer = next(mixer.indexer for mixer in tiny if mixer.indexer is not None)
+    indexer = replace(indexer, head_dim=8, top_k=top_k)
+    changes: dict[str, Any] = {"head_dim": SIZE, "scale": SIZE**-0.5, "window": WINDOW}
+    layers = zip(tiny[: len(RATES)], RATES, strict=True)
+    found = [
+        replace(mixer, **changes, rate=rate, indexer=indexer if layer == SPARSE else None)
+        for layer, (mixer, rate) in enumerate(layers)
+    ]
+    return with_mixers(_tiny(), *found)
 
 
 def _tiny() -> ModelConfig:
     assert _TINY is not None, "filled by the fixture"
     return _TINY
-
-
-def _sizes() -> CompressedAttentionConfig:
-    sizes = _tiny().compressed
-    assert sizes is not None
-    return replace(sizes, rates=RATES, sparse_layers=frozenset({SPARSE}), window=WINDOW, index_head_dim=8)
 
 
 _TINY: ModelConfig | None = None
@@ -98,7 +100,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _step(previous: tuple[int, int], lengths: tuple[int, int], number: int) -> ForwardInputs:
-    """Both requests' next tokens, in scattered pages; slots alternate, slot 0 is zeros."""
+    """Returns both requests' next tokens, in scattered pages; slots alternate, slot 0 is zeros."""
     starts, positions, slots = [0], list[int](), list[int]()
     pages = torch.tensor([[7, 2, 11, 4, 9, 0], [3, 12, 5, 10, 1, 0]], dtype=torch.int32)
     for request, (begin, end) in enumerate(zip(previous, lengths, strict=True)):
@@ -158,7 +160,7 @@ def _steps() -> list[tuple[tuple[int, int], ForwardInputs]]:
 
 
 def _rows(whole: torch.Tensor, previous: tuple[int, int], inputs: ForwardInputs) -> torch.Tensor:
-    """Of `[2, L, ...]` the rows of a step."""
+    """Returns the rows of a step of `[2, L, ...]`."""
     return torch.cat([whole[r, previous[r] : inputs.seq_lens[r]] for r in range(2)])
 
 
@@ -177,7 +179,7 @@ FREQUENCIES = torch.tensor([1.0, 0.1])
 
 
 def naive_entries(rows: torch.Tensor, rate: int, offsets: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
-    """Entries of one sequence's rows `[L, row]`, element by element in float64."""
+    """Returns the entries of one sequence's rows `[L, row]`, element by element in float64."""
     size, parts = norm.shape[0], offsets.shape[1] // norm.shape[0]
     values, logits = rows.double().chunk(2, dim=1)
     entries = []
@@ -201,7 +203,7 @@ def naive_entries(rows: torch.Tensor, rate: int, offsets: torch.Tensor, norm: to
 def naive_attention(
     query: torch.Tensor, keys: torch.Tensor, entries: torch.Tensor, sinks: torch.Tensor
 ) -> torch.Tensor:
-    """One query `[H, D]` over keys `[N, D]` and entries `[E, D]` that are its own."""
+    """Returns one query `[H, D]` over keys `[N, D]` and entries `[E, D]` that are its own."""
     both = torch.cat((keys.double(), entries))
     scores = query.double() @ both.T * SIZE**-0.5
     weights = torch.cat((scores, sinks.double()[:, None]), dim=1).softmax(1)[:, :-1]
@@ -245,7 +247,7 @@ def test_entries_are_the_formula_whatever_the_steps(
 def test_attention_is_the_formula_whatever_the_steps(
     name: str, layer: int, shape: Callable[[ForwardInputs], ForwardInputs]
 ) -> None:
-    """Of a window, with entries and without, and of a choice among entries."""
+    """Attention agrees for a window, with entries and without, and for a choice among entries."""
     world = World.make(name)
     backend, cache, rate = world.backend, world.backend.cache, RATES[layer]
     longest = STEPS[-1][0]
@@ -277,7 +279,7 @@ def _entries_at(cache: CompressedCache, layer: int, pages: torch.Tensor, entries
 
 
 def _some_selection(inputs: ForwardInputs) -> torch.Tensor:
-    """The last two entries up to each row."""
+    """Returns the last two entries up to each row."""
     counts = (inputs.positions + 1) // RATES[SPARSE]
     first = (counts - 2).clamp(min=0)
     chosen = torch.stack((first, first + 1), dim=1)
@@ -286,7 +288,7 @@ def _some_selection(inputs: ForwardInputs) -> torch.Tensor:
 
 @EACH
 def test_the_highest_scores_are_chosen(name: str) -> None:
-    """In ascending order, all of them while there are no more than may be chosen."""
+    """Choices are in ascending order, and all of them while there are no more than may be chosen."""
     backend = World.make(name).backend
     keys = backend.cache.index_pages(SPARSE)
     keys.copy_(_draw(*keys.shape))
@@ -374,12 +376,11 @@ def test_who_serves_what_is_decided_once() -> None:
 
 
 def test_rotation_back_is_the_inverse() -> None:
-    """Of the table that layers share: what was rotated is as before."""
+    """What the table that layers share rotated is, rotated back, as before."""
     from gpu_service.layers.compressed import StepTables
     from gpu_service.layers.decoder import RotaryEmbedding
 
-    rope = _tiny().rope
-    assert rope is not None
+    rope = mixers_of(_tiny(), CompressedAttention)[0].rope
     rotary = RotaryEmbedding(rope, 64, dtype=torch.float32, device=torch.device("cpu"))
     table: RopeTable = rotary.table(torch.arange(7))
     heads = _draw(7, 2, table.cos.shape[-1])
@@ -391,10 +392,8 @@ def test_rotation_back_is_the_inverse() -> None:
 def test_tables_of_a_pass_are_its_own() -> None:
     """A graph is recorded from inputs that the pass before it had, too: each has tables of its own."""
     config = _config(2)
-    assert config.rope is not None
-    rotary = RotaryEmbedding(
-        config.rope, config.max_model_len, dtype=torch.float32, device=torch.device("cpu")
-    )
+    rope = mixers_of(config, CompressedAttention)[0].rope
+    rotary = RotaryEmbedding(rope, config.max_model_len, dtype=torch.float32, device=torch.device("cpu"))
     tables, positions = StepTables(rotary), torch.tensor([8, 5])
     found = []
     for _ in range(2):

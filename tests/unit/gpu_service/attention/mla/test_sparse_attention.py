@@ -52,7 +52,7 @@ def backend_for(case: MlaCase, name: str) -> MlaAttentionBackend:
 
 
 def listed(selection: torch.Tensor) -> list[list[int]]:
-    """Rows without their padding, which must be at their ends."""
+    """Returns rows without their padding, which must be at their ends."""
     rows = []
     for row in selection.tolist():
         count = len([position for position in row if position >= 0])
@@ -82,7 +82,9 @@ def test_attention_to_the_chosen_tokens(shape: Shape, storage: torch.dtype | Non
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("shape", [[*DECODES, (70, 1)], [*CHUNKS, (0, 1)]], ids=["decodes", "chunks"])
 def test_sinks_take_their_share_of_the_softmax_once(shape: Shape, sparse: bool, name: str) -> None:
-    """Of one split or several, of all tokens or the chosen ones; first chunks take the same form."""
+    """Sinks count once with one split or several, over all tokens or the chosen ones; first chunks take the
+    same form.
+    """
     dimensions = replace(TINY_SPARSE if sparse else TINY, has_sinks=True)
     case = make_mla_case(dimensions, shape)
     assert case.sinks is not None
@@ -159,7 +161,8 @@ def test_equal_scores_go_to_the_earliest_tokens(name: str) -> None:
 
 @pytest.mark.parametrize("max_scores", [100, 450])
 def test_scores_are_served_in_batches(max_scores: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where not all rows' scores fit into memory at once, and one row's not into a program's tile.
+    """Batches are used where not all rows' scores fit into memory at once, and one row's not into a program's
+    tile.
 
     Batches of 2 and of 10 rows: each ends within a request, and a tile of rows with it.
     """
@@ -187,7 +190,7 @@ def test_a_captured_step_follows_its_refilled_tensors() -> None:
 
 
 def test_a_row_that_is_not_a_number_chooses_nothing() -> None:
-    """So that its attention is not a number either and the request fails, instead of saying anything."""
+    """Its attention is not a number either, so that the request fails instead of saying anything."""
     scores = torch.tensor([[1.0, float("nan"), 3.0, 2.0], [4.0, 3.0, 2.0, 1.0]])
     chosen = select_tokens(scores, torch.tensor([4, 4]), 2)
     assert listed(chosen) == [[], [0, 1]]
@@ -232,7 +235,9 @@ def test_flashinfer_is_refused_by_name() -> None:
 
 
 def test_the_indexers_rotary_table_has_the_layers_angles() -> None:
-    """As made for half-split pairs, from one made for adjacent ones; such a one comes back as it is."""
+    """The table is that for half-split pairs, made from one for adjacent ones; a table for half-split pairs
+    comes back as it is.
+    """
     frequencies, positions = torch.tensor([1.0, 0.3, 0.05]), torch.tensor([0, 4, 900])
     adjacent = rope_table(positions, frequencies, torch.float32, True, 1.3)
     split = rope_table(positions, frequencies, torch.float32, False, 1.3)

@@ -39,7 +39,9 @@ class World(ExchangingRank):
             self.device.advance(self.rng.randrange(6))
 
     def check_end(self) -> None:
-        """As ever; and what was copied is reported with the simulated link's speed, and counted by layer."""
+        """Checks the end as ever; and what was copied is reported with the simulated link's speed, and
+        counted by layer.
+        """
         super().check_end()
         assert all(seconds == pytest.approx(nbytes / 1e9) for nbytes, seconds in self.copied)
         assert sum(nbytes for nbytes, _ in self.copied) <= self.exchanges.nbytes

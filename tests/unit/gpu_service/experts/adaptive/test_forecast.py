@@ -14,31 +14,31 @@ EXPERTS, TOP_K, SLOTS, PRICE = 64, 4, 8, 4.0
 
 
 def forecast_of(known: NDArray[np.int64] | None = None) -> RoutingForecast:
-    """Of one layer, whose first experts are in its slots."""
+    """Returns a forecast of one layer, whose first experts are in its slots."""
     return RoutingForecast(np.arange(EXPERTS)[None] < SLOTS, TOP_K, known)
 
 
 def zipf(rng: np.random.Generator, exponent: float = 1.2) -> NDArray[np.float64]:
-    """Probabilities of experts, in an order of their own."""
+    """Returns the probabilities of experts, in an order of their own."""
     weights = 1.0 / np.arange(1, EXPERTS + 1) ** exponent
     return rng.permutation(weights / weights.sum())
 
 
 def counts_of(rng: np.random.Generator, chances: NDArray[np.float64], tokens: int) -> NDArray[np.int64]:
-    """What a number of tokens choose, each TOP_K different experts."""
+    """Returns what a number of tokens choose, each TOP_K different experts."""
     keys = np.log(chances)[None] + rng.gumbel(size=(tokens, EXPERTS))
     chosen = np.argsort(-keys, axis=1)[:, :TOP_K]
     return np.bincount(chosen.ravel(), minlength=EXPERTS)[None]
 
 
 def observed(decode: NDArray[np.int64] | None, prefill: NDArray[np.int64] | None = None) -> Observation:
-    """Of one layer."""
+    """Returns an observation of one layer."""
     nothing = np.zeros((1, EXPERTS), np.int64)
     return Observation(nothing if decode is None else decode, nothing if prefill is None else prefill)
 
 
 def hits(forecast: RoutingForecast, counts: NDArray[np.int64]) -> float:
-    """Of the experts that the forecast would put into the slots."""
+    """Returns the hits of the experts that the forecast would put into the slots."""
     return float(counts[0, np.argsort(-forecast.expected[0])[:SLOTS]].sum() / counts.sum())
 
 
@@ -120,7 +120,9 @@ def test_copies_that_bring_nothing_are_not_made() -> None:
 
 
 def exchanges(better: float, price: float = PRICE) -> int:
-    """How many there are where one absent expert is expected as often, and all present ones 10 times."""
+    """Returns how many there are where one absent expert is expected as often, and all present ones
+    10 times.
+    """
     expected = np.zeros((1, EXPERTS))
     expected[0, :SLOTS], expected[0, 40] = 10.0, better
     return len(worthwhile(expected, expected == 10.0, price))

@@ -26,7 +26,9 @@ STEPS, WORLDS, FULL_WORLDS = 500, 20, 200
     ],
 )
 def test_every_expert_is_computed_once(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In every step, also one that was launched again; and all slots are whole in the end."""
+    """Every expert is computed once in every step, also one that was launched again; and all slots are whole
+    in the end.
+    """
     monkeypatch.setattr(ExpertCosts, "copy_price", lambda costs, nbytes: 0.1)
     monkeypatch.setattr(placement_module, "READ_EVERY_S", 0.0)
     monkeypatch.setattr(placement_module, "_CAREFUL_S", 0.01)

@@ -59,7 +59,9 @@ class World(ExchangingRank):
         self.device.advance(self.rng.randrange(6))
 
     def compare(self) -> int:
-        """As `ResidentWatch` at any moment, without waiting for steps; returns how many slots it could."""
+        """Compares as `ResidentWatch` at any moment, without waiting for steps; returns how many slots it
+        could.
+        """
         compared = 0
         for layer, slots in self.resident.slots.items():
             for slot, content in enumerate(slots.contents):
@@ -69,7 +71,7 @@ class World(ExchangingRank):
         return compared
 
     def between_steps(self) -> None:
-        """As `AdaptivePlacement.begin_step` does, with wishes of all kinds."""
+        """Advances as `AdaptivePlacement.begin_step` does, with wishes of all kinds."""
         self.now += self.rng.choice([0.0, 0.3])
         self.supply.retire()
         self.exchanges.advance(self.wanted() + self.refills()[:2])
@@ -112,7 +114,7 @@ def test_steps_meet_the_experts_that_are_mapped(seed: int, has_streamer: bool) -
 
 
 def test_what_is_chosen_least_goes_and_the_most_chosen_comes() -> None:
-    """Over all layers: of what is left no expert is chosen less than one that had to go."""
+    """Over all layers no expert that is left is chosen less than one that had to go."""
     world = World(3)
     pool, layers = world.pool, world.resident.slots
     assert pool is not None
@@ -155,7 +157,7 @@ def test_layers_give_up_as_much_while_nothing_is_known_of_them() -> None:
 
 
 def test_memory_moves_to_layers_that_gain_more() -> None:
-    """While no memory is claimed: the layer whose absent experts are chosen most gets slots of the others."""
+    """While no memory is claimed, the layer whose absent experts are chosen most gets slots of the others."""
     world = World(5)
     pool = world.pool
     assert pool is not None

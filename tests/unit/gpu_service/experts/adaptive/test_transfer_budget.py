@@ -61,7 +61,7 @@ def test_steps_bear_their_copies(slope: float, seed: int) -> None:
 
 
 def test_copies_that_cost_nothing_get_more_of_the_link() -> None:
-    """Up to a quarter of the time of steps."""
+    """Such copies get up to a quarter of the time of steps."""
     link = Link(0.0, nbytes=10_000_000)
     link.run(4000)
     link.run(4000)

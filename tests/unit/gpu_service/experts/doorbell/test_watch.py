@@ -59,7 +59,7 @@ class FakeMailbox:
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeKernel]:
-    """Of a mailbox that a watch with quick polls looks at."""
+    """Yields the kernel of a mailbox that a watch with quick polls looks at."""
     monkeypatch.setattr(watching, "POLL_S", 0.001)
     monkeypatch.setattr(watching, "QUIET_POLLS", 5)
     box = FakeMailbox()

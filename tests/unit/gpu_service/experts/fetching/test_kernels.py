@@ -37,7 +37,9 @@ def kernels(name: str) -> FetchKernels:
 
 @st.composite
 def _steps(draw: st.DrawFn) -> list[torch.Tensor]:
-    """Ids of some steps, int32 `[T, K]`: no row chooses an expert twice, some choices are of residents."""
+    """Returns the ids of some steps, int32 `[T, K]`: no row chooses an expert twice, some choices are of
+    residents.
+    """
     steps = []
     for _ in range(draw(st.integers(1, 6))):
         rows = draw(st.integers(1, 9))
@@ -65,7 +67,7 @@ def test_every_choice_is_computed_once(
     hidden_expert: int,
     name: str,
 ) -> None:
-    """Whatever is chosen: servers have it or a slot does, whose bytes are there; and time is saved."""
+    """Whatever is chosen, servers have it or a slot does, whose bytes are there; and time is saved."""
     state, segments = fetch_state(SERVERS[split], num_slots, prices=(server_seconds, 48e-6))  # type: ignore[index]
     state.addresses[:, :, hidden_expert] = 0
     fetching, layer = kernels(name), state.layers[0]
@@ -99,7 +101,9 @@ def test_every_choice_is_computed_once(
 def test_the_kernel_is_the_reference(
     steps: list[torch.Tensor], num_slots: int, server_seconds: float
 ) -> None:
-    """Over steps that follow one another: the same choices, maps, scores, order of copies and counters."""
+    """The kernel agrees over steps that follow one another: the same choices, maps, scores, order of copies
+    and counters.
+    """
     states = [fetch_state(SERVERS[tensor_split], num_slots, prices=(server_seconds, 48e-6)) for _ in range(2)]
     for ids in steps:
         found = []
@@ -114,7 +118,7 @@ def test_the_kernel_is_the_reference(
 @pytest.mark.parametrize("name", ["triton", "reference"])
 @pytest.mark.parametrize("missing", range(1, 12))
 def test_link_and_servers_are_done_together(name: str, missing: int) -> None:
-    """Of experts with a row each, as many are copied as make the slower of both fastest; the fewest such."""
+    """The fewest experts with a row each are copied that make the slower of both fastest."""
     state, _ = fetch_state(SERVERS[tensor_split], 11, prices=(23e-6, 48e-6))
     times = [max((missing - n) * 23e-6, n * 48e-6) for n in range(missing + 1)]
     kernels(name).choose(state.layers[0], torch.arange(missing, dtype=torch.int32).view(1, -1))

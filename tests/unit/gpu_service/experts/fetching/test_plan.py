@@ -19,7 +19,7 @@ PARTS[2] = (ServedPart(0, KIND), ServedPart(0, KIND))
 
 
 def config(split: str = "tensor", ranks: int = 1, stages: int = 1, fetch: str = "auto") -> MoebiusConfig:
-    """Settings that matter here."""
+    """Returns the settings that matter here."""
     document: dict[str, Any] = {
         "model": {"model": "/m"},
         "gpu": {"fetch_experts": fetch},
@@ -31,7 +31,9 @@ def config(split: str = "tensor", ranks: int = 1, stages: int = 1, fetch: str = 
 
 @pytest.mark.parametrize(("split", "groups"), [("tensor", 2), ("expert", 1)])
 def test_slots_hold_whole_experts(split: str, groups: int) -> None:
-    """Of every layer that is not resident as a whole; a part from each server where they share experts."""
+    """Every layer that is not resident as a whole has slots; a part comes from each server where they share
+    experts.
+    """
     plan = plan_fetching(config(split), GEOMETRY, PARTS, "cuda", None)
     assert plan is not None
     assert plan.kinds == {0: (KIND,) * groups, 1: (KIND,) * groups}
@@ -40,7 +42,9 @@ def test_slots_hold_whole_experts(split: str, groups: int) -> None:
 
 
 def test_a_small_part_of_the_memory_is_taken() -> None:
-    """At most a 24th, of small GPUs a 48th; where less than four slots have room there are none."""
+    """Slots take at most a 24th of the memory, of small GPUs a 48th; where less than four have room there are
+    none.
+    """
     counts = set()
     for each in range(1, 12):
         one = 4 * KIND.expert_bytes

@@ -41,7 +41,7 @@ for experts in ((), (5,), (2, 0, 3)):
     [("rows", 100, 3, "float32"), ("tiles", 0, 5, "float32"), ("unpacked", 0, 9, "float16")],
 )
 def test_kernels_read_what_has_memory(kernels: str, few_rows: int, rows: int, dtype: str) -> None:
-    """Of layers with no slot, one and some; the sums are those of the reference."""
+    """The sums of layers with no slot, one and some are those of the reference."""
     arguments = [kernels, str(few_rows), str(rows), dtype]
     ended = subprocess.run(
         [sys.executable, "-c", PROGRAM, *arguments],

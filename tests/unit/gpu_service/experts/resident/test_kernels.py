@@ -33,7 +33,7 @@ FEW, MANY = 100, 0
 
 
 def error(kernels: ResidentKernels, shape: Shape, slots: LayerSlots, rows: int) -> float:
-    """Largest difference from the reference over the largest wanted magnitude."""
+    """Returns largest difference from the reference over the largest wanted magnitude."""
     hidden_states, ids, weights = routed(shape, rows)
     partial = torch.randn(rows, shape.hidden)
     reference = TorchResidentKernels(shape.geometry)
@@ -131,7 +131,7 @@ def test_a_graph_holds_no_slots_whose_memory_moves(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("weight_format", ["float16", "bfloat16", "fp8_block", "int4_g128_zeros"])
 def test_tiles_multiply_float16_rows_in_float16(weight_format: str) -> None:
-    """Not in bfloat16, of which a row has three bits more."""
+    """Tiles do not multiply in bfloat16, of which a float16 row has three bits more."""
     shape = Shape()
     slots = resident_layer(shape, weight_format, (4, 1, 2))
     inputs = routed(shape, 5, dtype=torch.float16)
@@ -141,7 +141,7 @@ def test_tiles_multiply_float16_rows_in_float16(weight_format: str) -> None:
 
 
 def counted(call: Any, firsts: list[int]) -> Any:
-    """The same, noting the first slot of each call."""
+    """Returns the same, noting the first slot of each call."""
 
     def forward(slots: LayerSlots, first: int, *rest: Any) -> None:
         firsts.append(first)
@@ -151,7 +151,7 @@ def counted(call: Any, firsts: list[int]) -> Any:
 
 
 def test_a_layer_clamps_where_its_slots_say() -> None:
-    """Not where the geometry says for all layers; an infinite limit is none. As expert servers do."""
+    """Slots decide, not the geometry for all layers; an infinite limit is none, as for expert servers."""
     answers = []
     for limit in (0.1, 0.3, math.inf):
         shape = Shape(hidden=96, intermediate=48, activation="silu_clamped", limit=limit)
@@ -177,9 +177,9 @@ def test_partial_sums_of_any_kind(few_rows: int) -> None:
     assert torch.equal(kernels.forward(slots, hidden_states, ids, weights, None), added)
     empty = kernels.forward(slots, hidden_states[:0], ids[:0], weights[:0], None)
     assert empty.shape == (0, shape.hidden)
-    nobody = torch.full_like(ids, -1)
+    no_choices = torch.full_like(ids, -1)
     partial = torch.randn(4, shape.hidden)
-    assert torch.equal(kernels.forward(slots, hidden_states, nobody, weights, partial.clone()), partial)
+    assert torch.equal(kernels.forward(slots, hidden_states, no_choices, weights, partial.clone()), partial)
 
 
 def test_rows_do_not_depend_on_their_batch() -> None:
@@ -282,7 +282,9 @@ def test_warm_up_meets_every_tile(max_rows: int) -> None:
 
 
 def test_few_rows_are_those_that_share_hardly_any_expert() -> None:
-    """As many pairs as experts, twice as many of 16 bits, which cost nothing to decode; 8 rows always."""
+    """Rows are few up to as many pairs as experts, twice as many of 16 bits, which cost nothing to decode; 8
+    rows always.
+    """
     formats = [layer_format(name, name, 64, 32, False) for name in ("int4_g32", "fp8_block", "bfloat16")]
     assert [launch.few_rows(kind, 128, 8) for kind in formats] == [16, 16, 32]
     assert [launch.few_rows(kind, 8, 2) for kind in formats] == [8, 8, 8]

@@ -13,7 +13,7 @@ PLACED = {0: (0, 1, 2, 3), 2: (4, 5, 6, 7), 3: (8, 9, 10, 11)}
 
 
 def counts_of(exponent: float, seed: int) -> NDArray[np.int64]:
-    """Of TOKENS tokens, by Zipf's law in an order of its own."""
+    """Returns the counts of TOKENS tokens, by Zipf's law in an order of its own."""
     law = np.arange(1, EXPERTS + 1) ** -exponent
     shares = np.minimum(1.0, law / law.sum() * TOP_K)
     return np.random.default_rng(seed).permutation((shares * TOKENS).astype(np.int64))

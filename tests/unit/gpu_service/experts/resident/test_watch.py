@@ -35,12 +35,12 @@ LAYER = 1
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A tiny checkpoint."""
+    """Returns a tiny checkpoint."""
     return TinyMoe(num_experts=5, num_layers=3).write(tmp_path / "model")
 
 
 def loaded(model: Path, **placement: Any) -> ResidentExperts:
-    """Three experts of each layer, unless the placement says else."""
+    """Returns three experts of each layer, unless the placement says else."""
     return load(configuration(model, **(placement or {"gpu_experts": 3})), read_geometry(model))
 
 
@@ -68,7 +68,9 @@ def flip(resident: ResidentExperts, slot: int, at: int = 17) -> torch.Tensor:
 def test_flipped_bits_are_found_in_the_background_and_repaired(
     model: Path, placement: dict[str, Any]
 ) -> None:
-    """Within the interval, also in layers that are resident as a whole, and also twice in one place."""
+    """Damage is found within the interval, also in layers that are resident as a whole, and also twice in one
+    place.
+    """
     resident = loaded(model, **placement)
     reasons: list[str] = []
     with capture_logs() as logs, watching(resident, 0.1, on_damage=reasons.append) as watch:
@@ -127,7 +129,7 @@ def test_comparing_at_once_has_a_share_of_the_time(model: Path, monkeypatch: pyt
 
 
 def test_comparing_is_spread_over_the_interval(model: Path) -> None:
-    """Once within it, and not more often: the bytes that were compared say so."""
+    """Each slot is compared once within it and not more often, by the bytes that were compared."""
     resident = loaded(model)
     with watching(resident, 3600.0) as watch:
         wait_until(lambda: watch.compared_bytes > 0, 30)
@@ -156,7 +158,7 @@ class Meddling(HostTransfers):
         if self.spoils is not None and _same_memory(self.spoils, target):
             target[5] ^= 1
 
-    def wait(self, event: None) -> None:
+    def wait(self, event: None) -> None:  # type: ignore[override]
         act, self.after = self.after, lambda: None
         act()
 

@@ -29,7 +29,7 @@ EACH = KIND.expert_bytes
 
 
 def stored(experts: tuple[int, ...], segment: int = 0, kind: LayerFormat = KIND) -> StoredExperts:
-    """Layer 5."""
+    """Returns layer 5."""
     return StoredExperts(5, segment, 4096, experts, kind)
 
 
@@ -176,7 +176,9 @@ def test_settings(mode: str, min_rows: int | None, measured: bool, shares: tuple
 
 
 def test_decode_steps_stream_where_asked() -> None:
-    """Not by default: graphs and servers have them; large ones and those above stream_min_rows may."""
+    """Decode steps do not stream by default: graphs and servers have them; large ones and those above
+    stream_min_rows may.
+    """
     assert not ShareChooser("stream", None, 1, ExpertCosts(128, 8)).may_stream(64, is_decode=True)
     assert not ShareChooser("auto", None, 1, ExpertCosts(128, 8)).may_stream(64, is_decode=True)
     assert ShareChooser("auto", None, 1, ExpertCosts(128, 8)).may_stream(100, is_decode=True)
@@ -184,7 +186,7 @@ def test_decode_steps_stream_where_asked() -> None:
 
 
 def test_who_streams() -> None:
-    """Only where there are segments; a CPU only where it is set to."""
+    """An engine streams only where there are segments, on a CPU only where it is set to."""
 
     def settings(mode: str, directory: str) -> MoebiusConfig:
         return MoebiusConfig(
@@ -203,8 +205,8 @@ def test_who_streams() -> None:
 
 
 def test_streamed_steps_are_as_long_as_others_may_wait() -> None:
-    """By a layer's products on the GPU, but never so short that the link alone decides; all that there may be
-    while nothing is known.
+    """The length follows a layer's products on the GPU, but is never so short that the link alone decides;
+    all that there may be while nothing is known.
     """
     gpu = CostCurve(((64, 0.5e-3), (4096, 4e-3)))
     costs = LayerCosts(6e-3, CostCurve(((64, 1e-3),)), gpu)

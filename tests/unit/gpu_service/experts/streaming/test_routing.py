@@ -19,7 +19,7 @@ HALF = SHARES // 2
 
 
 def step(random: np.random.Generator, chances: np.ndarray, rows: int = 300) -> Counts:
-    """Counts of a step whose rows choose by these chances `[layers, experts]`."""
+    """Returns the counts of a step whose rows choose by these chances `[layers, experts]`."""
     scores = np.log(chances)[:, None] + random.gumbel(size=(len(LAYERS), rows, EXPERTS))
     ids = np.argpartition(-scores, TOP_K - 1, axis=2)[:, :, :TOP_K]
     return np.stack([np.bincount(layer.reshape(-1), minlength=EXPERTS) for layer in ids])
@@ -32,7 +32,7 @@ def zipf(random: np.random.Generator, power: float) -> np.ndarray:
 
 
 def test_ids_are_counted() -> None:
-    """Of each layer for itself; -1 is no expert."""
+    """Ids are counted for each layer by itself; -1 is no expert."""
     ids = [torch.randint(-1, 5, (40, 3), dtype=torch.int32) for _ in LAYERS]
     found = count_chosen(ids, 5)
     for layer, chosen in enumerate(ids):
@@ -69,7 +69,7 @@ def test_uneven_routing_is_followed() -> None:
 
 
 def test_recorded_counts_are_where_it_begins() -> None:
-    """For the first step; and experts that are not available are neither counted nor chosen."""
+    """Recorded counts serve the first step; experts that are not available are neither counted nor chosen."""
     random = np.random.default_rng(3)
     chances = zipf(random, 1.2)
     known = {layer: step(random, chances)[place].tolist() for place, layer in enumerate(LAYERS)}
@@ -84,7 +84,9 @@ def test_recorded_counts_are_where_it_begins() -> None:
 
 
 def test_costs_know_what_is_left_to_servers() -> None:
-    """Even routing as before; where few pairs are left, servers get more experts and a layer takes less."""
+    """Even routing costs as before; where few pairs are left, servers get more experts and a layer takes
+    less.
+    """
     even = tuple(1 - share / SHARES for share in range(SHARES + 1))
     for rows in (1, 100, 512, 4096):
         for share in (0, 1, HALF, SHARES):

@@ -179,7 +179,7 @@ class World:
             self.device.advance(1)
 
     def launch_layer(self, run: Run, layer: int) -> None:
-        """As the MoE block does."""
+        """Launches a layer as the MoE block does."""
         self.run = run
         self.device.current = "lane" if run.is_lane else "main"
         hidden, weights = torch.zeros(ROWS, SHAPE.hidden), torch.ones(ROWS, SHAPE.top_k)
@@ -249,7 +249,7 @@ class World:
 
 
 def new_ids(rng: random.Random) -> list[torch.Tensor]:
-    """Of every layer; -1 among them."""
+    """Returns new ids of every layer; -1 among them."""
     found = []
     for _ in range(LAYERS):
         rows = [rng.sample(range(-1, SHAPE.experts), SHAPE.top_k) for _ in range(ROWS)]
@@ -309,7 +309,9 @@ def run_steps(world: World, count: int) -> None:
     "seed", [*range(8), *(pytest.param(s, marks=pytest.mark.full) for s in range(8, 40))]
 )
 def test_each_pair_once(seed: int) -> None:
-    """With reloads, residents that move, broken-off launches, replays and both lanes."""
+    """Each pair is computed once with reloads, residents that move, broken-off launches, replays and both
+    lanes.
+    """
     world = World(seed)
     run_steps(world, 150)
     assert world.counts["streamed"] > 20

@@ -59,7 +59,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _copy(source: Path, target: Path, **config: Any) -> Path:
-    """The checkpoint again, with other keys in config.json."""
+    """Returns the checkpoint again, with other keys in config.json."""
     for name in ("model.safetensors", "preprocessor_config.json"):
         (target / name).write_bytes((source / name).read_bytes())
     values = json.loads((source / "config.json").read_text()) | config
@@ -210,7 +210,7 @@ def test_an_image_that_no_step_can_hold_is_refused_at_the_start(tmp_path: Path) 
 
 
 def test_sizes_of_kimi_are_transformers() -> None:
-    """For the released limits and small ones, images of all proportions."""
+    """Sizes agree for the released limits and small ones, for images of all proportions."""
     for limits in ({}, {"max_patches": 100, "max_side_patches": 17}):
         processor = KimiImageProcessor(**limits)
         for step in range(60):

@@ -48,7 +48,8 @@ EVERYWHERE = {
     ],
 )
 def test_kernels_fit(extent: str, architecture: int) -> None:
-    """In a process of its own: the interpreter is chosen when a kernel's module is imported.
+    """Kernels are compiled in a process of its own: the interpreter is chosen when a kernel's module is
+    imported.
 
     What was compiled is kept by its source: only the first run on a machine takes long.
     """

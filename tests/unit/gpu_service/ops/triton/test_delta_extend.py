@@ -64,7 +64,7 @@ def test_decays_of_elements(sizes: LinearSizes, dtype: torch.dtype, bound: float
 
 
 def test_strong_decay_of_some_elements_makes_no_chunk_overflow() -> None:
-    """Next to elements that hardly decay, so that their products must not be lost."""
+    """Elements that hardly decay lie next to them, so that their products must not be lost."""
     case = make_kimi_case(LinearSizes(2, 2, 8, 8), [64, 70], torch.float32)
     case.a[:, ::2].add_(60)
     case.a[:, 1::2].sub_(60)

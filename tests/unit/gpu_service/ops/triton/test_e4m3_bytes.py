@@ -30,7 +30,7 @@ def _ampere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _stored(values: torch.Tensor, key_scale: float = 1.0) -> torch.Tensor:
-    """The bytes that the kernel stores of float32 keys, one head of 16 a token."""
+    """Returns the bytes that the kernel stores of float32 keys, one head of 16 a token."""
     rows = values.view(-1, 1, 16)
     slots = torch.zeros(rows.shape[0], 2, 16).to(E4M3)
     append_kv(slots, rows, rows, torch.arange(rows.shape[0]), key_scale, 1.0)

@@ -32,12 +32,12 @@ def test_the_first_tile_that_fits_is_found_once() -> None:
     assert tried[4:] == [120, 40]
 
 
-def test_another_device_is_tried_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_device_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two kinds of GPU may serve in one process."""
     tried: list[int] = []
-    launch_fitting("anew", None, CPU, (120, 72), tried.append)
+    launch_fitting("again", None, CPU, (120, 72), tried.append)
     monkeypatch.setattr(limits, "WITHOUT_GPU", replace(limits.WITHOUT_GPU, architecture=86))
-    launch_fitting("anew", None, CPU, (120, 72), tried.append)
+    launch_fitting("again", None, CPU, (120, 72), tried.append)
     assert tried == [120, 120]
 
 

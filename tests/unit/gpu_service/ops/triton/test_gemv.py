@@ -8,9 +8,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpu_service.ops import linear, norm_linear
+from gpu_service.ops import linear
 from gpu_service.ops.triton import gemv, norm_route
-from moebius.models.config import RouterConfig
+from moebius.models.layers.router import RouterConfig
 from tests.tolerances import OP_ROUNDINGS
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where a GPU is")
@@ -47,7 +47,7 @@ def test_add_norm_linear(
     norm_weight, bias = torch.randn(96).to(dtype), torch.randn(20).to(weight_dtype or dtype)
     weight = torch.randn(20, 96).to(weight_dtype or dtype)
     arguments = norm_weight, 1e-6, weight, bias
-    wanted = norm_linear.add_norm_linear.reference(
+    wanted = linear.add_norm_linear.reference(
         residual.clone(), None if update is None else update.clone(), *arguments
     )
     before = residual.clone()
@@ -71,7 +71,7 @@ def test_add_norm_route(score: str, features: int, rows: int) -> None:
     weight, correction = torch.randn(features, 64), torch.randn(features) * 0.1
     valid = torch.arange(rows) != 1
     arguments = torch.randn(64), 1e-6, weight, None, correction, config, valid
-    wanted = norm_linear.add_norm_route.reference(residual.clone(), update.clone(), *arguments)
+    wanted = linear.add_norm_route.reference(residual.clone(), update.clone(), *arguments)
     assert norm_route.can_add_norm_route(residual, update, *arguments)
     for _ in range(2):
         total, normed, weights, ids = norm_route.add_norm_route(residual, update, *arguments)

@@ -67,7 +67,9 @@ def test_fused_add_rms_norm(dtype: torch.dtype, shape: tuple[int, int]) -> None:
 
 
 def test_a_float32_update_is_rounded_after_the_addition() -> None:
-    """As a mixture of experts sums in float32: no kernel of its own for the cast, and no second rounding."""
+    """The update is float32 as a mixture of experts sums: there is no kernel of its own for the cast, and no
+    second rounding.
+    """
     residual, weight = torch.full((2, 8), 1024.0).half(), torch.ones(8).half()
     update = torch.full((2, 8), 1.5001)
     wanted_residual = residual.clone()
@@ -114,7 +116,9 @@ def _table(tokens: int, rotary_dim: int, interleaved: bool, dtype: torch.dtype) 
 def test_apply_rope(
     dtype: torch.dtype, interleaved: bool, tokens: int, num_heads: int, rotary_dim: int
 ) -> None:
-    """In place, in a slice of wider rows; elements beyond the rotated ones and other heads are untouched."""
+    """Rotation is in place, in a slice of wider rows; elements beyond the rotated ones and other heads are
+    untouched.
+    """
     torch.manual_seed(tokens)
     wide = torch.randn(tokens, num_heads + 3, 20).to(dtype)
     expected = wide.clone()
@@ -219,8 +223,9 @@ def test_append_kv(dtype: torch.dtype, tokens: int) -> None:
 
 
 def test_append_kv_in_fp8_is_scaled_and_clipped() -> None:
-    """Of values that need no rounding: Triton's interpreter loses the carry of one that is rounded up to a
-    power of two, which GPUs do not."""
+    """Values need no rounding here: Triton's interpreter loses the carry of one that is rounded up to a power
+    of two, which GPUs do not.
+    """
     slots = torch.zeros(4, 4, 8).to(torch.float8_e4m3fn)
     expected = slots.clone()
     key, value = (torch.randn(2, 2, 8).to(torch.float8_e4m3fn).float() * factor for factor in (0.5, 16.0))
@@ -245,8 +250,9 @@ def test_argmax_and_finite(shape: tuple[int, int]) -> None:
 
 
 def test_the_first_layer_that_overflows_is_noted() -> None:
-    """Of a sum that is infinite only once it is rounded, of NaN, and of either half; a later layer changes
-    nothing, and the largest number is no overflow."""
+    """The layer is noted for a sum that is infinite only once it is rounded, for NaN, and for either half; a
+    later layer changes nothing, and the largest number is no overflow.
+    """
     none = overflow.NO_OVERFLOW
     total, update = torch.zeros(7, 70, dtype=torch.float16), torch.zeros(7, 70)
     total[0, 69], update[0, 69] = 65504.0, 15.9

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from gpu_service.ops.router import route
 from gpu_service.ops.triton.router import route as triton_route
-from moebius.models.config import RouterConfig
+from moebius.models.layers.router import RouterConfig
 from tests.tolerances import OP_FLOAT32
 
 pytestmark = [
@@ -20,7 +20,9 @@ pytestmark = [
 
 
 def _dense(weights: torch.Tensor, ids: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Weights by expert `[T, E]`; an expert chosen with weight 0 still differs from one not chosen."""
+    """Returns the weights by expert `[T, E]`; an expert chosen with weight 0 still differs from one not
+    chosen.
+    """
     dense = torch.full((weights.shape[0], num_experts), -1.0)
     return dense.scatter_(1, ids.long(), weights)
 
@@ -93,7 +95,7 @@ def test_ids_of_broken_logits_are_valid_and_distinct(score: str, groups: tuple[i
     assert weights[0].isnan().all()
 
 
-def test_rows_of_padding_choose_nobody() -> None:
+def test_rows_of_padding_choose_no_expert() -> None:
     """In both implementations, and the other rows keep their choice."""
     logits, valid = torch.randn(5, 9), torch.tensor([True, False, True, False, False])
     config = RouterConfig(9, 3, "softmax")

@@ -44,7 +44,7 @@ def small_file(
     kind: int = 0,
     name: str = "token_embd.weight",
 ) -> Path:
-    """One tensor `[2, 32]` whose bytes are of no account."""
+    """Returns one tensor `[2, 32]` whose bytes are of no account."""
     writer = GGUFWriter(path, architecture)
     writer.add_expert_count(experts)
     writer.add_tensor(name, np.zeros((2, 32), np.float32))
@@ -63,7 +63,7 @@ def small_file(
 
 @pytest.mark.parametrize("part", [0.0, 0.001, 0.02, 0.5, 0.999])
 def test_a_truncated_file_is_named(part: float, tmp_path: Path, gguf: Callable[[str], GgufFile]) -> None:
-    """Wherever it ends: in the header or in the data."""
+    """The error names the file wherever it ends: in the header or in the data."""
     content = gguf("qwen3_moe_tied").path.read_bytes()
     short = tmp_path / "short.gguf"
     short.write_bytes(content[: int(len(content) * part)])
@@ -91,7 +91,7 @@ def test_an_unknown_architecture_is_named_with_those_that_are_known(tmp_path: Pa
 
 
 def metadata_entry(key: str, kind: int, value: bytes) -> bytes:
-    """As a header holds it."""
+    """Returns the metadata entry as a header holds it."""
     return len(key).to_bytes(8, "little") + key.encode() + kind.to_bytes(4, "little") + value
 
 
@@ -140,7 +140,7 @@ def test_rows_that_blocks_do_not_divide_are_refused(tmp_path: Path) -> None:
 
 
 def test_tensors_that_no_rule_knows_are_listed(tmp_path: Path) -> None:
-    """Such as factors of a rotary scaling that the metadata does not mention."""
+    """The list has such tensors as factors of a rotary scaling that the metadata does not mention."""
     path = small_file(tmp_path / "m.gguf", name="rope_freqs.weight")
     refused(path, "qwen3moe is not known to have: rope_freqs.weight")
 
@@ -236,7 +236,7 @@ def test_a_directory_is_a_gguf_model_if_it_has_one_and_no_safetensors(tmp_path: 
 
 
 def test_commands_take_a_file_or_a_directory_of_one(gguf: Callable[[str], GgufFile], tmp_path: Path) -> None:
-    """Before anything starts, and with the message of what is wrong with it."""
+    """Commands fail before anything starts, with the message of what is wrong with the file."""
     for path in (gguf("qwen3_moe").path, gguf("qwen3_moe").path.parent):
         config = MoebiusConfig.model_validate({"model": {"model": str(path)}})
         assert with_checkpoint(config).model.model == str(path)

@@ -40,7 +40,7 @@ NAMES = {"gate": "ffn_gate_exps", "up": "ffn_up_exps", "down": "ffn_down_exps"}
 
 
 def stack(kind: str, seed: int, factor: float = 0.01) -> NDArray[np.uint8]:
-    """One expert's blocks, every byte of codes and scales drawn: `[1, SIZE, bytes of a row]`."""
+    """Returns one expert's blocks, every byte of codes and scales drawn: `[1, SIZE, bytes of a row]`."""
     weights, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     random = np.random.default_rng(seed)
     blocks = random.integers(0, 256, (SIZE * SIZE // weights, nbytes), np.uint8)

@@ -24,7 +24,9 @@ NEWER = {"Q1_0": (41, 1), "Q2_0": (42, 2)}
 
 
 def write_tensors(path: Path, tensors: dict[str, tuple[NDArray[Any], str]]) -> Path:
-    """A file of family qwen3moe with a single layer's tensors and no more metadata than the index needs."""
+    """Returns a file of family qwen3moe with a single layer's tensors and no more metadata than the index
+    needs.
+    """
     writer = GGUFWriter(path, "qwen3moe")
     writer.add_expert_count(EXPERTS)
     for name, (array, kind) in tensors.items():

@@ -1,0 +1,92 @@
+"""Requests of this process to its own application: those of batches take the way of all others."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Scope
+
+_STATE = "internal_caller"
+
+
+@dataclass(frozen=True)
+class InternalCaller:
+    """For whom a request is made; only code of this process can put it into a request's scope."""
+
+    key_name: str  # of the API key that asked for it; empty: none was required
+
+
+@dataclass(frozen=True)
+class InternalAnswer:
+    """The answer to such a request; filled by `InternalClient`."""
+
+    status: int
+    headers: dict[str, str]  # names in small letters
+    body: bytes
+
+    @property
+    def request_id(self) -> str:
+        """The request's id in the log."""
+        return self.headers.get("x-request-id", "")
+
+
+def internal_caller(scope: Scope) -> InternalCaller | None:
+    """Returns who makes a request inside this process, or None for a client's."""
+    caller: InternalCaller | None = scope.get("state", {}).get(_STATE)
+    return caller
+
+
+class InternalClient:
+    """Sends requests to the application, without a connection."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def post(self, path: str, body: bytes, caller: InternalCaller) -> InternalAnswer:
+        """Returns the answer to a body of JSON; cancelling it is like a client that leaves."""
+        answered = asyncio.Event()
+        received = False
+        status, headers = 500, dict[str, str]()
+        pieces: list[bytes] = []
+
+        async def receive() -> Message:
+            nonlocal received
+            if not received:
+                received = True
+                return {"type": "http.request", "body": body, "more_body": False}
+            await answered.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers.update({name.decode(): value.decode() for name, value in message["headers"]})
+            elif message["type"] == "http.response.body":
+                pieces.append(message.get("body", b""))
+
+        try:
+            await self._app(_scope(path, len(body), caller), receive, send)
+        finally:
+            answered.set()
+        return InternalAnswer(status, headers, b"".join(pieces))
+
+
+def _scope(path: str, size: int, caller: InternalCaller) -> dict[str, Any]:
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.4"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": [(b"content-type", b"application/json"), (b"content-length", str(size).encode())],
+        "client": None,
+        "server": None,
+        "state": {_STATE: caller},
+    }

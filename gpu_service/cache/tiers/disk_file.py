@@ -1,0 +1,246 @@
+"""Files of the disk tier: blocks that are only ever appended, each with a checksum, and an index beside them.
+
+    NAME.kv       header | record, payload | record, payload | …
+    NAME.index    record | record | …              the same records again, so that a start reads few bytes
+
+A record has a checksum of itself and one of its payload (that of packed experts, `weight_digest`). An index
+that is torn, short or missing is built again from the records in front of the payloads; what follows the last
+whole record is the end of a writer that was killed, and is not read. Files are readable by their owner only.
+The writer of a file holds an exclusive lock on it as long as it may append.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from gpu_service.cache.tiers.digests import DIGEST_BYTES, is_state, state_key
+from moebius import _kernels
+
+Bytes = npt.NDArray[np.uint8]
+SUFFIX, INDEX_SUFFIX = ".kv", ".index"
+_MAGIC = b"moebius KV\0\0"
+_VERSION = 1
+_HEADER = np.dtype([("magic", "V12"), ("version", "<u4"), ("identity", "V32"), ("checksum", "<u8")])
+_RECORD = np.dtype(
+    [
+        ("digest", "V32"),
+        ("parent", "V32"),
+        ("is_state", "<u4"),
+        ("tokens", "<u4"),
+        ("offset", "<u8"),  # of the payload
+        ("nbytes", "<u8"),
+        ("payload_checksum", "<u8"),
+        ("checksum", "<u8"),  # of the record up to here
+    ]
+)
+
+
+class DiskRecord(NamedTuple):
+    """Where a block lies; filled from a file's records."""
+
+    path: Path
+    key: bytes
+    parent: bytes
+    tokens: int
+    offset: int
+    nbytes: int
+    checksum: int
+
+
+class UnreadableBlock(OSError):
+    """A payload is not what was written: the block is as good as absent."""
+
+
+def _sealed(record: npt.NDArray[np.void]) -> int:
+    """The checksum of a record or header, whose last field is the place of it."""
+    return _kernels.weight_digest(record.tobytes()[:-8], 1)
+
+
+def _packed(key: bytes, parent: bytes, tokens: int, offset: int, payload: Bytes) -> npt.NDArray[np.void]:
+    record = np.zeros(1, _RECORD)
+    checksum = _kernels.weight_digest(payload, 0)
+    record[0] = (key[:DIGEST_BYTES], parent, is_state(key), tokens, offset, len(payload), checksum, 0)
+    record["checksum"] = _sealed(record)
+    return record
+
+
+def _parsed(path: Path, data: bytes) -> DiskRecord | None:
+    """None: the bytes are no record."""
+    record = np.frombuffer(data, _RECORD)
+    if int(record["checksum"][0]) != _sealed(record):
+        return None
+    found = record[0]
+    digest = found["digest"].tobytes()
+    key = state_key(digest) if found["is_state"] else digest
+    numbers = (int(found[name]) for name in ("tokens", "offset", "nbytes", "payload_checksum"))
+    return DiskRecord(path, key, found["parent"].tobytes(), *numbers)
+
+
+def read_identity(path: Path) -> bytes | None:
+    """The identity that a file was written with; None: it is no file of this version."""
+    with path.open("rb") as file:
+        data = file.read(_HEADER.itemsize)
+    if len(data) < _HEADER.itemsize:
+        return None
+    header = np.frombuffer(data, _HEADER)
+    is_ours = header["magic"][0].tobytes() == _MAGIC and int(header["version"][0]) == _VERSION
+    return (
+        header["identity"][0].tobytes() if is_ours and int(header["checksum"][0]) == _sealed(header) else None
+    )
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a living process may append to a file. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def file_bytes(path: Path) -> int:
+    """Bytes of a file and its index; 0 for one that has just gone."""
+    total = 0
+    for part in (path, path.with_suffix(INDEX_SUFFIX)):
+        try:
+            total += part.stat().st_size
+        except FileNotFoundError:
+            continue
+    return total
+
+
+def remove_file(path: Path) -> None:
+    """Removes a file and its index. Raises OSError."""
+    path.unlink(missing_ok=True)
+    path.with_suffix(INDEX_SUFFIX).unlink(missing_ok=True)
+
+
+class FileReader:
+    """Follows the records of one file, which another process may be writing."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        # Bytes of the index that were read, and of the file that they cover.
+        self._indexed, self._covered = 0, _HEADER.itemsize
+
+    def new_records(self) -> Iterator[DiskRecord]:
+        """Records that were appended since the last call. Raises OSError."""
+        yield from self._from_index()
+        if not is_locked(self.path):
+            yield from self._from_file()
+
+    def _from_index(self) -> Iterator[DiskRecord]:
+        try:
+            with self.path.with_suffix(INDEX_SUFFIX).open("rb") as file:
+                file.seek(self._indexed)
+                data = file.read()
+        except FileNotFoundError:
+            return
+        for begin in range(0, len(data) - _RECORD.itemsize + 1, _RECORD.itemsize):
+            record = _parsed(self.path, data[begin : begin + _RECORD.itemsize])
+            if record is None or record.offset != self._covered + _RECORD.itemsize:
+                return
+            self._indexed += _RECORD.itemsize
+            self._covered = record.offset + record.nbytes
+            yield record
+
+    def _from_file(self) -> Iterator[DiskRecord]:
+        """What the index lacks though its writer has ended: appends it there, as far as it is whole."""
+        with self.path.open("rb") as file:
+            size, found = os.fstat(file.fileno()).st_size, []
+            while self._covered + _RECORD.itemsize <= size:
+                data = os.pread(file.fileno(), _RECORD.itemsize, self._covered)
+                record = _parsed(self.path, data)
+                begin = self._covered + _RECORD.itemsize
+                if record is None or record.offset != begin or begin + record.nbytes > size:
+                    break
+                found.append(data)
+                self._covered = record.offset + record.nbytes
+                yield record
+        if found:
+            with self.path.with_suffix(INDEX_SUFFIX).open("r+b" if self._indexed else "wb") as index:
+                os.fchmod(index.fileno(), 0o600)
+                index.truncate(self._indexed)
+                index.seek(self._indexed)
+                index.write(b"".join(found))
+            self._indexed += len(found) * _RECORD.itemsize
+
+
+class FileWriter:
+    """A new file, locked until `close`. A write that fails leaves the file as it was before."""
+
+    def __init__(self, directory: Path, identity: bytes) -> None:
+        """Raises OSError."""
+        self.path = directory / f"{identity.hex()[:16]}-{secrets.token_hex(8)}{SUFFIX}"
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        self._file = os.open(self.path, flags, 0o600)
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        header = np.zeros(1, _HEADER)
+        header[0] = (_MAGIC, _VERSION, identity, 0)
+        header["checksum"] = _sealed(header)
+        try:
+            _write(self._file, [header.tobytes()], 0)
+            self._index = os.open(self.path.with_suffix(INDEX_SUFFIX), flags, 0o600)
+        except OSError:
+            os.close(self._file)
+            remove_file(self.path)
+            raise
+        self.nbytes = _HEADER.itemsize
+        self._indexed = 0
+
+    def append(self, key: bytes, parent: bytes, tokens: int, payload: Bytes) -> DiskRecord:
+        """Writes a block, uint8 `[n]`. Raises OSError."""
+        record = _packed(key, parent, tokens, self.nbytes + _RECORD.itemsize, payload)
+        try:
+            end = _write(self._file, [record.tobytes(), payload.data], self.nbytes)
+            _write(self._index, [record.tobytes()], self._indexed)
+        except OSError:
+            os.ftruncate(self._file, self.nbytes)
+            os.ftruncate(self._index, self._indexed)
+            raise
+        # Read again only after a restart, or once memory has evicted the block.
+        os.posix_fadvise(self._file, self.nbytes, end - self.nbytes, os.POSIX_FADV_DONTNEED)
+        self.nbytes, self._indexed = end, self._indexed + _RECORD.itemsize
+        found = _parsed(self.path, record.tobytes())
+        assert found is not None
+        return found
+
+    def close(self) -> None:
+        """Ends the file; others may remove it from now on."""
+        os.close(self._index)
+        os.close(self._file)
+
+
+def _write(descriptor: int, parts: list[bytes | memoryview], offset: int) -> int:
+    """Writes all parts at a place; returns their end. Raises OSError, ENOSPC for one."""
+    for part in parts:
+        left = memoryview(part)
+        while left:
+            written = os.pwrite(descriptor, left, offset)
+            left, offset = left[written:], offset + written
+    return offset
+
+
+def read_payload(descriptor: int, record: DiskRecord, into: Bytes) -> None:
+    """Reads a block into uint8 `[nbytes]`. Raises UnreadableBlock, or OSError of the system."""
+    view, offset = into.data, record.offset
+    while view:
+        count = os.preadv(descriptor, [view], offset)
+        if count == 0:
+            raise UnreadableBlock(f"{record.path.name} ends before byte {record.offset + record.nbytes}")
+        view, offset = view[count:], offset + count
+    if _kernels.weight_digest(into, 0) != record.checksum:
+        raise UnreadableBlock(
+            f"{record.path.name}: a block at byte {record.offset} differs from its checksum"
+        )

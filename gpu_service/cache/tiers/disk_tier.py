@@ -1,0 +1,231 @@
+"""Blocks on a disk, in a directory that engines of one host share: they outlive every process.
+
+Each engine appends to a file of its own and reads those of all others with its identity. A directory has a
+budget: where a new file needs room, files that nothing appends to go, those of other models or versions
+first, then the least recently used. What goes wrong with the disk costs time only: a block that cannot be
+read is computed again, and after an error of writing nothing is written for a while; one log line says so.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import structlog
+
+from gpu_service.cache.tiers.disk_file import (
+    SUFFIX,
+    Bytes,
+    DiskRecord,
+    FileReader,
+    FileWriter,
+    file_bytes,
+    is_locked,
+    read_identity,
+    read_payload,
+    remove_file,
+)
+from moebius.errors import UserError
+
+_log = structlog.get_logger(__name__)
+# A file is at most this part of the budget, and so large: what goes at once when room is needed.
+_FILE_PART, _LARGEST_FILE = 8, 2**30
+# After an error nothing is written for so long, seconds; and how old the time of a file's last use may be.
+_PAUSE_S, _USED_S = 60.0, 10.0
+
+
+class DiskTier:
+    """Any thread may call `record`, one thread calls `append`, and one `read` and `refresh`."""
+
+    def __init__(
+        self,
+        directory: Path,
+        identity: bytes,
+        budget: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`budget`: bytes of all files of the directory. Raises UserError when it cannot be used."""
+        self._directory, self._identity, self._budget, self._clock = directory, identity, budget, clock
+        self._records: dict[bytes, DiskRecord] = {}
+        self._readers: dict[Path, FileReader] = {}
+        self._descriptors: dict[Path, int] = {}
+        self._used: dict[Path, float] = {}
+        self._writer: FileWriter | None = None
+        self._paused_until = 0.0
+        # Grows with every `drop`: what was begun before it is not kept.
+        self._generation = 0
+        self.written_bytes = self.read_bytes = self.num_errors = 0
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._remove_unknown()
+            self.refresh()
+        except OSError as error:
+            raise UserError(f"kv_disk_dir: {directory} cannot be used: {error.strerror or error}") from None
+
+    def record(self, key: bytes) -> DiskRecord | None:
+        """Where a block is; None: it is not here."""
+        return self._records.get(key)
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the blocks that can be read."""
+        return sum(record.nbytes for record in list(self._records.values()))
+
+    @property
+    def accepts(self) -> bool:
+        """Whether blocks may be written now."""
+        return self._clock() >= self._paused_until
+
+    def append(self, key: bytes, parent: bytes, tokens: int, payload: Bytes) -> bool:
+        """Writes a block; False: it was not written, and after an error nothing is for a while."""
+        generation = self._generation
+        if not self.accepts or key in self._records:
+            return False
+        try:
+            record = self._file_for(len(payload)).append(key, parent, tokens, payload)
+        except OSError as error:
+            self._paused_until = self._clock() + _PAUSE_S
+            self._note("KV blocks are not written to disk for a while", error, seconds=_PAUSE_S)
+            return False
+        if generation == self._generation:
+            self._records[key] = record
+            self.written_bytes += record.nbytes
+        return True
+
+    def read(self, record: DiskRecord, into: Bytes) -> bool:
+        """Reads a block into uint8 `[nbytes]`; False: it cannot be read and is forgotten."""
+        try:
+            read_payload(self._descriptor(record.path), record, into)
+        except FileNotFoundError:
+            # Another engine needed the room.
+            self._forget(record.path)
+            return False
+        except OSError as error:
+            self._records.pop(record.key, None)
+            self._note("a KV block on disk cannot be read and is computed again", error)
+            return False
+        self.read_bytes += record.nbytes
+        return True
+
+    def announce(self, records: Iterable[DiskRecord]) -> None:
+        """These are going to be read, in this order: the disk may begin with all of them."""
+        with suppress(OSError):  # `read` meets it again
+            for record in records:
+                descriptor = self._descriptor(record.path)
+                os.posix_fadvise(descriptor, record.offset, record.nbytes, os.POSIX_FADV_WILLNEED)
+
+    def refresh(self) -> None:
+        """Takes in what other engines have written. Raises OSError."""
+        generation, own = self._generation, None if self._writer is None else self._writer.path
+        for path in self._files():
+            if path == own:
+                continue
+            try:
+                if path not in self._readers and read_identity(path) != self._identity:
+                    continue
+                reader = self._readers.setdefault(path, FileReader(path))
+                for record in reader.new_records():
+                    if generation == self._generation:
+                        self._records.setdefault(record.key, record)
+            except FileNotFoundError:
+                self._forget(path)
+        for path in [path for path in self._descriptors if not path.exists()]:
+            os.close(self._descriptors.pop(path))
+
+    def drop(self) -> None:
+        """Forgets all blocks and removes their files, but for those that other engines append to."""
+        self._generation += 1
+        self._records = {}
+        own = None if self._writer is None else self._writer.path
+        try:
+            for path in self._files():
+                if path == own or (read_identity(path) == self._identity and not is_locked(path)):
+                    remove_file(path)
+        except OSError as error:
+            self._note("KV blocks on disk are forgotten, but their files are left", error)
+
+    def close(self) -> None:
+        """Ends this engine's file. To be called when no other thread uses the tier."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
+
+    def _files(self) -> list[Path]:
+        return sorted(self._directory.glob(f"*{SUFFIX}"))
+
+    def _file_for(self, nbytes: int) -> FileWriter:
+        """The file to append to, a new one if the last is full or was removed. Raises OSError."""
+        size = max(nbytes, min(_LARGEST_FILE, self._budget // _FILE_PART))
+        writer = self._writer
+        if writer is not None and (writer.nbytes + nbytes > size or not writer.path.exists()):
+            writer.close()
+            self._writer = writer = None
+        if writer is None:
+            with self._alone():
+                self._make_room(size)
+                self._writer = writer = FileWriter(self._directory, self._identity)
+        return writer
+
+    def _make_room(self, nbytes: int) -> None:
+        """Removes files until a new one has room. Raises OSError where those that remain are in use."""
+        files = [(self._is_ours(path), path.stat().st_mtime, path) for path in self._files()]
+        total = sum(file_bytes(path) for *_, path in files)
+        for *_, path in sorted(files):
+            if total + nbytes <= self._budget:
+                return
+            if not is_locked(path):
+                total -= file_bytes(path)
+                remove_file(path)
+                self._forget(path)
+        if total + nbytes > self._budget:
+            raise OSError(f"kv_disk_gib: {total} of {self._budget} bytes are in use by other engines")
+
+    def _is_ours(self, path: Path) -> bool:
+        return read_identity(path) == self._identity
+
+    def _remove_unknown(self) -> None:
+        """Files of another version of this format are of no use to any engine that runs."""
+        with self._alone():
+            for path in self._files():
+                if read_identity(path) is None and not is_locked(path):
+                    _log.info("a KV file of another version is removed", path=str(path))
+                    remove_file(path)
+
+    def _forget(self, path: Path) -> None:
+        """A file has gone."""
+        self._readers.pop(path, None)
+        for key in [key for key, record in list(self._records.items()) if record.path == path]:
+            self._records.pop(key, None)
+
+    def _descriptor(self, path: Path) -> int:
+        """An open file; its time of last use is kept up to date. Raises OSError."""
+        now = self._clock()
+        if now - self._used.get(path, -_USED_S) >= _USED_S:
+            self._used[path] = now
+            os.utime(path)
+        if path not in self._descriptors:
+            self._descriptors[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            os.posix_fadvise(self._descriptors[path], 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        return self._descriptors[path]
+
+    def _note(self, event: str, error: OSError, **fields: float) -> None:
+        self.num_errors += 1
+        _log.warning(event, directory=str(self._directory), because=error.strerror or str(error), **fields)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """While no other engine makes room in the directory."""
+        with (self._directory / "lock").open("ab") as lock:
+            os.fchmod(lock.fileno(), 0o600)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield

@@ -1,0 +1,180 @@
+"""Moves blocks between the device, the host's memory and a disk, in two threads of its own.
+
+What requests wait for (`load`) never stands behind what is written in the background (`store`). Writing rests
+after each piece for three times as long as the piece took, so that it has at most a quarter of the link, of
+the disk and of a core, however fast they are. Knows places and bytes; who owns them, its caller knows.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+
+import numpy as np
+
+from gpu_service.cache.tiers.digests import is_state
+from gpu_service.cache.tiers.disk_file import DiskRecord
+from gpu_service.cache.tiers.disk_tier import DiskTier
+from gpu_service.cache.tiers.payloads import Bytes, Payloads
+
+# Rest after a piece, by the time that it took.
+_REST = 3.0
+# Weight of the latest copy in a tier's speed.
+_LATEST = 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class StoreItem:
+    """One block to copy down; filled by `PrefixTiers`."""
+
+    key: bytes
+    parent: bytes
+    tokens: int
+    place: int  # the page, or the slot of the state
+    views: Sequence[Bytes]  # of the RAM tier; empty: it does not take the block
+    to_disk: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LoadItem:
+    """One block to copy up; filled by `PrefixTiers`."""
+
+    key: bytes
+    place: int  # the page, or the slot of the state
+    views: Sequence[Bytes]  # of the RAM tier: what is read, or with `record` what is filled, too
+    record: DiskRecord | None  # None: it is in the RAM tier
+
+
+class Mover:
+    """`store` and `load` return at once; the rest is as its caller orders it."""
+
+    def __init__(self, payloads: Payloads, disk: DiskTier | None, wake: Callable[[], None]) -> None:
+        """`wake` is called by the threads whenever something has ended."""
+        self._payloads, self._disk, self._wake = payloads, disk, wake
+        self._loads = ThreadPoolExecutor(1, "kv-load")
+        self._stores = ThreadPoolExecutor(1, "kv-store")
+        largest = max(payloads.page_bytes, payloads.state_bytes)
+        # Each thread has its own.
+        self._load_scratch, self._store_scratch = payloads.scratch(largest), payloads.scratch(largest)
+        self._rest: Future[None] | None = None
+        # Bytes per second, measured.
+        self.ram_speed: float | None = None
+        self.disk_speed: float | None = None
+
+    @property
+    def may_store(self) -> bool:
+        """Whether the rest after the last piece is over."""
+        return self._rest is None or self._rest.done()
+
+    def store(self, items: Sequence[StoreItem]) -> Future[None]:
+        """Copies blocks down, in order."""
+        done = self._stores.submit(self._store, items)
+        done.add_done_callback(lambda _: self._wake())
+        return done
+
+    def load(self, items: Sequence[LoadItem]) -> Future[int]:
+        """Copies blocks up, in order, up to the first that cannot be read; the future gets how many came."""
+        done = self._loads.submit(self._load, items)
+        done.add_done_callback(lambda _: self._wake())
+        return done
+
+    def refresh(self) -> Future[None]:
+        """Takes in what other engines have written to the disk."""
+        assert self._disk is not None
+        done = self._loads.submit(self._disk.refresh)
+        done.add_done_callback(lambda _: self._wake())
+        return done
+
+    def close(self) -> None:
+        """Ends the threads once what they are at has ended; what waits is given up."""
+        for pool in (self._loads, self._stores):
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def _store(self, items: Sequence[StoreItem]) -> None:
+        begin = time.monotonic()
+        try:
+            plain = [item for item in items if not is_state(item.key) and item.views]
+            self._payloads.read_pages([item.place for item in plain], [item.views[0] for item in plain])
+            for item in items:
+                payload = self._read(item)
+                if item.to_disk and self._disk is not None:
+                    self._disk.append(item.key, item.parent, item.tokens, payload)
+        finally:
+            with suppress(RuntimeError):  # `close` was called meanwhile
+                self._rest = self._stores.submit(time.sleep, _REST * (time.monotonic() - begin))
+                self._rest.add_done_callback(lambda _: self._wake())
+
+    def _read(self, item: StoreItem) -> Bytes:
+        """The block's payload on the host, once the RAM tier has it if it takes it."""
+        if is_state(item.key):
+            payload = self._store_scratch[: self._payloads.state_bytes]
+            self._payloads.read_state(item.place, payload)
+            scatter(payload, item.views)
+            return payload
+        if item.views:
+            return item.views[0]
+        payload = self._store_scratch[: self._payloads.page_bytes]
+        if item.to_disk:
+            self._payloads.read_pages([item.place], [payload])
+        return payload
+
+    def _load(self, items: Sequence[LoadItem]) -> int:
+        if self._disk is not None:
+            self._disk.announce(item.record for item in items if item.record is not None)
+        count = 0
+        while count < len(items):
+            begin = time.monotonic()
+            run = _pages_in_ram(items, count)
+            if run:
+                part = items[count : count + run]
+                self._payloads.write_pages([item.place for item in part], [item.views[0] for item in part])
+                self._measured("ram", run * self._payloads.page_bytes, begin)
+                count += run
+            elif self._load_one(items[count], begin):
+                count += 1
+            else:
+                break
+        return count
+
+    def _load_one(self, item: LoadItem, begin: float) -> bool:
+        """A state, or a block on disk; False: it cannot be read."""
+        is_page = not is_state(item.key)
+        nbytes = self._payloads.page_bytes if is_page else self._payloads.state_bytes
+        payload = item.views[0] if is_page and item.views else self._load_scratch[:nbytes]
+        if item.record is None:
+            np.concatenate(item.views, out=payload)
+        else:
+            if self._disk is None or not self._disk.read(item.record, payload):
+                return False
+            if not is_page:
+                scatter(payload, item.views)
+        if is_page:
+            self._payloads.write_pages([item.place], [payload])
+        else:
+            self._payloads.write_state(item.place, payload)
+        self._measured("ram" if item.record is None else "disk", nbytes, begin)
+        return True
+
+    def _measured(self, tier: str, nbytes: int, begin: float) -> None:
+        speed = nbytes / max(1e-9, time.monotonic() - begin)
+        known = getattr(self, f"{tier}_speed")
+        setattr(self, f"{tier}_speed", speed if known is None else known + _LATEST * (speed - known))
+
+
+def _pages_in_ram(items: Sequence[LoadItem], first: int) -> int:
+    """How many items from here on are pages that lie in the RAM tier."""
+    count = first
+    while count < len(items) and items[count].record is None and not is_state(items[count].key):
+        count += 1
+    return count - first
+
+
+def scatter(payload: Bytes, views: Sequence[Bytes]) -> None:
+    """Copies a payload into the parts that it takes, in order; into none if there are none."""
+    begin = 0
+    for view in views:
+        view[:] = payload[begin : begin + len(view)]
+        begin += len(view)

@@ -1,0 +1,225 @@
+"""Guards background responses, conversations and compaction as the openai client uses them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.helpers.agent_gateway import GREEDY, THOUGHT, AgentGateway, agent_gateway
+from tests.helpers.fake_engine import MODEL, Script
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AgentGateway]:
+    """Shared by this file."""
+    with agent_gateway(tmp_path_factory.mktemp("background")) as gateway:
+        yield gateway
+
+
+@pytest.fixture
+def gateway(running: AgentGateway) -> AgentGateway:
+    """The shared servers with a fresh record."""
+    running.engine.reset()
+    return running
+
+
+@pytest.fixture
+def client(gateway: AgentGateway) -> openai.OpenAI:
+    """A client that shows errors instead of retrying."""
+    return openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+
+def ended(client: openai.OpenAI, response_id: str) -> Any:
+    """A background response once it has its end."""
+    end = time.monotonic() + 60
+    while (response := client.responses.retrieve(response_id)).status in ("queued", "in_progress"):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    return response
+
+
+def test_background(gateway: AgentGateway, client: openai.OpenAI) -> None:
+    """A response is queued at once, in progress while it is generated, then as any other."""
+    gateway.says(GREEDY, delay_s=0.05)
+    response = client.responses.create(model=MODEL, input="Tell me.", background=True, temperature=0)
+    assert (response.status, response.background, response.output) == ("queued", True, [])
+    seen = set()
+    while (found := client.responses.retrieve(response.id)).status in ("queued", "in_progress"):
+        seen.add(found.status)
+        time.sleep(0.02)
+    assert "in_progress" in seen
+    assert (found.status, found.output_text) == ("completed", GREEDY)
+    assert found.usage is not None
+    client.responses.create(model=MODEL, input="More.", previous_response_id=response.id)
+    assert GREEDY in gateway.prompt()
+    assert client.responses.cancel(response.id).status == "completed"
+
+
+def test_a_stream_is_resumed(gateway: AgentGateway, client: openai.OpenAI) -> None:
+    """A client that leaves a background stream reads on behind the last event that it had, also later."""
+    gateway.says(f"{THOUGHT}{GREEDY}", delay_s=0.02)
+    stream = client.responses.create(model=MODEL, input="x", background=True, stream=True)
+    first = [event for _, event in zip(range(5), stream, strict=False)]
+    stream.close()
+    created: Any = first[0]
+    response_id = created.response.id
+    assert created.type == "response.created"
+    rest = list(client.responses.retrieve(response_id, stream=True, starting_after=first[-1].sequence_number))
+    assert not gateway.engine.seen.cancelled.is_set()
+    assert rest[-1].type == "response.completed"
+    numbers = [event.sequence_number for event in [*first, *rest]]
+    assert numbers == list(range(len(numbers)))
+    again = list(client.responses.retrieve(response_id, stream=True))
+    assert [event.to_dict() for event in again] == [event.to_dict() for event in [*first, *rest]]
+    assert ended(client, response_id).output_text == GREEDY
+
+
+def test_cancel(gateway: AgentGateway, client: openai.OpenAI) -> None:
+    """Cancelling ends the engine's work; the response keeps the items that were complete."""
+    gateway.says(f"{THOUGHT}{GREEDY * 9}", delay_s=0.05)
+    response = client.responses.create(model=MODEL, input="x", background=True)
+    while client.responses.retrieve(response.id).status == "queued":
+        time.sleep(0.02)
+    cancelled = client.responses.cancel(response.id)
+    assert cancelled.status == "cancelled"
+    assert gateway.engine.seen.cancelled.wait(60)
+    assert client.responses.retrieve(response.id).status == "cancelled"
+    assert client.responses.cancel(response.id).status == "cancelled"
+
+
+def test_a_failure_is_the_responses_end(gateway: AgentGateway, client: openai.OpenAI) -> None:
+    """A failure of the engine is the response's end, and its stream's."""
+    gateway.engine.script = Script(fail_after=3)
+    response = client.responses.create(model=MODEL, input="x", background=True)
+    failed = ended(client, response.id)
+    assert (failed.status, failed.error.code) == ("failed", "server_error")
+    events = list(client.responses.retrieve(response.id, stream=True))
+    assert events[-1].type == "response.failed"
+
+
+def test_a_refusal_is_answered_at_once(client: openai.OpenAI) -> None:
+    """What is wrong with a request is said when it is sent, not later."""
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.create(model=MODEL, input="x", background=True, store=False)
+    assert caught.value.param == "background"
+    with pytest.raises(openai.BadRequestError):
+        client.responses.create(model=MODEL, input="x", background=True, max_output_tokens=100_000)
+
+
+def test_only_background_responses_are_streamed_again(gateway: AgentGateway, client: openai.OpenAI) -> None:
+    """Other responses have no stored events; their ids and cursors are checked."""
+    response = client.responses.create(model=MODEL, input="x")
+    url = f"{gateway.url}/v1/responses/{response.id}"
+    assert httpx.get(url, params={"stream": "true"}).json()["error"]["param"] == "stream"
+    assert httpx.get(url, params={"starting_after": "x"}).status_code == 400
+
+
+def test_a_lost_process_fails_its_responses(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A response whose process has ended is failed for another gateway that is asked, and its stream ends."""
+    monkeypatch.setattr("gateway.apis.response_events._LOST_S", 0.0)
+    shared = str(tmp_path_factory.mktemp("shared"))
+    with agent_gateway(tmp_path_factory.mktemp("lost"), stored_responses_dir=shared) as gateway:
+        gateway.says(GREEDY * 9, delay_s=0.2)
+        client = openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, timeout=60)
+        response = client.responses.create(model=MODEL, input="x", background=True)
+        found = client.responses.retrieve(response.id)
+        assert found.error is not None
+        assert (found.status, found.error.code) == ("failed", "server_error")
+        list(client.responses.retrieve(response.id, stream=True))
+
+
+def test_two_gateways_share_background_responses(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Any gateway of a store streams and cancels what another one generates."""
+    shared = str(tmp_path_factory.mktemp("shared"))
+    with (
+        agent_gateway(tmp_path_factory.mktemp("one"), stored_responses_dir=shared) as one,
+        agent_gateway(tmp_path_factory.mktemp("two"), stored_responses_dir=shared) as two,
+    ):
+        clients = [
+            openai.OpenAI(base_url=f"{each.url}/v1", api_key="none", max_retries=0, timeout=60)
+            for each in (one, two)
+        ]
+        one.says(GREEDY, delay_s=0.05)
+        response = clients[0].responses.create(model=MODEL, input="x", background=True)
+        events = list(clients[1].responses.retrieve(response.id, stream=True))
+        assert events[-1].type == "response.completed"
+        one.says(GREEDY * 9, delay_s=0.2)
+        response = clients[0].responses.create(model=MODEL, input="x", background=True)
+        assert clients[1].responses.cancel(response.id).status == "cancelled"
+        assert one.engine.seen.cancelled.wait(60)
+
+
+def test_conversations(gateway: AgentGateway, client: openai.OpenAI) -> None:
+    """Items and metadata come and go; a response goes on from a conversation and adds to it, once."""
+    made = client.conversations.create(
+        items=[{"type": "message", "role": "user", "content": "I am Ada."}], metadata={"topic": "x"}
+    )
+    gateway.says("Hello Ada.")
+    response = client.responses.create(model=MODEL, input="Who am I?", conversation=made.id)
+    assert response.conversation is not None
+    assert response.conversation.id == made.id
+    assert "I am Ada." in gateway.prompt()
+    gateway.says("Ada.")
+    background = client.responses.create(
+        model=MODEL, input="Sure?", conversation={"id": made.id}, background=True
+    )
+    ended(client, background.id)
+    assert "Hello Ada." in gateway.prompt()
+    items = client.conversations.items
+    found: list[Any] = list(items.list(made.id, order="asc", limit=2))
+    texts = [item.content[0].text for item in found]
+    assert texts == ["I am Ada.", "Who am I?", "Hello Ada.", "Sure?", "Ada."]
+    added = items.create(made.id, items=[{"type": "message", "role": "user", "content": "Bye."}])
+    assert items.retrieve(added.data[0].id, conversation_id=made.id).type == "message"
+    assert items.delete(added.data[0].id, conversation_id=made.id).id == made.id
+    with pytest.raises(openai.NotFoundError):
+        items.retrieve(added.data[0].id, conversation_id=made.id)
+    assert client.conversations.update(made.id, metadata={"topic": "y"}).metadata == {"topic": "y"}
+    assert client.conversations.retrieve(made.id).metadata == {"topic": "y"}
+    with pytest.raises(openai.BadRequestError, match="exclude each other"):
+        client.responses.create(
+            model=MODEL, input="x", conversation=made.id, previous_response_id=response.id
+        )
+    assert client.conversations.delete(made.id).deleted
+    for call in (
+        lambda: client.conversations.retrieve(made.id),
+        lambda: client.responses.create(model=MODEL, input="x", conversation=made.id),
+    ):
+        with pytest.raises(openai.NotFoundError):
+            call()
+    many: Any = [{"type": "message", "role": "user", "content": "x"}] * 21
+    with pytest.raises(openai.BadRequestError, match="at most 20"):
+        client.conversations.create(items=many)
+
+
+def test_compaction(gateway: AgentGateway, client: openai.OpenAI) -> None:
+    """A conversation becomes its user's messages and a summary, which the model reads in later requests."""
+    gateway.says(f"{THOUGHT}Ada asks for foxes.")
+    history: Any = [
+        {"type": "message", "role": "user", "content": "I am Ada."},
+        {"type": "message", "role": "assistant", "content": "Hello Ada, of the long answer."},
+    ]
+    compacted = client.responses.compact(model=MODEL, input=history, instructions="Brief.")
+    assert "of the long answer" in gateway.prompt()
+    assert [item.type for item in compacted.output] == ["message", "compaction"]
+    assert compacted.usage.output_tokens > 0
+    sent: Any = [item.to_dict(warnings=False) for item in compacted.output]
+    gateway.says("Yes.")
+    response = client.responses.create(
+        model=MODEL, input=[*sent, {"type": "message", "role": "user", "content": "Go on."}]
+    )
+    prompt = gateway.prompt()
+    for text in ("I am Ada.", "Ada asks for foxes.", "Go on."):
+        assert text in prompt
+    assert "of the long answer" not in prompt
+    again = client.responses.compact(model=MODEL, previous_response_id=response.id)
+    assert again.output[-1].type == "compaction"
+    with pytest.raises(openai.BadRequestError, match="no message"):
+        client.responses.compact(model=MODEL)
