@@ -278,6 +278,23 @@ class RequestCache:
         request.pages.extend(self.take(wanted))
         return True
 
+    def grow_for_drafts(self, batch: Batch, index: int, count: int, spared_pages: int) -> bool:
+        """Makes room for drafts of a request of a batch; False: not without the last `spared_pages` pages, or
+        too few states are free."""
+        request = batch.requests[index]
+        num_tokens = request.scheduled_len + count
+        wanted = self.pages_for(num_tokens) - len(request.pages)
+        if wanted > self.available - spared_pages or not self.grow(request, num_tokens):
+            return False
+        return self.states is None or self.states.advance_drafts(batch, index, count)
+
+    def accept_draft(self, batch: Batch, index: int, place: int) -> None:
+        """The `place`-th draft of a request of a batch was right, and is among its `computed_len` tokens."""
+        if self.states is not None:
+            request, slot = batch.requests[index], batch.draft_states[index][place]
+            self.states.accept(request, slot)
+            self.keep_state(request, slot)
+
     def take(self, count: int) -> list[int]:
         """Returns `count` pages, at most `available`, evicting from the tree; the caller owns them."""
         if count > self.pool.available:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import heapq
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from gpu_service.cache.radix_cache import PrefixHandle
 from gpu_service.cache.request_cache import RequestCache
@@ -109,7 +110,8 @@ class Scheduler:
         self.pacing.lacks_pages = None
         batch = self._take_turns() if self.pacing.takes_turns else self._schedule_main()
         if self.speculation is not None and batch is not None:
-            self.speculation.add_drafts(batch, self.running, self._grow_for_drafts)
+            grow = partial(self.cache.grow_for_drafts, spared_pages=self.limits.watermark_pages)
+            self.speculation.add_drafts(batch, self.running, grow)
         return batch
 
     def _schedule_main(self, apart: bool = True) -> Batch | None:
@@ -307,15 +309,6 @@ class Scheduler:
                 self._append_row(batch, request, count)
         return preempted
 
-    def _grow_for_drafts(self, batch: Batch, index: int, count: int) -> bool:
-        """Makes room for drafts, for which no other request gives up pages, now or in the next step."""
-        cache, request = self.cache, batch.requests[index]
-        num_tokens = request.scheduled_len + count
-        wanted = cache.pages_for(num_tokens) - len(request.pages)
-        if wanted > cache.available - self.limits.watermark_pages or not cache.grow(request, num_tokens):
-            return False
-        return cache.states is None or cache.states.advance_drafts(batch, index, count)
-
     def _victim(self, request: Request) -> Request | None:
         """Returns the youngest request, which gives up pages. None: only the open step of the lane has
         younger.
@@ -483,10 +476,7 @@ class Scheduler:
             if request.slot >= 0:
                 request.computed_len += 1
                 request.scheduled_len += 1
-                if self.cache.states is not None:
-                    slot = batch.draft_states[index][accepted - 1]
-                    self.cache.states.accept(request, slot)
-                    self.cache.keep_state(request, slot)
+                self.cache.accept_draft(batch, index, accepted - 1)
             self._append_token(request, row)
         self.speculation.committed(request, len(drafts), accepted)
         request.drafts = result.drafts
