@@ -28,8 +28,8 @@ from urllib.parse import quote, urlsplit
 import httpx
 
 from moebius.errors import UserError
+from moebius.network.web_origins import LOOPBACK_HOSTS
 from moebius.replace_file import replace_file
-from moebius.web_origins import LOOPBACK_HOSTS
 
 CHUNK = 4 << 20
 ATTEMPTS = 5

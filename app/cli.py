@@ -33,7 +33,7 @@ from app.commands import (
 from app.exits import exit_with
 from app.other_options import note_variables, translated
 from moebius import __version__
-from moebius.config_loader import sections
+from moebius.config.loader import sections
 
 # Headings of `moebius --help`, in the order in which a newcomer meets the commands.
 COMMANDS = {

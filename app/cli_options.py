@@ -2,7 +2,7 @@
 
 A command is written as a plain function that takes `config: MoebiusConfig` and arguments of its own;
 `with_settings` gives it one option per leaf of the named sections. Options arrive as texts and are
-parsed and checked by `config_loader`, so a flag and a YAML key are judged by the same rules and give
+parsed and checked by `moebius.config.loader`, so a flag and a YAML key are judged by the same rules and give
 the same messages.
 """
 
@@ -20,9 +20,9 @@ from typing import Annotated, Any
 import typer
 
 from moebius.config import MoebiusConfig
-from moebius.config_loader import Leaf, leaves, load_config, printable_config
+from moebius.config.loader import Leaf, leaves, load_config, printable_config
 from moebius.errors import UserError
-from moebius.limits import check_limits
+from moebius.process.limits import check_limits
 
 PrintConfig = Annotated[
     bool, typer.Option("--print-config", help="Print the effective configuration, all settings, at start-up")
@@ -73,8 +73,8 @@ def parse_counts(text: str, option: str, most: int = 9_999_999) -> list[int]:
 
 def log_warnings_only(process: str) -> None:
     """Leaves stderr to warnings and to phases of a start that take longer than moments, as compiling does."""
-    from moebius import progress
     from moebius.config import TelemetryConfig
+    from moebius.process import progress
     from moebius.telemetry import configure_logging
 
     configure_logging(TelemetryConfig(log_level="warning"), process)

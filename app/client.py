@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from moebius.errors import StartupError, UserError
-from moebius.web_origins import LOOPBACK_HOSTS
+from moebius.network.web_origins import LOOPBACK_HOSTS
 
 CONNECT_TIMEOUT_S = 5.0
 SILENCE_TIMEOUT_S = 600.0

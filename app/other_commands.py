@@ -7,8 +7,8 @@ import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from moebius.other_servers.translation import Translation, Translator
 from moebius.other_servers.variables import LIBRARIES
-from moebius.translation import Translation, Translator
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.S)
 _OLLAMA_NAME = re.compile(r"[a-z0-9][\w.-]*(:[\w.-]+)?")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Mapping
 
-from moebius.config_leaves import Leaf, leaves
+from moebius.config.leaves import Leaf, leaves
 from moebius.errors import all_problems
-from moebius.other_names import note, other_variable
+from moebius.other_servers.setting_names import note, other_variable
+from moebius.other_servers.translation import Translation, Translator, servers_of_host
 from moebius.other_servers.variables import OPENTELEMETRY, PREFIXES
-from moebius.translation import Translation, Translator, servers_of_host
 
 
 def translated(

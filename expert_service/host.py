@@ -23,7 +23,8 @@ from expert_service.segment import (
     packed_already,
 )
 from moebius.errors import StartupError
-from moebius.expert_slices import (
+from moebius.experts.placement import left_out
+from moebius.experts.slices import (
     ExpertSlice,
     SliceRequest,
     expert_identity,
@@ -37,7 +38,10 @@ from moebius.kernels import (
     SegmentSettings,
     float32_isa,
 )
-from moebius.model_identity import (
+from moebius.kernels.weight_formats import PackedExpertLayout, expert_layout
+from moebius.kernels.weight_segment import segment_path
+from moebius.models.geometry import MoeGeometry
+from moebius.models.identity import (
     CHECKPOINT,
     IdentityRecord,
     check_unchanged,
@@ -45,11 +49,7 @@ from moebius.model_identity import (
     expert_parts,
     identity_part,
 )
-from moebius.models.geometry import MoeGeometry
-from moebius.placement import left_out
-from moebius.progress import phase
-from moebius.weight_formats import PackedExpertLayout, expert_layout
-from moebius.weight_segment import segment_path
+from moebius.process.progress import phase
 
 if TYPE_CHECKING:
     from expert_service.loader import LoadedLayer, LoadPlan
@@ -416,7 +416,7 @@ class ExpertHost:
             self._calibrate(engine, part.intermediate_size)
 
     def _calibrate(self, engine: ExpertEngine, intermediate_size: int) -> None:
-        from moebius.kernel_times import panel_times, this_host, times_file, write_times
+        from moebius.host.kernel_times import panel_times, this_host, times_file, write_times
 
         with phase("measuring kernels"):
             engine.calibrate()

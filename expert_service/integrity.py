@@ -15,11 +15,11 @@ from contextlib import contextmanager
 import structlog
 
 from expert_service.segment import report_pages
-from moebius.expert_slices import REQUANTISED, ExpertSlice, SliceRequest
+from moebius.experts.slices import REQUANTISED, ExpertSlice, SliceRequest
+from moebius.experts.verify_pace import VerifyPace
 from moebius.kernels import DamagedExpert, ExpertEngine
-from moebius.kernels_source import SourceMatrix
+from moebius.kernels.source import SourceMatrix
 from moebius.models.geometry import MoeGeometry
-from moebius.verify_pace import VerifyPace
 
 log = structlog.get_logger(__name__)
 

@@ -17,12 +17,12 @@ from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.expert_layouts import is_routed_expert
 from moebius.checkpoint.mapped_reader import MappedReader
 from moebius.checkpoint.matrix_finder import is_ignored
-from moebius.expert_slices import REQUANTISED, ExpertDtype, ExpertSlice
+from moebius.experts.slices import REQUANTISED, ExpertDtype, ExpertSlice
 from moebius.kernels import ExpertEngine, LoadError
-from moebius.limits import available_memory
 from moebius.models.expert_checkpoint import ExpertCheckpoint, ExpertMatrices
 from moebius.models.geometry import MoeGeometry
-from moebius.progress import Progress, phase
+from moebius.process.limits import available_memory
+from moebius.process.progress import Progress, phase
 
 # Part of available memory: for an engine's weights and KV cache, and the running programs' files.
 MEMORY_FOR_OTHERS = 0.2

@@ -10,10 +10,10 @@ import structlog
 
 from expert_service.spans import Call, SpanRecorder
 from moebius.config import MoebiusConfig
-from moebius.expert_slices import SliceRequest
+from moebius.experts.slices import SliceRequest
 from moebius.kernels import ExpertEngine
 from moebius.mailbox import MailboxServer, open_mailbox, server_health
-from moebius.mailbox_plan import mailbox_geometry
+from moebius.mailbox.plan import mailbox_geometry
 from moebius.models.geometry import MoeGeometry
 
 log = structlog.get_logger(__name__)

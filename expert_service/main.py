@@ -22,21 +22,21 @@ from expert_service.servicer import ExpertServicer
 from expert_service.spans import SpanRecorder
 from moebius.config import MoebiusConfig
 from moebius.errors import StartupError, UserError, WrongIdentity
-from moebius.expert_slices import SliceRequest
-from moebius.grpc_channels import listen
-from moebius.grpc_refusal import RefuseUndecodable
+from moebius.experts.slices import SliceRequest
+from moebius.kernels.weight_segment import segment_path
 from moebius.mailbox import IdentityMismatch, MailboxError
-from moebius.mailbox_plan import grpc_message_bytes
+from moebius.mailbox.plan import grpc_message_bytes
 from moebius.models.geometry import MoeGeometry
-from moebius.progress import note_imports, take_phases
+from moebius.network.grpc_channels import listen
+from moebius.network.grpc_refusal import RefuseUndecodable
+from moebius.network.tls import configure_tls
+from moebius.process.progress import note_imports, take_phases
+from moebius.process.wakeup import Wakeup
 from moebius.telemetry import configure_logging, configure_tracing, enable_reflection, export_metrics
-from moebius.tls import configure_tls
-from moebius.wakeup import Wakeup
-from moebius.weight_segment import segment_path
 from protos import expert_pb2, expert_pb2_grpc
 
 if TYPE_CHECKING:
-    from moebius.operations import ProcessState
+    from moebius.process.operations import ProcessState
 
 SERVICE = expert_pb2.DESCRIPTOR.services_by_name["Expert"].full_name
 # Each open Compute stream holds a thread; the control calls and health watches need some as well.
@@ -117,7 +117,7 @@ class ExpertProcess:
             if record is not None:
                 return record.model
         # Imported here, since it is slow, and the restart of a process has to be fast.
-        from moebius.served_model import read_served_geometry
+        from moebius.models.served import read_served_geometry
 
         return read_served_geometry(self._config)
 
@@ -130,7 +130,7 @@ class ExpertProcess:
         metrics = None
         if experts.expert_metrics_port:
             from expert_service.metrics import make_registry
-            from moebius.operations import Answers, registry_text, start_operations
+            from moebius.process.operations import Answers, registry_text, start_operations
 
             registry = make_registry(self._host)
             answers = Answers(lambda: registry_text(registry), self._process_state)
@@ -168,7 +168,7 @@ class ExpertProcess:
 
     def _process_state(self) -> ProcessState:
         """Returns the health service's state, for probes over HTTP."""
-        from moebius.operations import ProcessState
+        from moebius.process.operations import ProcessState
 
         not_ready = self._host.problem if self._serving else "still loading, or draining"
         return ProcessState(not_ready, "the serve loop stands still" if self._is_stuck else "")

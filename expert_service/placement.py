@@ -9,7 +9,7 @@ from itertools import zip_longest
 import structlog
 
 from moebius.config import ExpertConfig
-from moebius.topology import Topology, node_of_cpus, pin_thread
+from moebius.host.topology import Topology, node_of_cpus, pin_thread
 
 log = structlog.get_logger(__name__)
 

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from moebius.checkpoint.gguf.files import companion_directory
-from moebius.expert_slices import SliceRequest, expert_identity
+from moebius.experts.slices import SliceRequest, expert_identity
 from moebius.kernels import ExpertEngine
-from moebius.model_identity import CHECKPOINT, identity_part
+from moebius.kernels.weight_segment import WeightSegment, WeightSegmentError
 from moebius.models.geometry import MoeGeometry
-from moebius.weight_segment import WeightSegment, WeightSegmentError
+from moebius.models.identity import CHECKPOINT, identity_part
 
 if TYPE_CHECKING:
     from expert_service.loader import LoadPlan

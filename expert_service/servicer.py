@@ -22,10 +22,10 @@ from expert_service.host import ExpertHost, LoadedSlice
 from expert_service.spans import Call, SpanRecorder, sampled_parent
 from moebius import __version__, _kernels
 from moebius.errors import StartupError
-from moebius.expert_slices import ExpertDtype, SliceRequest, parse_expert_dtype
+from moebius.experts.slices import ExpertDtype, SliceRequest, parse_expert_dtype
 from moebius.kernels import DamagedExpert, FloatArray
 from moebius.mailbox import MailboxError
-from moebius.mailbox_plan import INSTANCE_METADATA, MOST_GRPC_ROWS
+from moebius.mailbox.plan import INSTANCE_METADATA, MOST_GRPC_ROWS
 from protos import expert_pb2, expert_pb2_grpc
 from protos import expert_pb2 as pb
 
@@ -121,7 +121,7 @@ class ExpertServicer(expert_pb2_grpc.ExpertServicer):
         """Returns the metrics port's text."""
         # Imported here, since it is slow, and the restart of a process has to be fast.
         from expert_service.metrics import make_registry
-        from moebius.operations import registry_text
+        from moebius.process.operations import registry_text
 
         return pb.GetMetricsResponse(text=registry_text(make_registry(self._host)))
 

@@ -15,11 +15,11 @@ from gateway.processes.garbage import collect_rarely
 from gateway.telemetry.operations import gateway_operations
 from gateway.transport.connections import connection_limits
 from gateway.workers.group import Group
-from moebius.api_keys import ApiKeys
 from moebius.config import MoebiusConfig
 from moebius.errors import StartupError
+from moebius.network.api_keys import ApiKeys
+from moebius.network.tls import configure_tls, http_files, read_credentials
 from moebius.telemetry import configure_logging, configure_tracing, export_metrics
-from moebius.tls import configure_tls, http_files, read_credentials
 
 logger = structlog.get_logger(__name__)
 

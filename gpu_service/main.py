@@ -41,14 +41,14 @@ from gpu_service.telemetry.metrics import EngineMetrics, EngineTelemetry
 from moebius.checkpoint.gguf.files import served_name
 from moebius.config import MoebiusConfig
 from moebius.errors import USER_ERROR_EXIT, UserError, report_failure
-from moebius.grpc_channels import listen
-from moebius.grpc_refusal import RefuseUndecodableAsync
 from moebius.mailbox import MailboxError
-from moebius.model_identity import identity_digest
-from moebius.operations import Answers, LoopWatch, ProcessState, registry_text, start_operations
-from moebius.progress import note_imports, take_phases
+from moebius.models.identity import identity_digest
+from moebius.network.grpc_channels import listen
+from moebius.network.grpc_refusal import RefuseUndecodableAsync
+from moebius.network.tls import configure_tls
+from moebius.process.operations import Answers, LoopWatch, ProcessState, registry_text, start_operations
+from moebius.process.progress import note_imports, take_phases
 from moebius.telemetry import configure_logging, configure_tracing, enable_reflection, export_metrics
-from moebius.tls import configure_tls
 from protos import engine_pb2, engine_pb2_grpc, vllm_engine_pb2_grpc
 
 _log = structlog.get_logger(__name__)

@@ -30,8 +30,8 @@ def direct(arguments: Sequence[str]) -> Callable[[], object] | None:
 
         # An eighth of the time that the imports of an engine take; services switch it on when they are done.
         gc.disable()
-        from moebius.config_loader import load_config
-        from moebius.limits import check_limits
+        from moebius.config.loader import load_config
+        from moebius.process.limits import check_limits
 
         check_limits(arguments[0])  # type: ignore[arg-type]  # one of its three
         config = load_config(arguments[2], {})

@@ -10,7 +10,7 @@ from typing import Any, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from moebius.kernels_source import Code, ScaleType, SourceMatrix
+from moebius.kernels.source import Code, ScaleType, SourceMatrix
 
 # --- experts (kernels/bindings/bind_moe.cc) ---------------------------------------------------------------
 

@@ -20,11 +20,11 @@ import pytest
 # Where a change of the gateway, the scheduler, the caches, configuration or checkpoints shows first, and one
 # whole system: a tiny model served and asked over HTTP.
 FAST = (
-    "tests/unit/moebius/test_api_keys.py",
+    "tests/unit/moebius/network/test_api_keys.py",
     "tests/unit/gpu_service/engine/test_block_table.py",
     "tests/unit/moebius/checkpoint/test_*.py",
     "tests/unit/app/test_cli.py",
-    "tests/unit/moebius/test_config_loader.py",
+    "tests/unit/moebius/config/test_loader.py",
     "tests/unit/repository/test_docs.py",
     # Not parsers, prompt processes and most grammars, which take minutes.
     "tests/unit/gateway/[!cp]*/*.py",

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.bench.limits import BandwidthLimit, cache_bytes, probe_bytes
-from moebius.kernel_times import cpu_name
-from moebius.limits import available_memory
+from moebius.host.kernel_times import cpu_name
+from moebius.host.topology import Topology
 from moebius.models.checkpoint import open_index
 from moebius.models.read import read_geometry
-from moebius.topology import Topology
+from moebius.process.limits import available_memory
 
 if TYPE_CHECKING:
     import torch

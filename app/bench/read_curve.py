@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from app.bench.limits import cache_bytes
 from moebius import _kernels_testing
-from moebius.limits import available_memory
+from moebius.process.limits import available_memory
 
 # As the kernels read: blocks in random order, with prefetch ahead.
 _BLOCK_BYTES, _PREFETCH_BYTES = 64 * 1024, 2048

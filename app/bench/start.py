@@ -29,7 +29,7 @@ from app.bench.output import BenchTable, Column, or_dash, write_json
 from app.client import ApiClient
 from app.commands.once import for_this_process
 from moebius.config import MoebiusConfig, Section
-from moebius.config_loader import effective_config
+from moebius.config.loader import effective_config
 from moebius.errors import UserError
 
 Kind = Literal["cold", "warm", "killed"]

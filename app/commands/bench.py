@@ -21,8 +21,8 @@ from app.cli_options import (
 )
 from app.commands.bench_serve import serve
 from app.commands.models import with_checkpoint
-from moebius.api_keys import client_key
 from moebius.config import MoebiusConfig
+from moebius.network.api_keys import client_key
 
 app = typer.Typer(
     help="Measure, and compare with the limit measured in the same run.",

@@ -16,7 +16,7 @@ from app.cli_options import (
     JsonFile,
     ModelName,
 )
-from moebius.api_keys import client_key
+from moebius.network.api_keys import client_key
 
 Lengths = Annotated[str, typer.Option(help="Prompts and lengths: sharegpt or random")]
 DatasetPath = Annotated[

@@ -17,9 +17,9 @@ from app.cli_options import (
     ModelName,
     with_settings,
 )
-from moebius.api_keys import client_key
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
+from moebius.network.api_keys import client_key
 
 MaxTokens = Annotated[
     int | None,

@@ -123,7 +123,7 @@ def _thread_findings(config: MoebiusConfig) -> list[Finding]:
 def _limits(role: str) -> Finding:
     """Returns whether a process may start at all: what every command checks that starts one."""
     from app.doctor.checks import check_process_limits
-    from moebius.limits import check_limits
+    from moebius.process.limits import check_limits
 
     try:
         check_limits("gpu" if role == "engine" else "expert")
@@ -167,7 +167,7 @@ def _shortages(config: MoebiusConfig) -> list[Shortage]:
     from app.supervisor.core_division import known_cores
     from app.supervisor.plan import expert_placements
     from app.supervisor.shortages import find_shortages, needs_of
-    from moebius.served_model import read_served_geometry
+    from moebius.models.served import read_served_geometry
 
     check_device(config)
     model = read_served_geometry(config)
@@ -203,8 +203,8 @@ def _memory_plan(config: MoebiusConfig) -> Finding:
 def _sizes(config: MoebiusConfig, role: str) -> dict[str, Any]:
     """The planner's own numbers: the mailbox, and packed experts of the Pod's servers."""
     from app.planning.memory import segment_bytes
-    from moebius.mailbox_plan import mailbox_geometry
-    from moebius.served_model import read_served_geometry
+    from moebius.mailbox.plan import mailbox_geometry
+    from moebius.models.served import read_served_geometry
 
     experts = config.experts
     geometry = read_served_geometry(config)
@@ -224,7 +224,7 @@ def _pod_findings(
 ) -> list[Finding]:
     from app.doctor.checks import check_certificates, check_kubelet, check_pod
     from app.doctor.facts import read_volume
-    from moebius.config_loader import read_yaml
+    from moebius.config.loader import read_yaml
     from moebius.mailbox import SHARED_MEMORY
 
     directory = config.experts.expert_weights_dir

@@ -22,8 +22,8 @@ from app.cli_options import (
     ReplicaIndex,
     SecurityFile,
 )
-from moebius.api_keys import client_key
 from moebius.errors import UserError
+from moebius.network.api_keys import client_key
 
 app = typer.Typer(help="Look at the routed experts of a running engine.", no_args_is_help=True)
 record = typer.Typer(help="Record which experts are chosen.", no_args_is_help=True)
@@ -69,8 +69,8 @@ def connect(
     config: SecurityFile = None,
 ) -> None:
     """Record which experts are chosen."""
-    from moebius.config_loader import load_config
-    from moebius.tls import configure_tls
+    from moebius.config.loader import load_config
+    from moebius.network.tls import configure_tls
 
     configure_tls(load_config(config).security)
 
@@ -148,8 +148,8 @@ def engine_stub(address: str) -> Iterator[Any]:
     """
     import grpc
 
-    from moebius.grpc_channels import open_channel, tls_problem
-    from moebius.tls import active_tls
+    from moebius.network.grpc_channels import open_channel, tls_problem
+    from moebius.network.tls import active_tls
     from protos import engine_pb2_grpc
 
     address = address or _running_engine()
@@ -176,8 +176,8 @@ def engine_stub(address: str) -> Iterator[Any]:
 def _running_engine() -> str:
     """Returns the engine of the only `moebius serve` with its default state directory."""
     from app.supervisor.plan import default_state_dir
-    from moebius.config_loader import load_config
-    from moebius.tls import active_tls, configure_tls
+    from moebius.config.loader import load_config
+    from moebius.network.tls import active_tls, configure_tls
 
     sockets = sorted(default_state_dir().glob("*/gpu.sock"))
     if len(sockets) != 1:
@@ -208,7 +208,7 @@ def read_expert_stats(address: str) -> ExpertStats:
     """Asks `Expert.Stats` at a gRPC address (host:port or unix:path). Raises UserError."""
     import grpc
 
-    from moebius.grpc_channels import open_channel
+    from moebius.network.grpc_channels import open_channel
     from protos import expert_pb2, expert_pb2_grpc
 
     make_stub: Callable[[grpc.Channel], Any] = expert_pb2_grpc.ExpertStub

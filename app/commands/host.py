@@ -18,7 +18,7 @@ def register(app: typer.Typer) -> None:
     @app.command()
     def topology() -> None:
         """Print NUMA nodes, usable CPUs, memory and the CPU limit."""
-        from moebius.topology import Topology, format_cpu_list
+        from moebius.host.topology import Topology, format_cpu_list
 
         found = Topology.detect()
         for node in found.nodes:

@@ -22,7 +22,7 @@ def add(
     tokens_per_minute: Limit = None,
 ) -> None:
     """Make a key and print it. Only this once: the file gets its hash. A running gateway notices."""
-    from moebius.api_keys import KeyLimits, add_key
+    from moebius.network.api_keys import KeyLimits, add_key
 
     print(add_key(file, name, KeyLimits(requests_in_flight, requests_per_minute, tokens_per_minute)))
 
@@ -30,7 +30,7 @@ def add(
 @app.command(name="list")
 def show(file: KeyFile) -> None:
     """Names and limits of the keys."""
-    from moebius.api_keys import read_keys
+    from moebius.network.api_keys import read_keys
 
     for key in read_keys(file):
         limits = [f"{name}={value}" for name, value in vars(key.limits).items() if value is not None]
@@ -41,7 +41,7 @@ def show(file: KeyFile) -> None:
 @app.command()
 def revoke(file: KeyFile, name: Name) -> None:
     """Take a key out of the file. A running gateway notices with the next request."""
-    from moebius.api_keys import revoke_key
+    from moebius.network.api_keys import revoke_key
 
     revoke_key(file, name)
     print(f"revoked {name}")

@@ -146,7 +146,7 @@ def check_files(config: MoebiusConfig, needs_weights: bool = True) -> None:
     from moebius.models.checkpoint import open_index
     from moebius.models.expert_checkpoint import ExpertCheckpoint
     from moebius.models.read import read_config
-    from moebius.served_model import read_served_geometry
+    from moebius.models.served import read_served_geometry
 
     model = Path(config.model.model)
     if not needs_weights and not has_weights(model):

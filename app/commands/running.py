@@ -17,10 +17,10 @@ from app.supervisor.placement import find_gpus, runs_on_gpus
 from app.supervisor.plan import ServePlan, process_names
 from app.supervisor.supervisor import State, Supervisor
 from moebius.errors import ConfigError, StartupError
-from moebius.instruction_sets import cpu_flags, what_it_costs
+from moebius.host.instruction_sets import cpu_flags, what_it_costs
 from moebius.kernels import isa_level
-from moebius.progress import amounts_of_text
-from moebius.tls import configure_tls
+from moebius.network.tls import configure_tls
+from moebius.process.progress import amounts_of_text
 
 if TYPE_CHECKING:
     from rich.console import Console

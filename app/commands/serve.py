@@ -10,9 +10,9 @@ import typer
 from app.cli_options import MODEL_LEAF, PrintConfig, print_configuration, with_settings
 from app.commands.models import check_files, with_checkpoint
 from moebius.config import MoebiusConfig
-from moebius.config_leaves import leaves
-from moebius.limits import check_limits
-from moebius.web_origins import LOOPBACK_HOSTS
+from moebius.config.leaves import leaves
+from moebius.network.web_origins import LOOPBACK_HOSTS
+from moebius.process.limits import check_limits
 
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Print the memory plan and whether it fits; start nothing")
@@ -39,9 +39,9 @@ def register(app: typer.Typer) -> None:
         from app.commands.running import running
         from app.planning.fill import with_filled_gpus
         from app.supervisor.plan import plan_processes
-        from moebius.api_keys import ApiKeys
+        from moebius.network.api_keys import ApiKeys
+        from moebius.network.tls import configure_tls
         from moebius.telemetry import configure_logging
-        from moebius.tls import configure_tls
 
         asked, config = config, with_checkpoint(config, needs_weights=not dry_run)
         configure_tls(config.security)
@@ -182,8 +182,8 @@ def _add_engines(app: typer.Typer) -> None:
         """
         from app.commands.running import running
         from app.supervisor.plan import plan_ranks
+        from moebius.network.tls import configure_tls
         from moebius.telemetry import configure_logging
-        from moebius.tls import configure_tls
 
         config = _prepared(config, print_config)
         configure_tls(config.security)

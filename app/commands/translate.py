@@ -30,7 +30,7 @@ def register(app: typer.Typer) -> None:
         from app.commands.serve import serve_options
         from app.other_commands import translate_command
         from moebius.errors import UserError
-        from moebius.translation import servers_of_host
+        from moebius.other_servers.translation import servers_of_host
 
         given = list(words or ())
         try:

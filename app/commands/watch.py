@@ -21,8 +21,8 @@ from app.cli_options import (
     ReplicaIndex,
     SecurityFile,
 )
-from moebius.api_keys import client_key
 from moebius.errors import UserError
+from moebius.network.api_keys import client_key
 
 if TYPE_CHECKING:
     from app.client import ClientTls
@@ -131,8 +131,8 @@ def _engine(address: str, config: str | None) -> AbstractContextManager[Any]:
     is.
     """
     from app.commands.experts import engine_stub
-    from moebius.config_loader import load_config
-    from moebius.tls import configure_tls
+    from moebius.config.loader import load_config
+    from moebius.network.tls import configure_tls
 
     if config is not None:
         configure_tls(load_config(config).security)

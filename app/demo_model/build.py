@@ -24,7 +24,7 @@ from app.demo_model.download import (
     verify_checkpoint,
     write_manifest,
 )
-from moebius.kernel_times import cache_directory
+from moebius.host.kernel_times import cache_directory
 
 NOTICE = f"""\
 Moebius demo model ({recipe.MODEL_NAME})

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from app.doctor.facts import HUGE_PAGE, Facts, GpuLink, Volume
 from moebius.config import SecurityConfig
 from moebius.errors import ConfigError
-from moebius.instruction_sets import what_it_costs
-from moebius.topology import format_cpu_list, node_of_cpus
+from moebius.host.instruction_sets import what_it_costs
+from moebius.host.topology import format_cpu_list, node_of_cpus
 
 if TYPE_CHECKING:
     from app.supervisor.expert_placement import ServerBinding
@@ -369,7 +369,7 @@ def check_plan(error: str, found: str = "fits") -> Finding:
 def check_certificates(settings: SecurityConfig) -> Iterator[Finding]:
     """The findings on certificates of gRPC, as the processes of this Pod will read them; nothing where they
     speak plain text."""
-    from moebius.tls import SOON, grpc_files, read_credentials
+    from moebius.network.tls import SOON, grpc_files, read_credentials
 
     if settings.grpc_tls == "off":
         return

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from app.supervisor.placement import find_gpus
-from moebius.instruction_sets import cpu_flags
+from moebius.host.instruction_sets import cpu_flags
+from moebius.host.topology import Topology, parse_cpu_list
 from moebius.kernels import isa_level
-from moebius.limits import MOST_FILES
-from moebius.topology import Topology, parse_cpu_list
+from moebius.process.limits import MOST_FILES
 
 HUGE_PAGE = 2 << 20
 _DEVICE = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]", re.IGNORECASE)

@@ -11,9 +11,9 @@ import yaml
 from app.planning.capacity import CapacityPlan
 from app.planning.memory import EXPERT_BYTES, MIB, RAM, segment_bytes
 from moebius.config import MoebiusConfig
-from moebius.config_loader import leaves
+from moebius.config.loader import leaves
 from moebius.errors import UserError
-from moebius.served_model import read_served_geometry
+from moebius.models.served import read_served_geometry
 
 # CPUs of the gateway, and of each rank that drives a GPU: a thread that launches, one that answers.
 GATEWAY_CPUS, RANK_CPUS = 2, 2

@@ -18,7 +18,7 @@ from app.planning.gpu_models import GpuModel
 from app.planning.hardware import Hardware
 from app.planning.memory import has_placement
 from moebius.config import MoebiusConfig, PlacementConfig
-from moebius.limits import available_memory
+from moebius.process.limits import available_memory
 
 _log = structlog.get_logger(__name__)
 _MIB = 2**20
@@ -106,7 +106,7 @@ def filled_placement(config: MoebiusConfig, memory: tuple[DeviceUse, ...]) -> Pl
     Raises UserError for a setting that cannot be.
     """
     from app.planning.planner import Planner
-    from moebius.topology import Topology
+    from moebius.host.topology import Topology
 
     share = config.gpu.gpu_memory_utilization
     # As on an empty GPU that leaves as much.

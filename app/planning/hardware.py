@@ -10,8 +10,8 @@ from app.planning.gpu_models import GpuModel, find_gpu_model, least_of, parse_gp
 from app.supervisor.core_division import known_cores
 from moebius.config import ExpertConfig
 from moebius.errors import UserError
-from moebius.kernel_times import PanelTimes, read_times, times_file
-from moebius.limits import available_memory
+from moebius.host.kernel_times import PanelTimes, read_times, times_file
+from moebius.process.limits import available_memory
 
 # Read bandwidth per usable core, and of a socket at most, where neither was measured: host C of
 # docs/benchmarks.md gives 13 GB/s to each of 16 cores, host A 18 to each of two.
@@ -157,7 +157,7 @@ def gpu_names(root: Path = Path("/")) -> list[str]:
 
 
 def _processors(options: HardwareOptions, origin: dict[str, str]) -> tuple[int, int]:
-    from moebius.topology import Topology
+    from moebius.host.topology import Topology
 
     topology = Topology.detect()
     origin["sockets"] = "given" if options.sockets else "detected"
@@ -236,8 +236,8 @@ def _cpu_flops(options: HardwareOptions, cores: int, isa: str, origin: dict[str,
         return options.cpu_tflops * 1e12
     if options.measure:
         from app.bench.limits import PeakLimit
+        from moebius.host.topology import Topology
         from moebius.kernels import isa_level
-        from moebius.topology import Topology
 
         origin["cpu_flops"] = "measured"
         cpus = Topology.detect().usable_cpus()[:cores]

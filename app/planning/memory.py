@@ -15,13 +15,13 @@ from moebius.checkpoint.stored_arrays import count_elements
 from moebius.checkpoint.weight_schemes import PLAIN, WeightScheme
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
-from moebius.expert_slices import REQUANTISED, ExpertSlice, SliceRequest, plan_slice, rank_intermediate_range
-from moebius.mailbox_plan import mailbox_geometry
+from moebius.experts.placement import keeps_residents, left_out, make_placement
+from moebius.experts.slices import REQUANTISED, ExpertSlice, SliceRequest, plan_slice, rank_intermediate_range
+from moebius.kernels.weight_formats import PackedExpertLayout, expert_layout, ordered_format
+from moebius.mailbox.plan import mailbox_geometry
 from moebius.models.expert_checkpoint import ExpertCheckpoint
 from moebius.models.geometry import MoeGeometry
 from moebius.models.registry import family_of
-from moebius.placement import keeps_residents, left_out, make_placement
-from moebius.weight_formats import PackedExpertLayout, expert_layout, ordered_format
 
 # kernels/moe/arena.cc: a layer's experts lie in whole pages, huge ones from half of one on.
 _SMALL_PAGE, _HUGE_PAGE = 4096, 2 * 2**20

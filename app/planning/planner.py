@@ -44,9 +44,9 @@ from app.planning.speed import make_work, predict_decode, predict_prefill, serve
 from moebius.checkpoint.index import has_weights
 from moebius.config import MoebiusConfig, PlacementConfig, Section
 from moebius.errors import ConfigError, UserError
-from moebius.expert_slices import REQUANTISED
-from moebius.placement import keeps_residents
-from moebius.served_model import read_served_geometry, with_drafts
+from moebius.experts.placement import keeps_residents
+from moebius.experts.slices import REQUANTISED
+from moebius.models.served import read_served_geometry, with_drafts
 
 if TYPE_CHECKING:
     from gpu_service.memory.plan import ExpertMemory, MemoryPlan

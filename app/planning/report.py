@@ -26,8 +26,8 @@ from app.planning.planner import plan_capacity
 from app.planning.speed import ASSUMED_EXPERT_BANDWIDTH_SHARE, Speed
 from moebius.checkpoint.index import has_weights
 from moebius.config import MoebiusConfig
-from moebius.config_loader import SECRET_LEAVES, leaves
-from moebius.served_model import read_served_geometry, read_served_model
+from moebius.config.loader import SECRET_LEAVES, leaves
+from moebius.models.served import read_served_geometry, read_served_model
 
 GIB = 2**30
 FORMULA = (

@@ -15,12 +15,12 @@ from app.planning.memory import Residency, StoredExperts, expert_format, num_ser
 from app.supervisor.core_division import known_cores
 from app.supervisor.expert_placement import place_experts
 from moebius.config import MoebiusConfig
-from moebius.kernel_times import PanelTimes, find_times, this_host
+from moebius.host.kernel_times import PanelTimes, find_times, this_host
 from moebius.kernels import float32_isa, isa_level
-from moebius.mailbox_plan import request_rows
+from moebius.kernels.weight_formats import PANEL_COLUMNS
+from moebius.mailbox.plan import request_rows
 from moebius.models.geometry import MoeGeometry
 from moebius.models.layers.layer import mixers
-from moebius.weight_formats import PANEL_COLUMNS
 
 if TYPE_CHECKING:
     from gpu_service.assembly.forecast import Forecast, RankForecast

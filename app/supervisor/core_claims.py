@@ -22,7 +22,7 @@ from pathlib import Path
 
 import structlog
 
-from moebius.topology import format_cpu_list, parse_cpu_list
+from moebius.host.topology import format_cpu_list, parse_cpu_list
 
 DIRECTORY = Path("/dev/shm/moebius-cores")
 # Another instance that starts measures for a second or two, and holds the directory meanwhile.

@@ -12,9 +12,9 @@ import structlog
 from app.supervisor.core_claims import DIRECTORY, CoreClaims, OtherInstance, open_claims
 from app.supervisor.expert_placement import NodeCores, ServerBinding, usable_nodes
 from moebius.config import ExpertConfig
-from moebius.kernel_times import cpu_name, times_file
-from moebius.read_curves import MeasuredCores, ReadCurve, read_curves, write_curves
-from moebius.topology import format_cpu_list
+from moebius.host.kernel_times import cpu_name, times_file
+from moebius.host.read_curves import MeasuredCores, ReadCurve, read_curves, write_curves
+from moebius.host.topology import format_cpu_list
 
 # A busier host, by processes that want to run for each core, is not measured: what was found would stay.
 _BUSY = 0.25

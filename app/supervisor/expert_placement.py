@@ -11,7 +11,7 @@ from itertools import chain
 
 from app.supervisor.core_claims import OtherInstance
 from moebius.errors import StartupError
-from moebius.read_curves import ReadCurve
+from moebius.host.read_curves import ReadCurve
 
 # Fewer cores of a node are too few to leave any of them to others.
 SPARED_FROM = 8
@@ -83,7 +83,7 @@ def usable_nodes() -> tuple[dict[int, NodeCores], float | None]:
 
     Raises StartupError where neither /sys nor /proc says what CPUs there are.
     """
-    from moebius.topology import Topology
+    from moebius.host.topology import Topology
 
     try:
         topology = Topology.detect()

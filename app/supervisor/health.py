@@ -75,7 +75,7 @@ class GrpcProbe(Probe, Liveness):
         import grpc
         from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-        from moebius.grpc_channels import open_channel
+        from moebius.network.grpc_channels import open_channel
 
         request = health_pb2.HealthCheckRequest(service=self.service)
         # Channels of one address would share a connection, and its pauses between attempts to connect.

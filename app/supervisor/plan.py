@@ -46,13 +46,13 @@ from app.supervisor.shortages import refuse_shortages, shared_memory_shortage
 from app.supervisor.weight_files import WeightFile, free_reserved_bytes
 from moebius.checkpoint.gguf.files import served_name
 from moebius.config import MoebiusConfig, Section
-from moebius.config_loader import effective_config
+from moebius.config.loader import effective_config
 from moebius.errors import ConfigError, StartupError
+from moebius.kernels.weight_segment import segment_path
 from moebius.kv_tiers import ram_tier_path
 from moebius.models.geometry import MoeGeometry
-from moebius.served_model import read_served_geometry
-from moebius.tls import http_files
-from moebius.weight_segment import segment_path
+from moebius.models.served import read_served_geometry
+from moebius.network.tls import http_files
 
 _log = structlog.get_logger(__name__)
 # sockaddr_un.sun_path holds 108 bytes, the last one zero.
@@ -343,7 +343,7 @@ def _is_all_resident(config: MoebiusConfig, model: MoeGeometry) -> bool:
 
     Raises UserError for a placement that cannot be.
     """
-    from moebius.placement import make_placement
+    from moebius.experts.placement import make_placement
 
     return make_placement(config.placement, model).covers_everything
 
@@ -444,7 +444,7 @@ def _mailbox(config: MoebiusConfig, model: MoeGeometry) -> Segment:
 
     def create() -> object:
         from moebius.mailbox import Mailbox, MailboxError
-        from moebius.mailbox_plan import mailbox_geometry
+        from moebius.mailbox.plan import mailbox_geometry
 
         geometry = mailbox_geometry(config, model)
         try:

@@ -20,8 +20,8 @@ import structlog
 from app.supervisor.health import Hang, ProcessSpec, Timing, Watch
 from app.supervisor.lines import ForwardedLines
 from moebius.errors import FAILURE_MARK, USER_ERROR_EXIT, WRONG_IDENTITY_EXIT
-from moebius.limits import out_of_memory_kills
-from moebius.progress import is_end_of_phase, text_of_line
+from moebius.process.limits import out_of_memory_kills
+from moebius.process.progress import is_end_of_phase, text_of_line
 
 CHILD_PROGRAM = str(Path(__file__).with_name("child.py"))
 # To have been ready for this long counts as a request that was answered.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from app.supervisor.plan import base_url
 from app.supervisor.runfile import check_private, start_ticks
-from moebius.config_loader import load_config
+from moebius.config.loader import load_config
 from moebius.errors import StartupError, UserError
 
 _LOOK_S = 0.1  # between two looks whether a process has ended

@@ -17,9 +17,9 @@ from app.doctor.facts import Volume, read_memory_limit, read_volume
 from app.supervisor.runfile import SHARED_MEMORY
 from moebius.config import MoebiusConfig
 from moebius.errors import StartupError, UserError
-from moebius.limits import FEWEST_BYTES, total_memory
+from moebius.kernels.weight_segment import segment_path
 from moebius.models.geometry import MoeGeometry
-from moebius.weight_segment import segment_path
+from moebius.process.limits import FEWEST_BYTES, total_memory
 
 GIB, MIB = 2**30, 2**20
 # `FEWEST_BYTES` was measured with the KV cache that a CPU has by default.
@@ -57,7 +57,7 @@ def needs_of(given: MoebiusConfig, config: MoebiusConfig, model: MoeGeometry) ->
     Raises CheckpointError or UserError for what cannot be packed.
     """
     from app.planning.memory import segment_bytes
-    from moebius.mailbox_plan import mailbox_geometry
+    from moebius.mailbox.plan import mailbox_geometry
 
     count = config.experts.expert_servers
     return Needs(

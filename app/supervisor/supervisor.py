@@ -20,7 +20,7 @@ from app.supervisor.process import ManagedProcess
 from app.supervisor.runfile import RunDirectory, write_private
 from app.supervisor.weight_files import WeightFiles
 from moebius.errors import PEER_LOST_EXIT, ProcessFailed, StartupError
-from moebius.wakeup import Wakeup
+from moebius.process.wakeup import Wakeup
 
 # The others notice the death by themselves and say which of them it was; then they have this long to end.
 GROUP_GRACE_S = 5.0

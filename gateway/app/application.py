@@ -47,10 +47,10 @@ from gateway.transport.streaming import ClientGone
 from gateway.web.live import LiveFigures
 from gateway.web.pages import page_router
 from moebius import __version__
-from moebius.api_keys import ApiKeys, KeyLimits
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
-from moebius.web_origins import ANY, WebOrigins, origin_pattern
+from moebius.network.api_keys import ApiKeys, KeyLimits
+from moebius.network.web_origins import ANY, WebOrigins, origin_pattern
 
 logger = structlog.get_logger(__name__)
 

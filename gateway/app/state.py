@@ -37,7 +37,7 @@ from gateway.transport.keys import client_of
 from gateway.transport.streaming import run_until_disconnect
 from moebius.config import MoebiusConfig
 from moebius.errors import StartupError, UserError, WrongIdentity
-from moebius.model_identity import IdentityRecord
+from moebius.models.identity import IdentityRecord
 from protos import engine_pb2
 
 logger = structlog.get_logger(__name__)

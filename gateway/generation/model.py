@@ -15,7 +15,7 @@ from gateway.parsers.detection import chosen_parsers
 from gateway.schemas.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, bad_request
 from gateway.text.tokenizer import Tokenizer
 from moebius import __version__
-from moebius.parser_names import AUTO
+from moebius.config.parser_names import AUTO
 from protos import engine_pb2
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from moebius.parser_names import AUTO, NONE
+from moebius.config.parser_names import AUTO, NONE
 
 # The first text that a template contains determines its format of tool calls.
 _TOOL_SIGNS: tuple[tuple[str, str | None], ...] = (

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from moebius.model_identity import Parts
+from moebius.models.identity import Parts
 
 _BYTES = 8
 ALLOWANCES = ("requests_per_minute", "tokens_per_minute")

@@ -11,7 +11,7 @@ from gateway.generation.output import OutputRules
 from gateway.parsers.events import OutputPlan
 from gateway.schemas.common import GenerationFields
 from gateway.schemas.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, bad_request
-from moebius.request_limits import MAX_BAD_WORD_IDS
+from moebius.config.request_limits import MAX_BAD_WORD_IDS
 from protos import engine_pb2
 
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1

@@ -21,9 +21,9 @@ from gateway.apis.registry import Kind
 from gateway.apis.stored_responses import ResponseStore
 from gateway.generation.job import Prepared
 from moebius.config import ImageConfig
+from moebius.config.parser_names import AUTO
 from moebius.errors import WrongIdentity
-from moebius.model_identity import REMEDY, Parts
-from moebius.parser_names import AUTO
+from moebius.models.identity import REMEDY, Parts
 
 HEADER = struct.Struct("!Q")  # length of what follows, bytes
 ANSWER_HEADER = struct.Struct("!QI")  # the same, and the number of buffers that follow, each with a HEADER

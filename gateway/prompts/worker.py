@@ -37,7 +37,7 @@ from gateway.text.tokenizer import Tokenizer
 from moebius.errors import WRONG_IDENTITY_EXIT
 from moebius.grammar.compile import GrammarError, OverBudget
 from moebius.grammar.process import MOST_S, QUICK_S, TOO_SLOW, GrammarProcess
-from moebius.model_identity import changes, text_parts
+from moebius.models.identity import changes, text_parts
 from protos import engine_pb2
 from protos.engine_pb2 import Constraint
 

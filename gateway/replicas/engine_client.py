@@ -16,10 +16,10 @@ from opentelemetry import propagate, trace
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 
 from gateway.schemas.errors import is_lost
-from moebius.grpc_channels import open_aio_channel, report_failed_handshake
-from moebius.operations import NOT_READY_METADATA
-from moebius.outbox import Outbox
-from moebius.tls import active_tls
+from moebius.network.grpc_channels import open_aio_channel, report_failed_handshake
+from moebius.network.outbox import Outbox
+from moebius.network.tls import active_tls
+from moebius.process.operations import NOT_READY_METADATA
 from protos import engine_pb2, engine_pb2_grpc
 
 SERVICE = "moebius.engine.v1.Engine"

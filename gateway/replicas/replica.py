@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from gateway.replicas.engine_client import EngineClient
 from gateway.replicas.prefixes import SentPrefixes
-from moebius.model_identity import changes, identity_parts
+from moebius.models.identity import changes, identity_parts
 from protos import engine_pb2
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0

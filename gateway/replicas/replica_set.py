@@ -17,7 +17,7 @@ from gateway.replicas.prefixes import block_digests
 from gateway.replicas.replica import Replica, difference, other_files
 from gateway.replicas.routing import choose, last_resort
 from gateway.telemetry.metrics import ReplicaMetrics
-from moebius.model_identity import identity_digest
+from moebius.models.identity import identity_digest
 from protos import engine_pb2
 
 logger = structlog.get_logger(__name__)

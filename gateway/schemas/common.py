@@ -25,7 +25,7 @@ from pydantic import (
 )
 
 from gateway.schemas.errors import param_error, shown
-from moebius.request_limits import (
+from moebius.config.request_limits import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_CHARACTERS,
     MAX_BAD_WORDS,

@@ -19,7 +19,7 @@ from gateway.schemas.common import (
 from gateway.schemas.errors import param_error, shown
 from gateway.schemas.structured import StructuredFields
 from gateway.schemas.tools import ToolFields
-from moebius.request_limits import MAX_LOGPROBS, MAX_OUTPUTS
+from moebius.config.request_limits import MAX_LOGPROBS, MAX_OUTPUTS
 
 MAX_MESSAGES = 16_384
 MAX_PARTS = 16_384  # of one message

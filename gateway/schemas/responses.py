@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, Tag, TypeAdapter, model_valid
 from gateway.schemas.common import INT64_MAX, INT64_MIN, MAX_LABEL_CHARACTERS, StrictModel, tagged
 from gateway.schemas.errors import param_error
 from gateway.schemas.requests import MAX_MESSAGES, MAX_PARTS
-from moebius.request_limits import MAX_LOGPROBS
+from moebius.config.request_limits import MAX_LOGPROBS
 
 MAX_TOOLS = 1024
 Label = Annotated[str, Field(max_length=MAX_LABEL_CHARACTERS)]

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from gateway.schemas.common import StrictModel
-from moebius.request_limits import MAX_CHOICES
+from moebius.config.request_limits import MAX_CHOICES
 
 JsonSchema = dict[str, Any] | bool
 

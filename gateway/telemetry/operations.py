@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 from moebius.config import MoebiusConfig
-from moebius.operations import Answers, ProcessState, start_operations
+from moebius.process.operations import Answers, ProcessState, start_operations
 
 T = TypeVar("T")
 # An event loop that is silent for longer hangs: its bound for any single piece of work is 20 ms.

@@ -8,7 +8,7 @@ from pathlib import Path
 from gateway.text.tokenizer import Tokenizer
 from moebius.checkpoint.errors import CheckpointError
 from moebius.errors import WrongIdentity
-from moebius.model_identity import (
+from moebius.models.identity import (
     REMEDY,
     IdentityRecord,
     Parts,

@@ -20,8 +20,8 @@ from gateway.processes.shared import ALLOWANCES, KeySlot, KeyTable
 from gateway.schemas.errors import ApiError
 from gateway.telemetry.metrics import GatewayMetrics
 from gateway.transport.internal import internal_caller
-from moebius.api_keys import ApiKey, ApiKeys, KeyLimits
-from moebius.web_origins import Sender, WebOrigins
+from moebius.network.api_keys import ApiKey, ApiKeys, KeyLimits
+from moebius.network.web_origins import Sender, WebOrigins
 
 _MINUTE_S = 60.0
 _KEY_HEADERS = ("x-api-key", "api-key")

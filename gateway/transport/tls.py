@@ -18,7 +18,7 @@ import structlog
 
 from gateway.transport.connections import ConnectionLimits
 from moebius.config import MoebiusConfig
-from moebius.tls import RenewedFiles, http_files
+from moebius.network.tls import RenewedFiles, http_files
 
 logger = structlog.get_logger(__name__)
 # Seconds between two log lines about clients of one address; and addresses that are remembered.

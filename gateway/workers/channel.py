@@ -13,7 +13,7 @@ from typing import Any
 
 from gateway.telemetry.combined import Samples
 from moebius.config import MoebiusConfig
-from moebius.model_identity import Parts
+from moebius.models.identity import Parts
 
 HEARTBEAT_S = 1.0  # between two heartbeats
 _HEADER = struct.Struct("!I")  # length of what follows, bytes

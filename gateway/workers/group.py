@@ -28,7 +28,7 @@ from gateway.workers.channel import Channel, ChannelClosed, Heartbeat, MemberSet
 from moebius.checkpoint.errors import CheckpointError
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
-from moebius.model_identity import TEMPLATE_FILE, IdentityRecord, Parts, file_digest, text_parts
+from moebius.models.identity import TEMPLATE_FILE, IdentityRecord, Parts, file_digest, text_parts
 
 logger = structlog.get_logger(__name__)
 _LOOK_S = 0.25

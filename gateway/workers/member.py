@@ -23,8 +23,8 @@ from gateway.processes.shared import KeyTable, Places, Shared
 from gateway.telemetry.combined import Samples, samples_of
 from gateway.workers.channel import HEARTBEAT_S, Channel, ChannelClosed, Heartbeat, MemberSetup, bound_socket
 from moebius.errors import UserError, WrongIdentity
+from moebius.network.tls import configure_tls
 from moebius.telemetry import configure_logging, configure_tracing, export_metrics
-from moebius.tls import configure_tls
 
 _SAMPLES_EVERY = 5  # beats: later counts are lost with a killed process
 

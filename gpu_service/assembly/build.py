@@ -85,7 +85,7 @@ from moebius.config import MoebiusConfig
 from moebius.grammar.process import BudgetedCompiler
 from moebius.models.config import ModelConfig
 from moebius.models.registry import family_of
-from moebius.served_model import read_served_model, with_drafts
+from moebius.models.served import read_served_model, with_drafts
 
 _log = structlog.get_logger(__name__)
 __all__ = ["Built", "WarmUpGate", "build_engine", "model_info"]

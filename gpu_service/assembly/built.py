@@ -27,8 +27,8 @@ from gpu_service.parallel.group import RankGroup
 from gpu_service.verify.self_test import SelfTestReport
 from moebius.checkpoint.gguf.files import companion_directory, served_name
 from moebius.config import MoebiusConfig
-from moebius.model_identity import Parts, check_unchanged, identity_text, model_parts
 from moebius.models.config import ModelConfig
+from moebius.models.identity import Parts, check_unchanged, identity_text, model_parts
 from moebius.models.read import read_config
 from protos import engine_pb2 as pb
 

@@ -29,7 +29,7 @@ from gpu_service.scheduler.supply import PageSupply
 from moebius.config import MoebiusConfig
 from moebius.errors import brief
 from moebius.models.config import ModelConfig
-from moebius.progress import phase
+from moebius.process.progress import phase
 
 _log = structlog.get_logger(__name__)
 # A group of pages takes at most this part of a GPU's memory, in chunks as large as that allows: moving many

@@ -31,10 +31,10 @@ from gpu_service.memory.plan import ExpertMemory
 from gpu_service.parallel.group import RankGroup
 from gpu_service.verify.self_test import ExpertsUnderTest, SelfTestReport, check_again, run_self_test
 from moebius.config import MoebiusConfig
+from moebius.experts.placement import make_placement
 from moebius.models.config import ModelConfig
-from moebius.placement import make_placement
-from moebius.progress import phase
-from moebius.served_model import read_served_geometry
+from moebius.models.served import read_served_geometry
+from moebius.process.progress import phase
 
 
 def rank_moe(config: MoebiusConfig, model: ModelConfig, group: RankGroup) -> RankMoe | None:

@@ -38,7 +38,7 @@ from gpu_service.ops.linear import can_pack
 from moebius.checkpoint.index import has_weights
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
-from moebius.served_model import read_served_model
+from moebius.models.served import read_served_model
 
 
 @dataclass(frozen=True, slots=True)

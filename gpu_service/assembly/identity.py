@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from moebius.checkpoint.index import CheckpointIndex
 from moebius.config import MoebiusConfig
-from moebius.model_identity import (
+from moebius.models.checkpoint import open_index
+from moebius.models.identity import (
     EXPERT_CHECKPOINT,
     IdentityRecord,
     Parts,
@@ -17,8 +18,7 @@ from moebius.model_identity import (
     identity_text,
     model_parts,
 )
-from moebius.models.checkpoint import open_index
-from moebius.progress import phase
+from moebius.process.progress import phase
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class EngineIdentity:
 
     @property
     def text(self) -> str:
-        """For other processes, as `moebius.model_identity` writes it."""
+        """For other processes, as `moebius.models.identity` writes it."""
         return identity_text(self.parts)
 
     @property

@@ -34,7 +34,7 @@ from moebius.errors import UserError
 from moebius.models.config import ModelConfig
 from moebius.models.geometry import MoeGeometry
 from moebius.models.layers.layer import Layers, mixers
-from moebius.progress import phase
+from moebius.process.progress import phase
 
 _log = structlog.get_logger(__name__)
 # A CPU shares its memory with the expert servers, so the pool does not take what is left.

@@ -25,7 +25,7 @@ from gpu_service.engine.step_check import StepCheck
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
 from moebius.kv_tiers import ram_tier_path
-from moebius.limits import available_memory
+from moebius.process.limits import available_memory
 
 _log = structlog.get_logger(__name__)
 # The operation that other threads post when something has come or gone.

@@ -20,7 +20,7 @@ from gpu_service.experts.streaming.ring import transfer_device
 from gpu_service.experts.streaming.streamer import ExpertStreamer
 from gpu_service.parallel.group import RankGroup
 from moebius.config import MoebiusConfig
-from moebius.placement import keeps_residents, recorded_counts
+from moebius.experts.placement import keeps_residents, recorded_counts
 
 _log = structlog.get_logger(__name__)
 Known = Mapping[int, NDArray[np.int64]]

@@ -18,7 +18,7 @@ import torch
 from gpu_service.attention.registry import check_attention_backend
 from moebius.config import GpuConfig, MoebiusConfig, ParallelConfig
 from moebius.errors import UserError
-from moebius.topology import Topology
+from moebius.host.topology import Topology
 
 _log = structlog.get_logger(__name__)
 

@@ -24,11 +24,11 @@ from gpu_service.memory.plan import has_lane
 from gpu_service.models.common import CausalLM
 from gpu_service.parallel.group import RankGroup
 from moebius.config import GpuConfig, MoebiusConfig
+from moebius.experts.placement import make_placement
 from moebius.models.config import ModelConfig
 from moebius.models.layers.layer import Layers
-from moebius.placement import make_placement
-from moebius.progress import phase
-from moebius.served_model import read_served_geometry
+from moebius.models.served import read_served_geometry
+from moebius.process.progress import phase
 
 _log = structlog.get_logger(__name__)
 

@@ -10,7 +10,7 @@ from gpu_service.core.interface import OutputDelta
 from gpu_service.core.request import Request, SamplingParams
 from gpu_service.engine.engine import Engine
 from moebius.errors import UserError
-from moebius.progress import phase
+from moebius.process.progress import phase
 
 # Longer prompts use the kernels of this one; with experts on a CPU they would only cost seconds.
 _LONGEST_PROMPT = 1024

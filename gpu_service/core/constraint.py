@@ -28,7 +28,7 @@ from tokenizers import Tokenizer
 from moebius.checkpoint.tokenizer import read_backend
 from moebius.errors import brief
 from moebius.grammar.compile import GrammarError, grammar_of, limits, reason
-from moebius.progress import phase
+from moebius.process.progress import phase
 from protos.engine_pb2 import Constraint
 
 _log = structlog.get_logger(__name__)

@@ -20,7 +20,7 @@ from gpu_service.device.stream import Uploader, packed_offsets
 from gpu_service.engine.model_runner import ModelRunner
 from gpu_service.engine.sampler import StepOutputs
 from gpu_service.experts.fetching.fetcher import MOST_ROWS
-from moebius.progress import counted
+from moebius.process.progress import counted
 
 _log = structlog.get_logger(__name__)
 # Runs before a capture: the first compiles and loads, the second finds everything in place.

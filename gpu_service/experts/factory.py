@@ -13,10 +13,10 @@ from gpu_service.experts.local_client import LocalExpertClient
 from gpu_service.experts.mailbox_client import MailboxExpertClient
 from moebius.config import MoebiusConfig
 from moebius.mailbox import Mailbox, open_mailbox
-from moebius.mailbox_plan import activation_dtype, mailbox_geometry, slots_of
-from moebius.model_identity import checkpoint_fingerprint
+from moebius.mailbox.plan import activation_dtype, mailbox_geometry, slots_of
 from moebius.models.checkpoint import open_index
 from moebius.models.geometry import MoeGeometry
+from moebius.models.identity import checkpoint_fingerprint
 
 CPU = torch.device("cpu")
 

@@ -24,9 +24,9 @@ from gpu_service.experts.client import (
     traceparent,
 )
 from gpu_service.experts.grpc_servers import GrpcServers
-from moebius.grpc_channels import open_channel
-from moebius.mailbox_plan import INSTANCE_METADATA, MOST_GRPC_ROWS
+from moebius.mailbox.plan import INSTANCE_METADATA, MOST_GRPC_ROWS
 from moebius.models.geometry import MoeGeometry
+from moebius.network.grpc_channels import open_channel
 from protos import expert_pb2, expert_pb2_grpc
 
 _OPTIONS = [

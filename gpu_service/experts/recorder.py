@@ -20,8 +20,8 @@ import torch
 
 from gpu_service.device.stream import DeviceStream
 from moebius.errors import UserError
+from moebius.experts.placement import ExpertStatistics, FileFormat
 from moebius.models.geometry import MoeGeometry
-from moebius.placement import ExpertStatistics, FileFormat
 from protos import engine_pb2 as pb
 
 RecorderMode = Literal["stat", "per_pass", "per_token"]

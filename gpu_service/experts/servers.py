@@ -24,7 +24,7 @@ from gpu_service.experts.client import (
 from moebius import _kernels
 from moebius.errors import WrongIdentity
 from moebius.mailbox import Mailbox, ServerLost, ShutDown
-from moebius.model_identity import CHECKPOINT, identity_part
+from moebius.models.identity import CHECKPOINT, identity_part
 
 
 class Newcomers:

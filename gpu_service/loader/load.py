@@ -52,7 +52,7 @@ from moebius.models.checkpoint import check_mtp_layers, open_index
 from moebius.models.config import ModelConfig
 from moebius.models.registry import vision_family
 from moebius.models.tied_head import is_stored_as_head
-from moebius.progress import Progress, phase
+from moebius.process.progress import Progress, phase
 
 _log = structlog.get_logger(__name__)
 

@@ -14,8 +14,8 @@ from gpu_service.loader.names import Target
 from gpu_service.loader.sources import LoadContext, PlainSource, QuantisedSource, WeightSource
 from gpu_service.ops.packed_weight import PackedPart
 from moebius.checkpoint.kept_matrix import KeptMatrix, kept_matrix
+from moebius.kernels.weight_formats import PANEL_COLUMNS
 from moebius.models.layers.ranks import ShardRange
-from moebius.weight_formats import PANEL_COLUMNS
 
 _WEIGHT = "weight"
 # Elements that are read and packed at a time.

@@ -29,7 +29,7 @@ from moebius.checkpoint.index import TensorInfo
 from moebius.checkpoint.reader import Array, SliceReader
 from moebius.checkpoint.stored_matrix import StoredMatrix
 from moebius.checkpoint.stored_values import check_values
-from moebius.kernels_source import SourceMatrix
+from moebius.kernels.source import SourceMatrix
 from moebius.models.layers.ranks import ShardRange
 
 # Elements that are dequantised at once by a thread: their float32 values stay in its cache.

@@ -51,7 +51,7 @@ from gpu_service.ops.sampling import argmax_and_finite, mask_logits, truncate_pr
 from gpu_service.ops.selective_scan import selective_scan_extend, selective_scan_update
 from gpu_service.ops.state_space import state_space_extend, state_space_update
 from moebius.errors import brief
-from moebius.progress import counted, phase
+from moebius.process.progress import counted, phase
 
 _log = structlog.get_logger(__name__)
 

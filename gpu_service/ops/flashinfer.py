@@ -25,7 +25,7 @@ from gpu_service.ops import rope
 from gpu_service.ops.registry import Implementation
 from gpu_service.ops.rope import RopeTable
 from moebius.errors import brief
-from moebius.progress import counted
+from moebius.process.progress import counted
 
 _log = structlog.get_logger(__name__)
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from moebius import _kernels
-from moebius.kernels_source import SourceMatrix
-from moebius.weight_formats import PANEL_COLUMNS, panel_layout
+from moebius.kernels.source import SourceMatrix
+from moebius.kernels.weight_formats import PANEL_COLUMNS, panel_layout
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from typing import Protocol
 
 from google.protobuf.message import DecodeError
 
-from moebius.tls import handshake_words
+from moebius.network.tls import handshake_words
 from protos import ranks_pb2
 
 # A prompt of a million tokens takes 4 MB, a large image some 50 MB.

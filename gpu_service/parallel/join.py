@@ -23,8 +23,8 @@ from gpu_service.parallel.control import ConnectionLost, RankConnection, RankCon
 from gpu_service.parallel.group import ProcessRankGroup, RankGroup, SoloGroup, make_process_groups
 from moebius.config import MoebiusConfig, ParallelConfig
 from moebius.errors import PEER_LOST_EXIT, ConfigError, UserError
-from moebius.model_identity import changes, identity_parts
-from moebius.tls import active_tls
+from moebius.models.identity import changes, identity_parts
+from moebius.network.tls import active_tls
 from protos import ranks_pb2
 
 _log = structlog.get_logger(__name__)

@@ -24,10 +24,10 @@ from gpu_service.experts.streaming.streamer import ExpertStreamer
 from gpu_service.memory.shares import MemoryShares
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
-from moebius.grpc_channels import open_aio_channel
+from moebius.experts.placement import make_placement
 from moebius.models.geometry import MoeGeometry
-from moebius.placement import make_placement
-from moebius.served_model import read_served_geometry
+from moebius.models.served import read_served_geometry
+from moebius.network.grpc_channels import open_aio_channel
 from protos import engine_pb2 as pb
 from protos import expert_pb2, expert_pb2_grpc
 

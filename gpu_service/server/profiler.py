@@ -24,7 +24,7 @@ import torch
 
 from gpu_service.experts.client import ExpertCall, ExpertClient
 from moebius.errors import UserError
-from moebius.grpc_channels import open_aio_channel
+from moebius.network.grpc_channels import open_aio_channel
 from protos import engine_pb2 as pb
 from protos import expert_pb2, expert_pb2_grpc
 

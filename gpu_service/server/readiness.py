@@ -13,7 +13,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from gpu_service.engine.engine import Engine
 from gpu_service.experts.client import ExpertClient
 from gpu_service.experts.resident.watch import ResidentWatch
-from moebius.operations import NOT_READY_METADATA, ProcessState
+from moebius.process.operations import NOT_READY_METADATA, ProcessState
 from protos import engine_pb2 as pb
 
 _log = structlog.get_logger(__name__)

@@ -16,7 +16,7 @@ import structlog
 
 from gpu_service.core.interface import OutputDelta
 from gpu_service.core.request import FinishReason, Request, TokenLogprobs
-from moebius.outbox import Outbox
+from moebius.network.outbox import Outbox
 from protos import engine_pb2 as pb
 
 

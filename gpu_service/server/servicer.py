@@ -32,7 +32,7 @@ from gpu_service.telemetry.metrics import EngineTelemetry
 from gpu_service.vision.processor import ImagePreparer
 from moebius import __version__
 from moebius.errors import UserError
-from moebius.operations import registry_text
+from moebius.process.operations import registry_text
 from protos import engine_pb2 as pb
 from protos import engine_pb2_grpc
 

@@ -11,8 +11,7 @@ from gpu_service.core.images import ImageError, PreparedImage, VisionPrompt, pla
 from gpu_service.core.request import Pooling, Request, SamplingParams
 from gpu_service.engine.input_builder import derive_seed
 from gpu_service.vision.processor import ImagePreparer
-from moebius.grammar.compile import GrammarError
-from moebius.request_limits import (
+from moebius.config.request_limits import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_IDS,
     MAX_BAD_WORD_SEQUENCES,
@@ -23,6 +22,7 @@ from moebius.request_limits import (
     MAX_STOP_TOKEN_IDS,
     MAX_THOUGHT_MARKER_IDS,
 )
+from moebius.grammar.compile import GrammarError
 from protos import engine_pb2 as pb
 
 

@@ -25,8 +25,8 @@ from gpu_service.server.servicer import EngineServicer, Service
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.gguf.files import companion_directory
 from moebius.checkpoint.tokenizer import read_backend
-from moebius.model_identity import REMEDY, ROUTER_FILES, changes, identity_parts, model_parts
-from moebius.request_limits import MAX_STOP_STRING_CHARACTERS, MAX_STOP_STRINGS
+from moebius.config.request_limits import MAX_STOP_STRING_CHARACTERS, MAX_STOP_STRINGS
+from moebius.models.identity import REMEDY, ROUTER_FILES, changes, identity_parts, model_parts
 from protos import engine_pb2, smg_common_pb2, vllm_engine_pb2_grpc
 from protos import vllm_engine_pb2 as pb
 

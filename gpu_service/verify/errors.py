@@ -15,9 +15,9 @@ from typing import Literal, cast
 import torch
 
 from gpu_service.device import dtype_name
-from moebius.expert_slices import REQUANTISED, ExpertDtype
+from moebius.experts.slices import REQUANTISED, ExpertDtype
+from moebius.kernels.weight_formats import weight_format
 from moebius.models.expert_checkpoint import ExpertMatrices
-from moebius.weight_formats import weight_format
 
 
 def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:

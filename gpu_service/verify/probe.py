@@ -19,8 +19,8 @@ from gpu_service.experts.local_client import LocalExpertClient
 from gpu_service.verify.errors import relative_error
 from moebius.checkpoint.split import equal_shares, split_bounds
 from moebius.config import ExpertConfig, MoebiusConfig
-from moebius.grpc_channels import open_channel
 from moebius.models.geometry import MoeGeometry
+from moebius.network.grpc_channels import open_channel
 from protos import expert_pb2, expert_pb2_grpc
 
 # Rows that choose one expert alone, and rows that choose all of a probe's experts together.

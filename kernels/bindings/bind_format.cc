@@ -143,7 +143,7 @@ std::string reason_of(const std::string& format, const py::object& source) {
   return unsupported_reason(read_source(source, "source").matrix, parse_weight_format(format));
 }
 
-// By name, the fields of WeightFormat in moebius/weight_formats.py.
+// By name, the fields of WeightFormat in moebius/kernels/weight_formats.py.
 py::dict weight_formats() {
   py::dict result;
   for (const std::string& name : weight_format_names()) {
@@ -164,7 +164,7 @@ py::dict weight_formats() {
   return result;
 }
 
-// The fields that PanelLayout of moebius/weight_formats.py adds to its format's.
+// The fields that PanelLayout of moebius/kernels/weight_formats.py adds to its format's.
 py::dict panel_layout(const std::string& format, int64_t k, bool has_bias) {
   const PanelLayout layout(parse_weight_format(format), positive(k, "k"), has_bias);
   py::dict result;
@@ -184,7 +184,7 @@ py::dict panel_layout(const std::string& format, int64_t k, bool has_bias) {
   return result;
 }
 
-// The fields of PackedExpertLayout in moebius/weight_formats.py, but for its panels.
+// The fields of PackedExpertLayout in moebius/kernels/weight_formats.py, but for its panels.
 py::dict expert_layout(const std::string& gate_up_format, const std::string& down_format, int64_t hidden_size,
                        int64_t intermediate_size, bool gated, bool has_bias) {
   const ExpertLayout layout(parse_weight_format(gate_up_format), parse_weight_format(down_format),

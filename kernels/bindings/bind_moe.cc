@@ -228,7 +228,7 @@ py::object segment_found(const ExpertEngine& engine) {
                         segment->in_memory());
 }
 
-// Rows of PlanRow in moebius/kernels.py.
+// Rows of PlanRow in moebius/kernels/__init__.py.
 py::list plan(const ExpertEngine& engine) {
   KernelPlan current = [&] {
     const ReleasedGil release;

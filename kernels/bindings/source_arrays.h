@@ -1,4 +1,4 @@
-// moebius.kernels_source.SourceMatrix (or a plain ndarray) -> SourceMatrix, with every shape and dtype checked.
+// moebius.kernels.source.SourceMatrix (or a plain ndarray) -> SourceMatrix, with every shape and dtype checked.
 #pragma once
 
 #include <pybind11/numpy.h>

@@ -133,7 +133,7 @@ struct ServerRecord {
 struct Identity {
   uint32_t is_set;           // 1 once `text` is whole; release store
   uint32_t reserved;
-  char text[kIdentityText];  // lines "name=value", NUL-terminated; see moebius/expert_slices.py
+  char text[kIdentityText];  // lines "name=value", NUL-terminated; see moebius/experts/slices.py
 };
 
 // Why a server was refused, for people and for clients that wait for it.

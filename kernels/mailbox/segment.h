@@ -11,7 +11,7 @@
 
 namespace moebius::mailbox {
 
-// The names are the Python exception classes of moebius/mailbox.py.
+// The names are the Python exception classes of moebius/mailbox/__init__.py.
 enum class Failure {
   kMailbox,
   kAbiMismatch,

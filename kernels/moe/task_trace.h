@@ -12,7 +12,7 @@
 
 namespace moebius {
 
-// Numbers that moebius/kernels.py names.
+// Numbers that moebius/kernels/__init__.py names.
 enum class TaskKind : uint32_t { kCall = 0, kRows = 1, kGateUp = 2, kActivation = 3, kDown = 4 };
 
 struct TaskSpan {

@@ -1,5 +1,5 @@
 // Packed experts in a file that other processes map too, and that outlives the server which packed them: the one
-// description of its bytes, and the server that writes it. moebius/weight_segment.py reads it; a test compares the two.
+// description of its bytes, and the server that writes it. moebius/kernels/weight_segment.py reads it; a test compares the two.
 //
 // One file per expert server, mode 0600, in memory (a memfd, tmpfs or hugetlbfs):
 //
@@ -74,7 +74,7 @@ struct Header {
   uint32_t checked;             // atomic; 1: each expert's bytes were packed, or compared, by the server that has it now
   uint32_t reserved1;
   uint64_t reserved2[2];
-  char identity[kIdentityText];  // lines "name=value", moebius/expert_slices.py
+  char identity[kIdentityText];  // lines "name=value", moebius/experts/slices.py
 };
 
 struct LayerRecord {

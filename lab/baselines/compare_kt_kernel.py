@@ -36,7 +36,7 @@ from lab.bench.kernels_measure import (
 )
 from moebius.errors import UserError
 from moebius.kernels import supported_isas
-from moebius.limits import available_memory
+from moebius.process.limits import available_memory
 
 WORKER = "lab.baselines.kt_kernel_worker"
 # Its INT4, the worst, is off by 29 % for normally distributed weights.

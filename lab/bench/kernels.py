@@ -34,7 +34,7 @@ from lab.bench.kernels_measure import (
 )
 from moebius.errors import UserError
 from moebius.kernels import ExpertEngine, Isa, PlanRow
-from moebius.limits import available_memory
+from moebius.process.limits import available_memory
 
 
 @dataclass(frozen=True)

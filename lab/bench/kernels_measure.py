@@ -16,7 +16,7 @@ from lab.bench.kernels_inputs import ExpertShape, Routing, WorkingSet, exact, un
 from moebius import _kernels, _kernels_testing
 from moebius.errors import UserError
 from moebius.kernels import ExpertEngine, Isa, SegmentError, SegmentSettings
-from moebius.weight_formats import WEIGHT_FORMATS
+from moebius.kernels.weight_formats import WEIGHT_FORMATS
 
 MIN_ITERATIONS = 5
 MAX_ITERATIONS = 2000

@@ -31,7 +31,7 @@ from lab.random_model.shapes import RandomShape
 from lab.random_model.tensors import ModelDraw, write_shards
 from lab.random_model.values import FORMATS, expert_format
 from moebius.errors import UserError
-from moebius.topology import Topology
+from moebius.host.topology import Topology
 
 DTYPES = ("keep", "int8", "int4")
 WORKER = """
@@ -194,7 +194,7 @@ def worker(arguments: list[str]) -> None:
     from expert_service.host import ExpertHost, LoadSettings
     from expert_service.placement import ThreadPlacement
     from moebius.config import TelemetryConfig
-    from moebius.expert_slices import SliceRequest, parse_expert_dtype
+    from moebius.experts.slices import SliceRequest, parse_expert_dtype
     from moebius.telemetry import configure_logging
 
     configure_logging(TelemetryConfig(log_level="error"), "bench")

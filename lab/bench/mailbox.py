@@ -24,8 +24,8 @@ from typing import Literal
 
 from app.bench.output import BenchTable, Column, write_json
 from moebius import _kernels_testing
+from moebius.host.topology import Topology
 from moebius.mailbox import Mailbox, MailboxGeometry
-from moebius.topology import Topology
 
 ROWS = (1, 8, 64)
 SERVERS = (1, 2, 4)

@@ -18,7 +18,7 @@ from lab.bench.engine.servers import ExpertServers, ServerCounters, running_serv
 from moebius.config import MoebiusConfig, PlacementConfig
 from moebius.errors import UserError
 from moebius.models.geometry import MoeGeometry
-from moebius.served_model import read_served_geometry
+from moebius.models.served import read_served_geometry
 
 STRATEGIES = ("uniform", "frequency", "front-loading", "random", "adaptive")
 # How many times the tokens that are measured the strategy `adaptive` sees before.
@@ -148,7 +148,7 @@ def statistics_of(
 
     `whole`: servers hold whole experts, so rows add up.
     """
-    from moebius.placement import ExpertStatistics
+    from moebius.experts.placement import ExpertStatistics
 
     layers, zeros = geometry.moe_layers, (0,) * geometry.num_experts
     per_server = np.array(

@@ -22,8 +22,8 @@ import numpy as np
 from app.bench.output import BenchTable, Column, write_json
 from moebius import _kernels_testing
 from moebius.errors import UserError
+from moebius.host.topology import Topology
 from moebius.kernels import ExpertEngine
-from moebius.topology import Topology
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 2048, 768, 32, 8
 ROWS = (1, 16)

@@ -37,7 +37,7 @@ from lab.bench.engine.run import EngineBenchOptions, with_room
 from lab.bench.engine.servers import running_servers
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
-from moebius.served_model import read_served_model, with_drafts
+from moebius.models.served import read_served_model, with_drafts
 
 if TYPE_CHECKING:
     from gpu_service.core.interface import EngineLoad

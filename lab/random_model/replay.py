@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from lab.random_model.shapes import GlmShape, RandomShape
 from lab.random_model.values import generator
 from moebius.errors import UserError
-from moebius.placement import ExpertStatistics
+from moebius.experts.placement import ExpertStatistics
 
 Floats = NDArray[np.float32]
 

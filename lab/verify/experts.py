@@ -32,7 +32,7 @@ from gpu_service.verify.probe import spread
 from lab.verify.report import ExpertError
 from lab.verify.staged_model import Routed
 from moebius.config import MoebiusConfig
-from moebius.expert_slices import ExpertDtype, SliceRequest, plan_slice
+from moebius.experts.slices import ExpertDtype, SliceRequest, plan_slice
 from moebius.kernels import ExpertEngine, FloatArray
 from moebius.models.geometry import MoeGeometry
 

@@ -44,10 +44,10 @@ from moebius.checkpoint.gguf.tokenizer import read_tokenizer
 from moebius.checkpoint.tiktoken_vocabulary import has_vocabulary, read_vocabulary
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
-from moebius.expert_slices import REQUANTISED
+from moebius.experts.placement import parse_layers
+from moebius.experts.slices import REQUANTISED
 from moebius.models.geometry import MoeGeometry
 from moebius.models.read import read_geometry
-from moebius.placement import parse_layers
 
 BUNDLED_TEXT = Path(__file__).with_name("text.txt")
 

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from moebius.checkpoint.reader import SliceReader
 from moebius.checkpoint.stored_matrix import StoredMatrix
-from moebius.kernels_source import SourceMatrix
-from moebius.weight_formats import WEIGHT_FORMATS
+from moebius.kernels.source import SourceMatrix
+from moebius.kernels.weight_formats import WEIGHT_FORMATS
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -21,7 +21,7 @@ from moebius.checkpoint.stored_values import (
     unpack_nibbles,
 )
 from moebius.checkpoint.weight_schemes import E8M0, FLOAT_CODES, PLAIN, SCALE_TYPES, Role, WeightScheme
-from moebius.kernels_source import ScaleType, SourceMatrix
+from moebius.kernels.source import ScaleType, SourceMatrix
 
 # What a scale per whole row becomes: one that all groups of this size share.
 ROW_GROUP = 128

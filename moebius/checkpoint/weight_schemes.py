@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from moebius.kernels_source import Code, ScaleType, SourceLayout
+from moebius.kernels.source import Code, ScaleType, SourceLayout
 
 # "scales", "mins" (what code 0 means): arrays of `out_step` x `in_step`. "channel": a factor per row.
 # "tensor": one factor for all; "tensor_reciprocal": one divisor.

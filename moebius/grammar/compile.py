@@ -17,12 +17,12 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
+from moebius.config.request_limits import MAX_CHOICES, MAX_GRAMMAR_CHARACTERS
 from moebius.grammar.errors import GrammarError as GrammarError
 from moebius.grammar.errors import Unsatisfiable, quoted
 from moebius.grammar.json_schema import json_grammar
 from moebius.grammar.lark import json_options
 from moebius.grammar.structural_tags import StructuralTagError, structural_tag_grammar
-from moebius.request_limits import MAX_CHOICES, MAX_GRAMMAR_CHARACTERS
 from protos.engine_pb2 import Constraint
 
 _ENDLESS = "the grammar is empty: no text satisfies it"

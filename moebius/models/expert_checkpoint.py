@@ -14,11 +14,11 @@ from moebius.checkpoint.matrix_finder import MatrixFinder
 from moebius.checkpoint.quantisation import read_schemes
 from moebius.checkpoint.reader import SliceReader
 from moebius.checkpoint.stored_matrix import StoredMatrix
-from moebius.kernels_source import SourceMatrix
+from moebius.kernels.source import SourceMatrix
+from moebius.kernels.weight_formats import ordered_format
 from moebius.models.checkpoint import find_layout, open_index
 from moebius.models.geometry import MoeGeometry
 from moebius.models.read import read_geometry
-from moebius.weight_formats import ordered_format
 
 # What experts that lie apart from their model must have in common with it.
 _OF_EXPERTS = ("hidden_size", "num_experts", "moe_intermediate_size", "activation", "has_bias")

@@ -1,1 +1,1 @@
-"""Tables of the names that other servers have for settings; `moebius/other_names.py` looks them up."""
+"""Tables of the names that other servers have for settings; `setting_names.py` looks them up."""

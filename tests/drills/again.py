@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from moebius.kernels.weight_segment import WeightSegment, segment_path
 from moebius.mailbox import ServerState, server_health
-from moebius.weight_segment import WeightSegment, segment_path
 from tests.drills.load import GreedyLoad, tally
 from tests.drills.report import Report
 from tests.drills.session import Session, promise_right, served, serves_again, undisturbed, wait_for

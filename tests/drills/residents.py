@@ -15,8 +15,8 @@ from gpu_service.experts.resident.source import PackedExpertSource
 from gpu_service.experts.resident.watch import FILLED_AGAIN
 from moebius.checkpoint.reader import SliceReader
 from moebius.config import ModelConfigSection, MoebiusConfig, PlacementConfig
+from moebius.experts.placement import make_placement
 from moebius.models.read import read_geometry
-from moebius.placement import make_placement
 from tests.drills.checkpoint import GreedyCase
 from tests.drills.memory import (
     INTERVAL_S,

@@ -20,7 +20,7 @@ from lab.random_model.shapes import SHAPES
 from lab.random_model.tensors import FIRST_WORD
 from moebius.config import PlacementConfig
 from moebius.errors import UserError
-from moebius.placement import ExpertStatistics
+from moebius.experts.placement import ExpertStatistics
 from tests.equality.test_engine_real_model import config_for
 from tests.helpers.built_engine import running_engine
 

@@ -13,7 +13,7 @@ from lab.bench.engine.drive import running_engine
 from lab.bench.engine.measure import random_prompts
 from lab.random_model import RandomModelOptions, write_random_model
 from moebius.config import MoebiusConfig
-from moebius.config_loader import load_config
+from moebius.config.loader import load_config
 from moebius.errors import UserError
 
 pytestmark = pytest.mark.gpu

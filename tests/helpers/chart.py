@@ -1,6 +1,6 @@
 """The Helm chart in `k8s/chart`: rendered here, and what is generated of it (`make chart`).
 
-Generated are the settings in the chart's schema of values, from `moebius/config.py`, and `k8s/kustomize`, the
+Generated are the settings in the chart's schema of values, from `moebius/config`, and `k8s/kustomize`, the
 chart rendered for some shapes.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from moebius.config_loader import sections
+from moebius.config.loader import sections
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "k8s" / "chart"

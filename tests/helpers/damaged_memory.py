@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from moebius.weight_segment import WeightSegment
+from moebius.kernels.weight_segment import WeightSegment
 
 REPAIRED = "an expert was damaged in memory and is packed again"
 REFUSED = "an expert is damaged in memory and cannot be packed again"

@@ -14,9 +14,9 @@ from typing import Literal
 from gpu_service.experts.client import ExpertClient
 from gpu_service.experts.factory import make_expert_client
 from moebius.config import ExpertConfig, ModelConfigSection, MoebiusConfig
-from moebius.config_loader import effective_config
+from moebius.config.loader import effective_config
 from moebius.mailbox import Mailbox
-from moebius.mailbox_plan import mailbox_geometry
+from moebius.mailbox.plan import mailbox_geometry
 from moebius.models.geometry import MoeGeometry
 from moebius.models.read import read_geometry
 from tests.helpers.demo import demo_checkpoint

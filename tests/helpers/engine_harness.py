@@ -149,7 +149,7 @@ class Harness(EngineOutputs):
         self.experts = experts
 
     def run(self, requests: Sequence[Request], *, together: bool = False) -> list[list[int]]:
-        """As of any engine; the tokens are those that it emitted."""
+        """Returns what any engine does; the tokens are those that it emitted."""
         super().run(requests, together=together)
         return [self.tokens(request) for request in requests]
 

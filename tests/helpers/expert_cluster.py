@@ -20,11 +20,11 @@ import torch
 from gpu_service.experts.client import ExpertClient
 from gpu_service.experts.factory import make_expert_client
 from moebius.config import GpuConfig, MoebiusConfig, PlacementConfig
-from moebius.grpc_channels import open_channel
 from moebius.mailbox import Mailbox
-from moebius.mailbox_plan import mailbox_geometry
+from moebius.mailbox.plan import mailbox_geometry
 from moebius.models.geometry import MoeGeometry
 from moebius.models.read import read_geometry
+from moebius.network.grpc_channels import open_channel
 from protos import expert_pb2_grpc
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -19,8 +19,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from tokenizers import Tokenizer
 
 from gpu_service.server.image_pieces import GatheredRequest
-from moebius.grpc_channels import listen
-from moebius.operations import NOT_READY_METADATA
+from moebius.network.grpc_channels import listen
+from moebius.process.operations import NOT_READY_METADATA
 from protos import engine_pb2 as pb
 from protos import engine_pb2_grpc
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from gpu_service.experts.resident.panels import layer_format
-from moebius.weight_segment import SegmentLayer
+from moebius.kernels.weight_segment import SegmentLayer
 from tests.helpers.resident_layers import Shape
 from tests.helpers.stored_experts import MadeSegment, Part
 

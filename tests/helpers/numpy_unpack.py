@@ -1,4 +1,4 @@
-"""Packed weights back to float32 in numpy, written from the documentation of `moebius.weight_formats` alone.
+"""Packed weights back to float32 in numpy, written from what `moebius.kernels.weight_formats` documents.
 
 What the kernels pack, and what GPUs unpack, is compared with it.
 """
@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moebius.kernels_source import Code, ScaleType
-from moebius.weight_formats import (
+from moebius.kernels.source import Code, ScaleType
+from moebius.kernels.weight_formats import (
     CODE_MIDDLES,
     CODEBOOKS,
     PANEL_COLUMNS,

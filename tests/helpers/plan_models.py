@@ -11,7 +11,7 @@ from app.planning.gpu_models import find_gpu_model
 from app.planning.hardware import Hardware
 from lab.random_model.shapes import parse_shape
 from moebius.config import MoebiusConfig
-from moebius.config_loader import load_config
+from moebius.config.loader import load_config
 from tests.helpers.published_checkpoints import Published
 
 GIB = 2**30

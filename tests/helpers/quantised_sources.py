@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moebius.kernels_source import ScaleType, SourceMatrix
-from moebius.weight_formats import CODE_MIDDLES, CODEBOOKS, WEIGHT_FORMATS, weight_format
+from moebius.kernels.source import ScaleType, SourceMatrix
+from moebius.kernels.weight_formats import CODE_MIDDLES, CODEBOOKS, WEIGHT_FORMATS, weight_format
 
 Array = NDArray[Any]
 Floats = NDArray[np.float32]

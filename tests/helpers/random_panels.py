@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moebius import _kernels
-from moebius.weight_formats import CODE_MIDDLES, PanelLayout, panel_layout
+from moebius.kernels.weight_formats import CODE_MIDDLES, PanelLayout, panel_layout
 
 FLOAT_FORMATS = {"float32": 4, "bfloat16": 2, "float16": 2}
 

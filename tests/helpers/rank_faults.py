@@ -18,8 +18,8 @@ from gpu_service.experts.local_client import LocalExpertClient
 from gpu_service.main import run_follower
 from gpu_service.models.common import CausalLM
 from moebius.config import MoebiusConfig, TelemetryConfig
+from moebius.network.tls import configure_tls
 from moebius.telemetry import configure_logging
-from moebius.tls import configure_tls
 from tests.helpers.rank_group import CONTEXT, WAIT_S, Script, rank_config, with_rank
 
 PROMPT = list(range(5, 17))

@@ -27,7 +27,7 @@ from moebius.config import (
     ParallelConfig,
     PlacementConfig,
 )
-from moebius.tls import configure_tls
+from moebius.network.tls import configure_tls
 from protos.engine_pb2 import Constraint
 from tests.helpers.engine_outputs import WAIT_S, EngineOutputs
 from tests.helpers.ports import free_port

@@ -11,8 +11,8 @@ from pathlib import Path
 from app.supervisor.plan import ServePlan, plan_processes
 from app.supervisor.process import ManagedProcess
 from app.supervisor.supervisor import Supervisor
-from moebius.config_loader import load_config
-from moebius.grpc_channels import open_channel
+from moebius.config.loader import load_config
+from moebius.network.grpc_channels import open_channel
 from protos import engine_pb2 as pb
 from protos.engine_pb2_grpc import EngineStub
 

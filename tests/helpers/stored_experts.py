@@ -20,8 +20,8 @@ from gpu_service.experts.streaming.streamer import ExpertStreamer
 from moebius import _kernels
 from moebius import _kernels_testing as testing
 from moebius.kernels import ExpertEngine
+from moebius.kernels.weight_segment import SegmentLayer, digest_seed
 from moebius.models.geometry import MoeGeometry
-from moebius.weight_segment import SegmentLayer, digest_seed
 from tests.helpers.resident_layers import Shape, with_down
 
 _ALIGNMENT = 4096

@@ -33,7 +33,7 @@ def change_defaults(directory: str) -> None:
     """From now on settings without a word about TLS mean mutual TLS; before `moebius.config` is imported,
     which copies the defaults."""
     assert "moebius.config" not in sys.modules
-    from moebius.config_operations import SecurityConfig
+    from moebius.config.operations import SecurityConfig
 
     files = {"grpc_cert_file": "tls.crt", "grpc_key_file": "tls.key", "grpc_ca_file": "ca.crt"}
     defaults = {"grpc_tls": "mutual"} | {name: f"{directory}/{file}" for name, file in files.items()}
@@ -65,7 +65,7 @@ def follow() -> None:
     """Makes a process of tests speak as its settings say; without `--tls` nothing happens."""
     if is_on():
         from moebius.config import SecurityConfig
-        from moebius.tls import configure_tls
+        from moebius.network.tls import configure_tls
 
         configure_tls(SecurityConfig())
         use_https(True)
@@ -75,7 +75,7 @@ def follow() -> None:
 def plain_grpc() -> Iterator[None]:
     """This process speaks gRPC without TLS meanwhile, as a benchmark's engine does."""
     from moebius.config import SecurityConfig
-    from moebius.tls import configure_tls
+    from moebius.network.tls import configure_tls
 
     configure_tls(SecurityConfig(grpc_tls="off"))
     try:

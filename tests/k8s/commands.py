@@ -10,7 +10,7 @@ from typing import Any
 import typer.main
 
 from app.cli import app
-from moebius.config_loader import load_config
+from moebius.config.loader import load_config
 
 
 @cache  # a tenth of a second: two thousand options

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from moebius.config_loader import load_config
+from moebius.config.loader import load_config
 from tests.helpers.chart import (
     CHART,
     KUSTOMIZE,
@@ -412,7 +412,7 @@ def test_kustomize_reads_its_bases() -> None:
 
 
 def test_the_schema_knows_every_setting() -> None:
-    """It is generated from moebius/config.py."""
+    """It is generated from moebius/config/__init__.py."""
     assert json.loads(SCHEMA.read_text()) == schema_with_settings(), "run `make chart`"
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from moebius.config_loader import load_config
+from moebius.config.loader import load_config
 from tests.helpers.chart import ROOT
 from tests.helpers.locks import SETS, locked, pythons
 from tests.k8s.commands import check_command

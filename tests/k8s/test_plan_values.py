@@ -11,7 +11,7 @@ import yaml
 
 from app import cli
 from lab.random_model.shapes import parse_shape
-from moebius.config_loader import load_config
+from moebius.config.loader import load_config
 from tests.helpers.chart import render
 from tests.helpers.plan_models import PUBLISHED, write_config
 

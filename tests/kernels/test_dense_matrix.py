@@ -13,7 +13,7 @@ import torch
 from gpu_service.ops.packed_weight import PackedPart, PackedWeight, packed_bytes
 from moebius import _kernels
 from moebius.kernels import supported_isas
-from moebius.weight_formats import WEIGHT_FORMATS
+from moebius.kernels.weight_formats import WEIGHT_FORMATS
 from tests.helpers.quantised_sources import ENCODERS, Quantised, random_weights
 from tests.tolerances import GEMM_BFLOAT16, GEMM_FLOAT32, GEMM_SPLIT
 

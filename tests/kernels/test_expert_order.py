@@ -14,8 +14,8 @@ import pytest
 from moebius import _kernels
 from moebius import _kernels_testing as testing
 from moebius.kernels import supported_isas
-from moebius.kernels_source import SourceMatrix
-from moebius.weight_formats import expert_layout, weight_format
+from moebius.kernels.source import SourceMatrix
+from moebius.kernels.weight_formats import expert_layout, weight_format
 from tests.helpers.moe_golden import Routed, from_bfloat16, to_bfloat16
 from tests.helpers.numpy_unpack import unpack_expert
 from tests.helpers.packed_experts import Shape

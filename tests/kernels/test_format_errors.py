@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from moebius import _kernels
-from moebius.kernels_source import SourceMatrix
+from moebius.kernels.source import SourceMatrix
 from tests.helpers.quantised_sources import ENCODERS, random_weights
 
 WEIGHTS = random_weights(np.random.default_rng(8), 32, 256)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moebius import _kernels
-from moebius.weight_formats import WEIGHT_FORMATS, expert_layout, panel_layout, weight_format
+from moebius.kernels.weight_formats import WEIGHT_FORMATS, expert_layout, panel_layout, weight_format
 from tests.helpers.numpy_unpack import unpack_bias, unpack_codes, unpack_expert, unpack_matrix
 from tests.helpers.quantised_sources import ENCODERS, random_weights
 

@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from moebius import _kernels
-from moebius.kernels_source import SourceMatrix
+from moebius.kernels.source import SourceMatrix
 from tests.helpers.quantised_sources import (
     ENCODERS,
     Quantised,

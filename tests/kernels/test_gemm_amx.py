@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from moebius import _kernels
 from moebius import _kernels_testing as testing
 from moebius.kernels import ExpertEngine
-from moebius.weight_formats import WEIGHT_FORMATS, weight_format
+from moebius.kernels.weight_formats import WEIGHT_FORMATS, weight_format
 from tests.helpers.random_panels import PackedMatrix, bfloat16_bits, random_matrix
 from tests.tolerances import GEMM_BFLOAT16, GEMM_TWO_PARTS
 

@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from moebius import _kernels_testing as testing
-from moebius.weight_formats import WEIGHT_FORMATS
+from moebius.kernels.weight_formats import WEIGHT_FORMATS
 from tests.helpers.random_panels import PackedMatrix, bfloat16_bits, random_matrix
 from tests.tolerances import GEMM_BFLOAT16, GEMM_SPLIT
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from moebius import _kernels
 from moebius import _kernels_testing as testing
-from moebius.weight_formats import WEIGHT_FORMATS
+from moebius.kernels.weight_formats import WEIGHT_FORMATS
 from tests.helpers.random_panels import PackedMatrix, random_matrix
 from tests.tolerances import GEMM_FLOAT32
 

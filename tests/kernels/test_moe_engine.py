@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from moebius.kernels import ExpertEngine
-from moebius.kernels_source import SourceMatrix
+from moebius.kernels.source import SourceMatrix
 from tests.helpers.moe_golden import golden, load_layer, random_expert, random_rows, relative_error
 
 HIDDEN, INTERMEDIATE = 24, 20

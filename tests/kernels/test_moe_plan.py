@@ -11,7 +11,7 @@ import pytest
 
 from moebius import _kernels_testing as testing
 from moebius.kernels import ExpertEngine, Isa, PlanRow, supported_isas
-from moebius.weight_formats import WEIGHT_FORMATS
+from moebius.kernels.weight_formats import WEIGHT_FORMATS
 from tests.helpers.moe_golden import Routed, from_bfloat16, random_rows, to_bfloat16
 from tests.helpers.packed_experts import Shape, packed_golden, root_mean_square_error
 from tests.tolerances import EXPERTS_BFLOAT16, EXPERTS_W8A8

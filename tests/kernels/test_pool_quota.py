@@ -15,7 +15,7 @@ import pytest
 from lab.bench.quota import cpu_quota_group
 from moebius import _kernels_testing as testing
 from moebius.errors import UserError
-from moebius.topology import Topology
+from moebius.host.topology import Topology
 
 JOIN_AND_ASK = """
 import json, os, pathlib, sys

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from moebius import _kernels
 from moebius.kernels import supported_isas
-from moebius.kernels_source import SourceMatrix
+from moebius.kernels.source import SourceMatrix
 from tests.helpers.quantised_sources import ENCODERS, random_weights
 
 Floats = NDArray[np.float32]

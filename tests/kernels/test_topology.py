@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from moebius import topology
-from moebius.topology import Topology, format_cpu_list, parse_cpu_list
+from moebius.host import topology
+from moebius.host.topology import Topology, format_cpu_list, parse_cpu_list
 
 
 class FakeMachine:

@@ -19,9 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.supervisor.weight_files import free_reserved_bytes
-from moebius import _kernels, weight_segment
-from moebius.kernels import DamagedExpert, ExpertEngine, SegmentSettings
-from moebius.weight_segment import WeightSegment, WeightSegmentError, segment_path
+from moebius import _kernels
+from moebius.kernels import DamagedExpert, ExpertEngine, SegmentSettings, weight_segment
+from moebius.kernels.weight_segment import WeightSegment, WeightSegmentError, segment_path
 from tests.helpers.moe_golden import random_expert
 
 HIDDEN, INTERMEDIATE, LAYERS, EXPERTS, FIRST = 24, 20, 3, 4, 2

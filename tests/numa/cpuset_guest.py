@@ -42,7 +42,7 @@ def serve_here() -> tuple[int, int] | str:
     """
     from expert_service.placement import place_process
     from moebius.config import ExpertConfig
-    from moebius.topology import Topology, page_nodes
+    from moebius.host.topology import Topology, page_nodes
 
     try:
         placed = place_process(ExpertConfig.model_validate({"numa_node": "cpuset"}), Topology.detect())

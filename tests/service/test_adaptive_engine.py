@@ -20,8 +20,8 @@ from gpu_service.experts.adaptive.record import RoutingRecord
 from gpu_service.experts.costs import Estimate, ExpertCosts
 from gpu_service.experts.streaming.ring import HostTransfers
 from moebius.config import MoebiusConfig, PlacementConfig
-from moebius.model_identity import checkpoint_fingerprint
 from moebius.models.checkpoint import open_index
+from moebius.models.identity import checkpoint_fingerprint
 from moebius.models.read import read_geometry
 from tests.helpers.built_engine import RunningEngine, running_engine
 from tests.helpers.expert_cluster import Cluster, running_cluster

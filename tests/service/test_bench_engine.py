@@ -160,7 +160,7 @@ def test_a_lost_server_ends_the_bench(tmp_path: Path) -> None:
     program = (
         "import sys, time, psutil\n"
         "from lab.bench.engine.servers import running_servers\n"
-        "from moebius.config_loader import load_config\n"
+        "from moebius.config.loader import load_config\n"
         "flags = {'model': sys.argv[1], 'expert_servers': 1, 'calibrate_kernels': False}\n"
         "with running_servers(load_config(None, flags)):\n"
         "    for child in psutil.Process().children():\n"
@@ -180,7 +180,7 @@ SIGNALLED = """
 import sys, time
 from lab.bench.engine import servers
 from app.exits import exit_with
-from moebius.config_loader import load_config
+from moebius.config.loader import load_config
 
 def wait(supervisor):
     print("mailbox:", *(segment.name for segment in supervisor._plan.segments), flush=True)

@@ -17,10 +17,10 @@ import expert_service.integrity as integrity_module
 from expert_service.host import ExpertHost, LoadSettings
 from expert_service.metrics import make_registry
 from expert_service.placement import ThreadPlacement
-from moebius.expert_slices import SliceRequest
+from moebius.experts.slices import SliceRequest
 from moebius.kernels import DamagedExpert
-from moebius.operations import registry_text
-from moebius.weight_segment import WeightSegment, segment_path
+from moebius.kernels.weight_segment import WeightSegment, segment_path
+from moebius.process.operations import registry_text
 from tests.helpers.checkpoints import TinyMoe
 from tests.helpers.fake_programs import wait_until
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from moebius.weight_segment import WeightSegment, segment_path
+from moebius.kernels.weight_segment import WeightSegment, segment_path
 from tests.drills.checkpoint import FLAGS, GreedyCase, greedy_cases, write_checkpoint
 from tests.helpers.checkpoints import TinyMoe
 from tests.helpers.damaged_memory import FORGOTTEN, REFUSED, REPAIRED, flip_bits, put_nan, segment_of

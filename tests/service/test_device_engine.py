@@ -17,7 +17,7 @@ from gpu_service.device.stream import HostDeviceStream
 from gpu_service.experts.doorbell.client import DoorbellExpertClient
 from gpu_service.models.common import CausalLM
 from moebius.mailbox import Mailbox
-from moebius.mailbox_plan import mailbox_geometry
+from moebius.mailbox.plan import mailbox_geometry
 from tests.helpers.capturable_attention import CapturableAttention
 from tests.helpers.doorbell_host import doorbell_client
 from tests.helpers.expert_cluster import READY_S, Cluster, running_cluster

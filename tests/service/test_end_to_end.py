@@ -21,7 +21,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from app.cli import main
-from moebius.grpc_channels import open_channel
+from moebius.network.grpc_channels import open_channel
 from tests.helpers.demo import EXACT_FLAGS, MODEL, demo_checkpoint
 from tests.helpers.fake_programs import wait_until
 from tests.helpers.json_schemas import SuiteSchema, suite

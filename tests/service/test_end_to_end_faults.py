@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from moebius.topology import Topology
+from moebius.host.topology import Topology
 from tests.drills.checkpoint import FLAGS, MODEL, write_checkpoint
 from tests.helpers.stack import ROOT, mailboxes_of, running_stack
 

@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from app.commands.experts import distinct_experts
 from moebius.config import SecurityConfig
-from moebius.tls import configure_tls
+from moebius.network.tls import configure_tls
 from tests.helpers.certificates import Authority, grpc_flags, grpc_security, write_secret
 from tests.helpers.demo import EXACT_FLAGS, MODEL, demo_checkpoint
 from tests.helpers.openai_checks import ALL_CHECKS

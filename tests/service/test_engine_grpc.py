@@ -22,8 +22,8 @@ from gpu_service.server.responses import OutputRouter
 from gpu_service.server.servicer import EngineServicer, Service
 from gpu_service.server.validation import Bounds
 from gpu_service.telemetry.metrics import EngineMetrics, EngineTelemetry
-from moebius.grpc_channels import open_aio_channel
-from moebius.request_limits import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+from moebius.config.request_limits import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+from moebius.network.grpc_channels import open_aio_channel
 from protos import engine_pb2 as pb
 from protos import engine_pb2_grpc
 from tests.helpers.engine_harness import Harness, make_request, prompt_of, running_engine

@@ -16,7 +16,7 @@ from expert_service.errors import LoadCancelled
 from expert_service.host import ExpertHost
 from expert_service.placement import ThreadPlacement
 from gpu_service.experts.client import ExpertUnavailable
-from moebius.expert_slices import SliceRequest
+from moebius.experts.slices import SliceRequest
 from moebius.mailbox import Mailbox
 from tests.helpers.checkpoints import TinyMoe
 from tests.helpers.expert_cluster import (

@@ -16,9 +16,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from moebius.config import MoebiusConfig, TelemetryConfig
-from moebius.grpc_channels import open_channel
-from moebius.mailbox_plan import MOST_GRPC_ROWS, grpc_message_bytes
-from moebius.weight_formats import expert_layout
+from moebius.kernels.weight_formats import expert_layout
+from moebius.mailbox.plan import MOST_GRPC_ROWS, grpc_message_bytes
+from moebius.network.grpc_channels import open_channel
 from protos import expert_pb2 as pb
 from protos import expert_pb2_grpc
 from tests.helpers.checkpoints import TinyMoe
@@ -203,7 +203,7 @@ def test_stats_equal_an_offline_recount(tmp_path: Path) -> None:
 def test_bytes_that_are_no_message_do_not_keep_the_process(
     lonely: tuple[grpc.Channel, MoebiusConfig],
 ) -> None:
-    """They are refused (moebius/grpc_refusal.py); the fixture's SIGTERM ends the process with status 0."""
+    """They are refused (`grpc_refusal.py`); the fixture's SIGTERM ends the process with status 0."""
     call = lonely[0].stream_stream("/moebius.expert.v1.Expert/Compute")
     for _ in range(20):
         code, _details = refusal(lambda: list(call(iter([b"\xff" * 20]), timeout=60)))

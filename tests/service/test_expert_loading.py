@@ -11,7 +11,7 @@ import pytest
 
 from expert_service.loader import plan_load
 from moebius.checkpoint.errors import CheckpointError
-from moebius.expert_slices import SliceRequest, plan_slice
+from moebius.experts.slices import SliceRequest, plan_slice
 from moebius.models.read import read_geometry
 from tests.helpers.checkpoints import Array, TinyMoe
 
@@ -21,7 +21,7 @@ MEASURE = """
 import pathlib, re, sys
 from expert_service.host import ExpertHost
 from expert_service.placement import ThreadPlacement
-from moebius.expert_slices import SliceRequest
+from moebius.experts.slices import SliceRequest
 def peak():
     return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
 host = ExpertHost(ThreadPlacement(-1, 1, ()), lambda *_: None, lambda: None)

@@ -18,7 +18,7 @@ from expert_service.metrics import make_registry
 from expert_service.placement import ThreadPlacement
 from gpu_service.experts.local_client import LocalExpertClient
 from moebius.checkpoint.errors import CheckpointError
-from moebius.expert_slices import SliceRequest
+from moebius.experts.slices import SliceRequest
 from moebius.kernels import FloatArray
 from moebius.models.geometry import MoeGeometry
 from moebius.models.read import read_geometry

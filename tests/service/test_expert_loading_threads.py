@@ -16,7 +16,7 @@ from expert_service.loader import LoadPlan, load_experts, plan_load
 from expert_service.placement import ThreadPlacement
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.mapped_reader import MappedReader
-from moebius.expert_slices import ExpertSlice, SliceRequest
+from moebius.experts.slices import ExpertSlice, SliceRequest
 from moebius.kernels import ExpertEngine
 from moebius.models.read import read_geometry
 from tests.helpers.checkpoints import TinyMoe

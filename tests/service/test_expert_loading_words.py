@@ -10,7 +10,7 @@ import pytest
 from expert_service.host import ExpertHost, LoadSettings
 from expert_service.placement import ThreadPlacement
 from moebius.checkpoint.errors import CheckpointError
-from moebius.expert_slices import SliceRequest
+from moebius.experts.slices import SliceRequest
 from moebius.models.read import read_geometry
 from tests.helpers.model_formats import MODEL_FORMATS
 from tests.helpers.quantised_checkpoints import QUANTIZATION_CONFIGS

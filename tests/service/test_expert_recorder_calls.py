@@ -24,8 +24,8 @@ from gpu_service.server.responses import OutputRouter
 from gpu_service.server.servicer import EngineServicer, Service
 from gpu_service.server.validation import Bounds
 from gpu_service.telemetry.metrics import EngineMetrics, EngineTelemetry
-from moebius.grpc_channels import open_aio_channel
-from moebius.placement import ExpertStatistics
+from moebius.experts.placement import ExpertStatistics
+from moebius.network.grpc_channels import open_aio_channel
 from protos import engine_pb2 as pb
 from protos import engine_pb2_grpc
 from tests.equality.test_engine_real_model import config_for

@@ -18,9 +18,9 @@ from app.planning.memory import (
 from expert_service.host import ExpertHost, LoadSettings
 from expert_service.placement import ThreadPlacement
 from moebius.config import MoebiusConfig, PlacementConfig
-from moebius.expert_slices import SliceRequest, resident_fingerprint
+from moebius.experts.placement import make_placement
+from moebius.experts.slices import SliceRequest, resident_fingerprint
 from moebius.models.read import read_geometry
-from moebius.placement import make_placement
 from tests.helpers.checkpoints import TinyMoe
 
 EXPERTS = 24

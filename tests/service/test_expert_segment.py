@@ -29,10 +29,10 @@ from expert_service.segment import LoadRecord, checkpoint_signature, find_load_r
 from moebius import _kernels
 from moebius.checkpoint.errors import CheckpointError
 from moebius.errors import USER_ERROR_EXIT, StartupError
-from moebius.expert_slices import SliceRequest, parse_expert_dtype
-from moebius.grpc_channels import open_channel
+from moebius.experts.slices import SliceRequest, parse_expert_dtype
 from moebius.kernels import ExpertEngine, SegmentError
-from moebius.weight_segment import WeightSegment, segment_path
+from moebius.kernels.weight_segment import WeightSegment, segment_path
+from moebius.network.grpc_channels import open_channel
 from protos import expert_pb2, expert_pb2_grpc
 from tests.helpers.checkpoints import TinyMoe
 from tests.helpers.expert_cluster import make_config, start_expert

@@ -18,7 +18,7 @@ import openai
 import pytest
 
 from gateway.batches.files import Upload
-from moebius.api_keys import KeyLimits, add_key
+from moebius.network.api_keys import KeyLimits, add_key
 from tests.helpers.agent_gateway import GREEDY, AgentGateway, agent_gateway
 from tests.helpers.fake_engine import MODEL, FakeEngine, Script
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from moebius.api_keys import KeyLimits, add_key
+from moebius.network.api_keys import KeyLimits, add_key
 from tests.helpers.fake_engine import MODEL, FakeEngine, serving
 from tests.helpers.gateway_server import gateway_config, running_gateway
 from tests.helpers.tiny_tokenizer import byte_level_tokenizer, write_tokenizer

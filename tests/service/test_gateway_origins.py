@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from moebius.operations import Answers, ProcessState, start_operations
+from moebius.process.operations import Answers, ProcessState, start_operations
 from tests.helpers.fake_engine import MODEL, FakeEngine, serving
 from tests.helpers.gateway_server import gateway_config, running_gateway
 from tests.helpers.ports import free_port

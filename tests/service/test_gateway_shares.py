@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from moebius.api_keys import KeyLimits, add_key
+from moebius.network.api_keys import KeyLimits, add_key
 from tests.helpers.engine_process import engine_process, write_one_layer
 from tests.helpers.fake_engine import MODEL, FakeEngine, Script, serving
 from tests.helpers.gateway_server import gateway_config, running_gateway

@@ -16,9 +16,9 @@ import structlog
 
 from gateway.app.server import server_for
 from gateway.transport.tls import FailedHandshakes, TlsAcceptor
-from moebius import tls
 from moebius.config import MoebiusConfig
 from moebius.errors import ConfigError
+from moebius.network import tls
 from tests.helpers.certificates import Authority, Pair, write_secret
 from tests.helpers.fake_engine import MODEL, FakeEngine, Script, serving
 from tests.helpers.fake_programs import wait_until

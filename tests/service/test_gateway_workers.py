@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from moebius.config import MoebiusConfig, SupervisorConfig
-from moebius.model_identity import identity_text, text_parts
+from moebius.models.identity import identity_text, text_parts
 from tests.helpers import tls_everywhere
 from tests.helpers.fake_engine import MODEL, FakeEngine, Script, serving
 from tests.helpers.gateway_server import gateway_config

@@ -19,12 +19,12 @@ from app.planning.memory import segment_bytes
 from expert_service.host import ExpertHost, LoadSettings
 from expert_service.placement import ThreadPlacement
 from gpu_service.experts.local_client import LocalExpertClient
-from moebius.config_loader import load_config
-from moebius.expert_slices import SliceRequest
-from moebius.mailbox_plan import mailbox_geometry
+from moebius.config.loader import load_config
+from moebius.experts.slices import SliceRequest
+from moebius.kernels.weight_segment import WeightSegment, segment_path
+from moebius.mailbox.plan import mailbox_geometry
 from moebius.models.read import read_geometry
-from moebius.served_model import read_served_geometry, read_served_model
-from moebius.weight_segment import WeightSegment, segment_path
+from moebius.models.served import read_served_geometry, read_served_model
 from tests.helpers.mtp_models import write_mtp_model
 from tests.tolerances import EXPERTS_FLOAT32
 

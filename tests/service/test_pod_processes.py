@@ -17,9 +17,9 @@ from structlog.testing import capture_logs
 from app.supervisor.health import GrpcProbe
 from app.supervisor.plan import ENGINE_HEALTH, EXPERT_HEALTH
 from expert_service.mailbox_service import FirstCall, Standstill
-from moebius.grpc_channels import open_channel
 from moebius.mailbox import Mailbox, server_health
-from moebius.operations import NOT_READY_METADATA
+from moebius.network.grpc_channels import open_channel
+from moebius.process.operations import NOT_READY_METADATA
 from tests.helpers.fake_programs import wait_until
 from tests.helpers.ports import free_port
 from tests.helpers.rank_serving import TOKENS, complete, generate

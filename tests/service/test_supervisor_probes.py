@@ -16,7 +16,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from app.supervisor.health import GrpcProbe, HttpProbe
 from app.supervisor.process import CHILD_PROGRAM
 from app.supervisor.supervisor import Supervisor
-from moebius.grpc_channels import listen
+from moebius.network.grpc_channels import listen
 from tests.helpers.fake_programs import QUICK, plan, spec
 from tests.helpers.sse_server import scripted_server
 

@@ -17,11 +17,11 @@ from app.planning.memory import segment_bytes
 from app.supervisor.health import Plan
 from app.supervisor.supervisor import Supervisor
 from app.supervisor.weight_files import HUGE_PAGE, WeightFile, WeightFiles, fits_reserved
-from moebius.config_loader import load_config
+from moebius.config.loader import load_config
 from moebius.errors import StartupError
+from moebius.kernels.weight_segment import WeightSegment, segment_path
 from moebius.kv_tiers import ram_tier_path
 from moebius.models.read import read_geometry
-from moebius.weight_segment import WeightSegment, segment_path
 from tests.helpers.checkpoints import TinyMoe
 from tests.helpers.fake_programs import QUICK, alive, plan, spec, wait_until
 
@@ -172,7 +172,7 @@ def test_what_a_server_will_need_is_what_it_makes(tmp_path: Path, dtype: str) ->
     """The size by which reserved pages are chosen is that of the server's file."""
     from expert_service.host import ExpertHost, LoadSettings
     from expert_service.placement import ThreadPlacement
-    from moebius.expert_slices import SliceRequest
+    from moebius.experts.slices import SliceRequest
 
     model = TinyMoe(num_experts=5, num_layers=3).write(tmp_path)
     config = load_config(None, {"model": str(model), "expert_dtype": dtype})

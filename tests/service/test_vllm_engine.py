@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from gpu_service.server.vllm_engine import SERVICE_NAME, convert_constraint
 from moebius import __version__
-from moebius.model_identity import identity_text, model_parts
+from moebius.models.identity import identity_text, model_parts
 from protos import engine_pb2, smg_common_pb2, vllm_engine_pb2_grpc
 from protos import vllm_engine_pb2 as pb
 from tests.helpers.engine_harness import prompt_of

@@ -12,9 +12,9 @@ import structlog
 from numpy.typing import NDArray
 
 from moebius.errors import UserError, brief
-from moebius.kernel_times import cache_directory
+from moebius.experts.placement import ExpertStatistics
+from moebius.host.kernel_times import cache_directory
 from moebius.models.geometry import MoeGeometry
-from moebius.placement import ExpertStatistics
 
 _log = structlog.get_logger(__name__)
 

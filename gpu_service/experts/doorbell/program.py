@@ -12,7 +12,7 @@ from enum import IntEnum
 from pathlib import Path
 
 from moebius.errors import UserError
-from moebius.kernel_times import cache_directory
+from moebius.host.kernel_times import cache_directory
 from moebius.mailbox import ClientFailure, Mailbox, field_offsets
 
 SOURCE = Path(__file__).with_name("doorbell.cu")

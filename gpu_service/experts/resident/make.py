@@ -29,9 +29,9 @@ from gpu_service.experts.resident.warm_start import Residents, most_chosen, most
 from moebius.checkpoint.mapped_reader import MappedReader
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError, brief
+from moebius.experts.placement import Placement, make_placement
 from moebius.models.geometry import MoeGeometry
-from moebius.placement import Placement, make_placement
-from moebius.progress import phase
+from moebius.process.progress import phase
 
 _log = structlog.get_logger(__name__)
 _MAX_THREADS = 16

@@ -7,7 +7,7 @@ from functools import cache
 
 import torch
 
-from moebius.weight_formats import (
+from moebius.kernels.weight_formats import (
     CODE_MIDDLES,
     PANEL_COLUMNS,
     PackedExpertLayout,

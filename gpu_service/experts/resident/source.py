@@ -11,7 +11,7 @@ from gpu_service.experts.resident.panels import LayerFormat, layer_format
 from moebius import _kernels
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.reader import SliceReader
-from moebius.expert_slices import REQUANTISED, rank_intermediate_range
+from moebius.experts.slices import REQUANTISED, rank_intermediate_range
 from moebius.models.expert_checkpoint import ExpertCheckpoint, ExpertMatrices
 from moebius.models.geometry import MoeGeometry
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from gpu_service.experts.resident.panels import LayerFormat, PanelFormat, PanelViews, views
-from moebius.weight_formats import CODE_MIDDLES, CODEBOOKS, PANEL_COLUMNS
+from moebius.kernels.weight_formats import CODE_MIDDLES, CODEBOOKS, PANEL_COLUMNS
 
 # By bits of an element: element i of a word's k, k+1, ... lies in bits shift[i] ... shift[i] + bits - 1.
 WORD_SHIFTS = {32: (0,), 16: (0, 16), 8: (0, 8, 16, 24), 4: (0, 16, 4, 20, 8, 24, 12, 28)}

@@ -30,7 +30,7 @@ from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.experts.streaming.ring import TransferDevice
 from gpu_service.ops.overflow import suspects
 from moebius.errors import brief
-from moebius.verify_pace import VERIFY_SHARE, VerifyPace
+from moebius.experts.verify_pace import VERIFY_SHARE, VerifyPace
 
 _log = structlog.get_logger(__name__)
 # How often it is tried again to pack an expert that could not be: its checkpoint may be there again.

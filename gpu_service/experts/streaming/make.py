@@ -33,11 +33,11 @@ from gpu_service.experts.streaming.step import StreamedExperts
 from gpu_service.experts.streaming.streamer import ExpertStreamer
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError, brief
-from moebius.expert_slices import REQUANTISED, SliceRequest, plan_slice
+from moebius.experts.placement import make_placement, recorded_counts
+from moebius.experts.slices import REQUANTISED, SliceRequest, plan_slice
+from moebius.kernels.weight_segment import WeightSegment, WeightSegmentError, segment_path
 from moebius.models.expert_checkpoint import ExpertCheckpoint
 from moebius.models.geometry import MoeGeometry
-from moebius.placement import make_placement, recorded_counts
-from moebius.weight_segment import WeightSegment, WeightSegmentError, segment_path
 
 _log = structlog.get_logger(__name__)
 # The ring takes at most this part of a GPU's memory; with less of it pieces are smaller.

@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 from gpu_service.experts.resident.content import SlotContent
 from gpu_service.experts.resident.panels import layer_format
 from gpu_service.experts.streaming.plan import StoredExperts
-from moebius.model_identity import CHECKPOINT, identity_part
-from moebius.weight_segment import SegmentLayer, digest_seed
+from moebius.kernels.weight_segment import SegmentLayer, digest_seed
+from moebius.models.identity import CHECKPOINT, identity_part
 
 
 class Segment(Protocol):
-    """`moebius.weight_segment.WeightSegment`."""
+    """`moebius.kernels.weight_segment.WeightSegment`."""
 
     @property
     def identity(self) -> str: ...

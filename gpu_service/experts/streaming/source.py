@@ -18,7 +18,7 @@ import torch
 from gpu_service.experts.streaming.plan import CopyRun, Piece, StoredExperts
 from gpu_service.experts.streaming.ring import TransferDevice
 from gpu_service.experts.streaming.segments import ExpertSegments, SegmentsUnusable
-from moebius.progress import phase
+from moebius.process.progress import phase
 
 _log = structlog.get_logger(__name__)
 # How often a wait for servers looks again, and how often a long phase says how far it is.

@@ -16,7 +16,7 @@ from lab.bench.engine.servers import ExpertServers, ServerCounters, ServerInfo
 from moebius.errors import UserError
 from moebius.models.geometry import MoeGeometry
 from moebius.models.layers.layer import page_bytes
-from moebius.served_model import read_served_geometry
+from moebius.models.served import read_served_geometry
 
 _RECORDED_STEPS = 24
 
@@ -73,7 +73,7 @@ class Setting:
 
 def make_setting(engine: EngineUnderTest, servers: ExpertServers, bandwidths: Bandwidths) -> Setting:
     """Reads the checkpoint's headers and asks the servers what they hold."""
-    from moebius.placement import make_placement
+    from moebius.experts.placement import make_placement
 
     config, model = servers.config, engine.built.model_config
     weights = WeightBytes.of(Path(config.model.model), config.model.expert_checkpoint)

@@ -20,7 +20,7 @@ from app.supervisor.supervisor import Supervisor
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
 from moebius.mailbox import Mailbox
-from moebius.tls import configure_tls
+from moebius.network.tls import configure_tls
 
 # What the engine in this process stands for: its own process in a plan, and the one in front of it.
 _NOT_STARTED = ("gateway", "gpu", "gpu-0")
@@ -71,7 +71,7 @@ class ExpertServers:
     def _ask(self, address: str, method: str, read: Callable[[Any], Any]) -> Any:
         import grpc
 
-        from moebius.grpc_channels import open_channel
+        from moebius.network.grpc_channels import open_channel
         from protos import expert_pb2, expert_pb2_grpc
 
         make_stub: Callable[[grpc.Channel], Any] = expert_pb2_grpc.ExpertStub

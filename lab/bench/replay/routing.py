@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from lab.random_model.topics import NO_TOPICS, NUM_ELEMENTS, Topics, fitted_share, router_columns
 from lab.random_model.values import SCORE_STD, generator, layer_biases
 from moebius.errors import UserError
-from moebius.placement import ExpertStatistics
+from moebius.experts.placement import ExpertStatistics
 
 Counts = NDArray[np.int16]
 """int16 `[steps, layers, num_experts]`: how many rows of the step chose the expert."""

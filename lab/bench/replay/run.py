@@ -22,8 +22,8 @@ from lab.bench.replay.strategies import (
     StaticList,
 )
 from moebius.errors import UserError
-from moebius.placement import STRATEGIES as LISTS
-from moebius.placement import Candidates
+from moebius.experts.placement import STRATEGIES as LISTS
+from moebius.experts.placement import Candidates
 
 STATIC = ("uniform", "random", "front-loading", "recorded", "frequency")
 STRATEGIES = (*STATIC, "lru", "adaptive", "adaptive-warm")
@@ -82,8 +82,9 @@ def check(options: ReplayOptions) -> None:
 
 
 def placed(strategy: str, ratio: int, counts: NDArray[np.int64], seed: int = 42) -> Mask:
-    """Returns where a list of `moebius.placement` puts a share of all experts; `counts` int64 `[layers,
-    experts]`.
+    """Returns where a list of `moebius.experts.placement` puts a share of all experts.
+
+    `counts`: int64 `[layers, experts]`.
     """
     layers, num_experts = counts.shape
     by_layer = dict(enumerate(counts))

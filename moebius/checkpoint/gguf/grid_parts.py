@@ -1,7 +1,7 @@
 """Codes and scales of GGUF's types whose weights are rows of a grid: IQ1, IQ2 and IQ3.
 
 A block names rows of four or eight numbers, each one of three or eight magnitudes, and has signs. Packed
-formats have the magnitude's place and the sign of each weight (`moebius.weight_formats.CODEBOOKS`), and
+formats have the magnitude's place and the sign of each weight (`weight_formats.CODEBOOKS`), and
 scales as products: the block's float16 times 2 s + 1, with the s that the block has for each group. Grids are
 those of the package `gguf`, and so are the layouts of blocks.
 """

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from moebius.checkpoint.gguf.block_parts import BLOCK_PARTS
 from moebius.checkpoint.weight_schemes import Role, StoredRole, WeightScheme
-from moebius.kernels_source import SourceLayout
-from moebius.weight_formats import WEIGHT_FORMATS
+from moebius.kernels.source import SourceLayout
+from moebius.kernels.weight_formats import WEIGHT_FORMATS
 
 # Packed formats of the types, and how their codes are laid out for the packer where they are not one a byte.
 _PACKED: Mapping[str, tuple[str, SourceLayout]] = {

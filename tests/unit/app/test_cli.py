@@ -19,10 +19,10 @@ from app.commands.chat import _piped
 from app.commands.serve import examples
 from moebius.__main__ import direct
 from moebius.config import MoebiusConfig
-from moebius.config_loader import leaves
+from moebius.config.loader import leaves
 from moebius.errors import USER_ERROR_EXIT, UserError
-from moebius.operations import LoopWatch, ProcessState
-from moebius.topology import format_cpu_list
+from moebius.host.topology import format_cpu_list
+from moebius.process.operations import LoopWatch, ProcessState
 from tests.helpers.checkpoints import TinyMoe
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -268,7 +268,7 @@ from gateway.text.tokenizer import Tokenizer
 from gpu_service import main
 from gpu_service.vision.processor import ImagePreparer
 from app.cli import main as cli
-from moebius.config_loader import load_config
+from moebius.config.loader import load_config
 from moebius.errors import UserError
 model = sys.argv[1]
 try:
@@ -361,7 +361,8 @@ def test_an_expert_server_of_the_supervisor_loads_no_command_line(tmp_path: Path
 def test_an_expert_server_starts_without_what_reads_checkpoints() -> None:
     """One that takes its predecessor's experts over reads no checkpoint; how is half of all imports."""
     script = "import sys, expert_service.main; print([n for n in sys.modules if n in sys.argv[1:]])"
-    slow = ("moebius.models.registry", "moebius.models.read", "moebius.served_model", "expert_service.loader")
+    slow = ("moebius.models.registry", "moebius.models.read", "moebius.models.served")
+    slow += ("expert_service.loader",)
     done = subprocess.run([sys.executable, "-c", script, *slow], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

@@ -20,10 +20,10 @@ import yaml
 from app.commands.serve import serve_options
 from app.other_commands import read_command, translate_command
 from app.other_options import translated
-from moebius.config_leaves import leaves
-from moebius.config_loader import load_config
+from moebius.config.leaves import leaves
+from moebius.config.loader import load_config
 from moebius.errors import ConfigError
-from moebius.tensor_overrides import resident_layers
+from moebius.other_servers.tensor_overrides import resident_layers
 
 DATA = Path(__file__).resolve().parents[2] / "data"
 LINES: list[dict[str, Any]] = yaml.safe_load((DATA / "command_lines.yaml").read_text())

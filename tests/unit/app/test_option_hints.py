@@ -12,7 +12,7 @@ import lab.commands
 from app import cli
 from app.option_hints import LAB_COMMANDS, suggestions, unknown_command
 from moebius import __version__
-from moebius.config_loader import leaves
+from moebius.config.loader import leaves
 
 ROOT = Path(__file__).resolve().parents[3]
 PROJECTS = ("pyproject.toml", "lab/pyproject.toml")

@@ -10,7 +10,7 @@ import pytest
 from expert_service import placement
 from expert_service.placement import place_process
 from moebius.config import ExpertConfig
-from moebius.topology import BindResult, Topology, node_of_cpus
+from moebius.host.topology import BindResult, Topology, node_of_cpus
 
 
 @pytest.mark.parametrize(

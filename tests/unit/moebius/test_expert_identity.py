@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from app import cli
-from moebius import model_identity as identities
 from moebius.config import PlacementConfig
 from moebius.errors import WRONG_IDENTITY_EXIT, WrongIdentity
-from moebius.expert_slices import SliceRequest, expert_identity
-from moebius.model_identity import checkpoint_fingerprint, identity_part
+from moebius.experts.slices import SliceRequest, expert_identity
+from moebius.models import identity as identities
 from moebius.models.checkpoint import open_index
+from moebius.models.identity import checkpoint_fingerprint, identity_part
 from moebius.models.read import read_geometry
 from tests.helpers.checkpoints import TinyMoe
 

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter
 
 from moebius.config import TelemetryConfig
 from moebius.errors import UserError
-from moebius.operations import (
+from moebius.process.operations import (
     Answers,
     LoopWatch,
     OperationsServer,

@@ -15,7 +15,7 @@ import pytest
 import typer.main
 
 from app.cli import app
-from moebius.other_names import OTHER_NAMES
+from moebius.other_servers.setting_names import OTHER_NAMES
 
 ROOT = Path(__file__).resolve().parents[3]
 ROOT_PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")

@@ -14,7 +14,7 @@ from pathlib import Path
 from app.chat.conversation import Conversation
 from app.supervisor.runfile import write_private
 from moebius.config import MoebiusConfig
-from moebius.config_loader import effective_config, load_config
+from moebius.config.loader import effective_config, load_config
 
 directory = Path(sys.argv[1])
 config = MoebiusConfig.model_validate({"model": {"model": "/models/Schr\\u00f6dinger-\\u6a21\\u578b"}})

@@ -16,7 +16,7 @@ FILES = {
     "tests/service/test_end_to_end.py": 5,
     "tests/service/test_gateway_http.py": 4,
     "tests/unit/gpu_service/engine/test_step.py": 1,
-    "tests/unit/moebius/test_tls.py": 7,
+    "tests/unit/moebius/network/test_tls.py": 7,
     "tests/unit/gpu_service/ops/triton/test_compile.py": 1,
 }
 
@@ -70,7 +70,7 @@ def test_a_file_is_one_workers() -> None:
 
 def test_workers_turn_to_others_files_when_theirs_are_done() -> None:
     """And the gateway's own tests, which start few processes, are everybody's."""
-    both = ["tests/unit/moebius/test_tls.py", "tests/service/test_hub.py"]
+    both = ["tests/unit/moebius/network/test_tls.py", "tests/service/test_hub.py"]
     assert next_file("gw0", both) == both[1]
     assert next_file("gw2", both) == both[0]
     assert next_file("gw2", ["tests/service/test_hub.py"]).endswith("hub.py")

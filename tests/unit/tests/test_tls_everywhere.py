@@ -15,11 +15,11 @@ TEST = """
 import subprocess, sys
 import grpc, pytest
 from moebius.config import MoebiusConfig, SecurityConfig
-from moebius.grpc_channels import active_tls
+from moebius.network.grpc_channels import active_tls
 from tests.helpers import tls_everywhere
 from tests.helpers.gateway_server import gateway_config
 
-PROGRAM = "from moebius.config_loader import load_config; print(load_config(None).security.grpc_tls)"
+PROGRAM = "from moebius.config.loader import load_config; print(load_config(None).security.grpc_tls)"
 
 def test_defaults():
     assert MoebiusConfig().security.grpc_tls == gateway_config("x").security.grpc_tls == "mutual"

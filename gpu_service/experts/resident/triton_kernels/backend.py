@@ -18,7 +18,7 @@ from gpu_service.experts.resident.triton_kernels import dense, gemm, launch, rou
 from gpu_service.experts.resident.triton_kernels.rows import EXPONENT, down_rows, gate_up_rows
 from gpu_service.ops.triton.jit import launch_fitting, next_power_of_2, overlap
 from moebius.models.geometry import MoeGeometry
-from moebius.progress import counted
+from moebius.process.progress import counted
 
 _IDS_BLOCK = 256
 _COMBINE_BLOCK = 512

@@ -15,7 +15,7 @@ from gpu_service.experts.resident.panels import (
     LayerFormat,
     PanelFormat,
 )
-from moebius.weight_formats import CODE_MIDDLES, CODEBOOKS
+from moebius.kernels.weight_formats import CODE_MIDDLES, CODEBOOKS
 
 # Up to this many token rows, a program per pair reads its expert's panels itself, in any model.
 _FEWEST_ROWS = 8

@@ -34,7 +34,7 @@ from app.demo_model.recipe import SOURCE_GGUF
 from app.exits import exit_with
 from app.hub import HubModel, fetch_model
 from moebius.errors import USER_ERROR_EXIT, UserError
-from moebius.kernel_times import times_file
+from moebius.host.kernel_times import times_file
 
 
 class CountingConversion:

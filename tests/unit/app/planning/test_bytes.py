@@ -39,7 +39,7 @@ from gpu_service.parallel.group import SoloGroup
 from lab.random_model.shapes import parse_shape
 from moebius.checkpoint.errors import CheckpointError
 from moebius.errors import UserError
-from moebius.expert_slices import SliceRequest
+from moebius.experts.slices import SliceRequest
 from moebius.mailbox import SHARED_MEMORY, Mailbox, MailboxGeometry
 from moebius.models.read import read_geometry, read_model_config
 from tests.helpers.checkpoints import TinyMoe

@@ -15,7 +15,7 @@ from app.planning.hardware import HardwareOptions, gpu_names
 from app.planning.hardware import hardware as detect
 from lab.random_model.shapes import parse_shape
 from moebius.errors import UserError
-from moebius.kernel_times import PanelTimes, this_host, times_file, write_times
+from moebius.host.kernel_times import PanelTimes, this_host, times_file, write_times
 from moebius.kernels import isa_level
 from tests.helpers.plan_models import GIB, write_config
 

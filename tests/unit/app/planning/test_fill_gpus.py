@@ -16,7 +16,7 @@ from app.planning.planner import Planner
 from app.supervisor import placement as supervisor_placement
 from gpu_service.memory.plan import ExpertMemory
 from moebius.config import PlacementConfig
-from moebius.placement import keeps_residents
+from moebius.experts.placement import keeps_residents
 from tests.helpers.plan_models import GIB, PUBLISHED, hardware, settings, write_config
 
 

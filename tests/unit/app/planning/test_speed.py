@@ -20,7 +20,7 @@ from app.planning.speed import (
     predict_prefill,
     step_seconds,
 )
-from moebius.kernel_times import MeasuredOn, PanelTimes
+from moebius.host.kernel_times import MeasuredOn, PanelTimes
 from tests.helpers.plan_models import hardware
 
 # Qwen3-30B-A3B with int4 experts, one GPU and one server of 16 AMX cores.

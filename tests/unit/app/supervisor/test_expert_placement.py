@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from app.supervisor.core_claims import OtherInstance
 from app.supervisor.expert_placement import NodeCores, ServerBinding, place_experts
-from moebius.read_curves import MeasuredCores, ReadCurve
+from moebius.host.read_curves import MeasuredCores, ReadCurve
 
 CURVE = ReadCurve(MeasuredCores("cpu", "0-15", None), ((4, 60e9), (8, 117e9), (12, 119e9), (16, 120e9)))
 

@@ -22,7 +22,7 @@ from app.supervisor.plan import ServePlan, plan_processes
 from app.supervisor.runfile import write_private
 from moebius.checkpoint.errors import CheckpointError
 from moebius.config import MoebiusConfig
-from moebius.config_loader import load_config
+from moebius.config.loader import load_config
 from moebius.errors import ConfigError, StartupError, UserError
 from tests.helpers.certificates import Authority, write_secret
 

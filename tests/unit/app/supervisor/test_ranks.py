@@ -13,7 +13,7 @@ from app.supervisor.placement import Gpu, find_gpus, place_ranks, rank_settings
 from app.supervisor.plan import ENGINE_HEALTH, plan_ranks
 from gpu_service.assembly.process import local_rank
 from moebius.config import GpuConfig, MoebiusConfig, ParallelConfig
-from moebius.config_loader import load_config
+from moebius.config.loader import load_config
 from moebius.errors import ConfigError
 from tests.unit.app.supervisor.test_plan import model, planned
 

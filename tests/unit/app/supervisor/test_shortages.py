@@ -18,8 +18,8 @@ from app.planning import fill
 from app.supervisor import shortages
 from app.supervisor.shortages import Needs, find_shortages
 from moebius.config import MoebiusConfig
-from moebius.limits import FEWEST_BYTES
-from moebius.weight_segment import segment_path
+from moebius.kernels.weight_segment import segment_path
+from moebius.process.limits import FEWEST_BYTES
 from tests.helpers.tiny_models import TINY_MODELS, write_tiny_model
 from tests.helpers.tiny_tokenizer import write_tokenizer
 from tests.helpers.tiny_vision_models import word_tokenizer

@@ -9,8 +9,8 @@ from llguidance import LLMatcher
 
 from gateway.constraints.tool_calls import tool_call_constraint
 from gateway.parsers.events import ToolSpec
+from moebius.config.request_limits import MAX_CHOICES
 from moebius.grammar.compile import grammar_of, limits
-from moebius.request_limits import MAX_CHOICES
 from protos.engine_pb2 import Choice, Constraint
 from tests.unit.gateway.constraints.test_response_format import BYTES
 from tests.unit.gateway.constraints.test_tool_framings import HERMES

@@ -20,8 +20,8 @@ from gateway.parsers.framing import ToolFraming
 from gateway.parsers.registry import REASONING, TOOLS, make_parser, think_format, tool_format
 from gateway.parsers.scanner import Mark
 from gateway.text.conversation import ChatTemplate
+from moebius.config.parser_names import REASONING_PARSERS, TOOL_CALL_PARSERS, parser_name
 from moebius.grammar.compile import grammar_of
-from moebius.parser_names import REASONING_PARSERS, TOOL_CALL_PARSERS, parser_name
 from tests.helpers.parser_streams import (
     MEANING,
     NAMES,

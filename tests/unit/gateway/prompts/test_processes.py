@@ -24,7 +24,7 @@ from gateway.prompts.process import SMALL_BYTES, Died, ModelFiles, WorkerSetup
 from gateway.schemas.errors import ApiError
 from moebius.config import ImageConfig
 from moebius.errors import WrongIdentity
-from moebius.model_identity import text_parts
+from moebius.models.identity import text_parts
 from protos import engine_pb2 as pb
 from tests.helpers.swapped_files import put, swap_tokens
 from tests.helpers.tiny_tokenizer import byte_level_tokenizer, write_tokenizer

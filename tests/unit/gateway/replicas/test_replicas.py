@@ -24,7 +24,7 @@ from gateway.replicas.replica_set import ReplicaSet
 from gateway.replicas.routing import choose, last_resort
 from gateway.telemetry.metrics import ReplicaMetrics
 from gpu_service.server.responses import ManyCalls
-from moebius.model_identity import identity_digest
+from moebius.models.identity import identity_digest
 from protos import engine_pb2 as pb
 from protos import engine_pb2_grpc
 

@@ -15,7 +15,7 @@ from gateway.processes.shared import KeyTable, shared_memory
 from gateway.schemas.errors import ApiError
 from gateway.telemetry.metrics import GatewayMetrics
 from gateway.transport.keys import KeyMiddleware, KeyUse
-from moebius.api_keys import ApiKeys, KeyLimits, add_key, revoke_key
+from moebius.network.api_keys import ApiKeys, KeyLimits, add_key, revoke_key
 
 
 def refusal(use: KeyUse) -> ApiError:

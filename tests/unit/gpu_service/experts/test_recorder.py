@@ -12,8 +12,8 @@ import torch
 from gpu_service.device.stream import HostDeviceStream
 from gpu_service.experts.recorder import ExpertRecorder
 from moebius.errors import UserError
+from moebius.experts.placement import ExpertStatistics
 from moebius.models.geometry import MoeGeometry
-from moebius.placement import ExpertStatistics
 
 GEOMETRY = MoeGeometry("qwen3_moe", 48, 6, (1, 2, 4), 7, 3, 20, "silu", "float32")
 MAX_ROWS = 9

@@ -15,7 +15,7 @@ from gpu_service.loader.load import load_weights
 from gpu_service.models.compose import build_model
 from moebius import _kernels
 from moebius.checkpoint.errors import CheckpointError
-from moebius.kernels_source import SourceMatrix
+from moebius.kernels.source import SourceMatrix
 from moebius.models.read import read_model_config
 from tests.helpers.model_formats import MODEL_FORMATS
 from tests.helpers.quantised_models import Models, cached_plain_models, quantise

@@ -42,7 +42,7 @@ from gpu_service.models.compose import build_model
 from gpu_service.parallel.group import SoloGroup
 from lab.random_model.shapes import parse_shape
 from moebius.config import MoebiusConfig
-from moebius.config_loader import load_config
+from moebius.config.loader import load_config
 from moebius.errors import UserError
 from moebius.models.read import read_model_config
 from tests.helpers.fake_memory import GIB, FakeMemory

@@ -21,7 +21,7 @@ from gpu_service.parallel.control import ConnectionLost, GroupLost, RankConnecti
 from gpu_service.parallel.join import Rendezvous, meet
 from moebius.config import SecurityConfig
 from moebius.errors import ConfigError, UserError
-from moebius.tls import configure_tls
+from moebius.network.tls import configure_tls
 from protos import ranks_pb2
 from tests.helpers.certificates import Authority, Pair, grpc_security, write_secret
 from tests.helpers.fake_programs import wait_until

@@ -27,8 +27,8 @@ from gpu_service.memory.shares import MemoryShares
 from gpu_service.server.live import LiveExperts
 from gpu_service.telemetry.metrics import EngineMetrics, EngineTelemetry
 from moebius.kernels import PlanRow
+from moebius.kernels.weight_formats import expert_layout
 from moebius.models.geometry import MoeGeometry
-from moebius.weight_formats import expert_layout
 from protos import engine_pb2 as pb
 from protos import expert_pb2, expert_pb2_grpc
 from tests.helpers.engine_harness import make_request, prompt_of, running_engine

@@ -14,7 +14,7 @@ import pytest
 
 from gateway.replicas.engine_client import EngineClient
 from gpu_service.server.responses import CallContext, ManyCalls
-from moebius.outbox import Outbox
+from moebius.network.outbox import Outbox
 from protos import engine_pb2 as pb
 from protos import engine_pb2_grpc
 

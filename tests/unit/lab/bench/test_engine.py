@@ -15,7 +15,7 @@ from lab.bench.engine.run import EngineBenchOptions, with_room
 from lab.bench.engine.servers import ExpertServers, ServerCounters, ServerInfo
 from lab.bench.speculation import parse_percents, repeated
 from moebius.config import MoebiusConfig
-from moebius.config_loader import load_config
+from moebius.config.loader import load_config
 from moebius.errors import UserError
 from moebius.models.geometry import MoeGeometry
 

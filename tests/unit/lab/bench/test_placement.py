@@ -23,8 +23,8 @@ from lab.bench.placement import (
 )
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
+from moebius.experts.placement import ExpertStatistics, make_placement
 from moebius.models.geometry import MoeGeometry
-from moebius.placement import ExpertStatistics, make_placement
 
 GEOMETRY = MoeGeometry("qwen3_moe", 8, 2, (0, 1), 4, 2, 4, "silu", "bfloat16")
 

@@ -18,7 +18,7 @@ from lab.bench.replay.strategies import Costs
 from lab.random_model.topics import Topics
 from lab.random_model.values import wanted_shares
 from moebius.errors import UserError
-from moebius.placement import ExpertStatistics
+from moebius.experts.placement import ExpertStatistics
 
 COSTS = Costs(125e9, 50e9, 2_650_000, 72e-6, 4.0)
 # Of 6 layers, with as much time between two looks at the counts as with 48.

@@ -13,7 +13,7 @@ import pytest
 from expert_service.loader import plan_load
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.reader import SliceReader
-from moebius.expert_slices import SliceRequest, plan_slice
+from moebius.experts.slices import SliceRequest, plan_slice
 from moebius.models.expert_checkpoint import ExpertCheckpoint
 from moebius.models.read import read_geometry
 from tests.helpers.quantised_checkpoints import (

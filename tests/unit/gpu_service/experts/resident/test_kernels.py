@@ -23,7 +23,7 @@ from gpu_service.experts.resident.panels import layer_format, pair_bytes
 from gpu_service.experts.resident.triton_kernels import backend, launch
 from gpu_service.experts.resident.triton_kernels.backend import TritonResidentKernels, align
 from gpu_service.experts.resident.unpack import unpack_expert
-from moebius.weight_formats import WEIGHT_FORMATS
+from moebius.kernels.weight_formats import WEIGHT_FORMATS
 from tests import tolerances
 from tests.helpers.numpy_unpack import unpack_expert as unpack_with_numpy
 from tests.helpers.resident_layers import ALL_FORMATS, Shape, resident_layer, routed

@@ -24,7 +24,7 @@ from gpu_service.models.compose import build_model
 from gpu_service.models.vision.registry import build_tower
 from gpu_service.vision.processor import PROCESSORS, ImagePreparer, KimiImageProcessor, read_layout
 from moebius.checkpoint.errors import CheckpointError
-from moebius.config_loader import load_config
+from moebius.config.loader import load_config
 from moebius.errors import UserError
 from moebius.models.config import ModelConfigError, ModelOverrides, VisionConfig
 from moebius.models.read import read_model_config

@@ -19,10 +19,10 @@ from moebius.checkpoint.gguf.block_parts import BLOCK_PARTS, take_part
 from moebius.checkpoint.gguf.schemes import KEPT_SCHEMES
 from moebius.checkpoint.index import NUMPY_DTYPES
 from moebius.checkpoint.mapped_reader import MappedReader
+from moebius.kernels.weight_formats import expert_layout
 from moebius.models.expert_checkpoint import ExpertCheckpoint
 from moebius.models.geometry import MoeGeometry
 from moebius.models.read import read_geometry
-from moebius.weight_formats import expert_layout
 from tests.helpers.gguf_models import make_gguf
 from tests.helpers.numpy_unpack import unpack_expert
 from tests.unit.moebius.checkpoint.gguf.test_values import write_tensors

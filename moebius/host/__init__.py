@@ -1,0 +1,1 @@
+"""What is known of this host: processors, memory, and what was measured on it."""

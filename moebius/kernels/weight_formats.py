@@ -1,0 +1,172 @@
+"""The formats of packed weights, and where the sections of packed panels lie, as `kernels/format` says.
+
+A matrix [out, in] is stored as panels of 16 output features ("columns"), each holding all of k = in. Inside a
+panel, every section beginning at a multiple of 64 bytes:
+
+    codes         k_padded x 16 elements in 32-bit words: a line of 64 bytes is one word of each column. From
+                  bit 0 on, a column's word holds
+                      32-bit elements   k
+                      16-bit elements   k, k+1
+                      8-bit elements    k, k+1, k+2, k+3
+                      4-bit elements    k, k+2, k+4, k+6, k+1, k+3, k+5, k+7
+                  Elements of 2, 3, 5 and 6 bits lie in planes: 32 k take as many lines as one has bits. Eight
+                  vectors stand for them, each of a byte for four k of a column: vector 2i for k + 8i + 0, 4,
+                  1, 5 and vector 2i + 1 for k + 8i + 2, 6, 3, 7. First come the low 4 bits (of 5 and 6) or 2
+                  bits (of 2 and 3), then what is left. A line holds 2 vectors of 4 bits, 4 of 2 bits, or 8
+                  of one bit: the first at bit 0 of every byte, the next above it
+    scales        [groups][16] of the format's scale type; [groups] where one scale serves the whole panel.
+                  "products": [groups / factor_groups][16] float16, rounded up; then, from the next multiple
+                  of 64 bytes on, [groups][16] int8; a scale is the product of both. int2 with mins has 4 bits
+                  of the scale and, above, 4 of the minimum in an int8, and mins have the factors alone
+    zeros         [groups][16] uint8
+    mins          [groups][16] of the scale type
+    column_scale  [16] float32
+    bias          [16] float32
+
+A section that the format lacks takes no bytes. k is padded to a multiple of 64, columns to whole panels. The
+same layout serves every instruction set, and GPUs. Names, sizes and offsets are read from the extension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+
+from moebius import _kernels
+from moebius.kernels.source import Code, ScaleType
+
+PANEL_COLUMNS = _kernels.PANEL_COLUMNS
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """How the weights of a matrix are stored; filled from `weight_formats()` of the extension.
+
+    weight[column, k] = value(code) * scale[column, k // group_size] * column_scale[column], an int4 code
+    meaning code - 8, or code - zero[column, k // group_size]; of int2, int3, int5 and int6 2, 4, 16 and 32
+    are subtracted. With mins, of the scales' type, it is code * scale + min[column, k // group_size]. Codes
+    of iq types are places in a table of `CODEBOOKS`.
+    """
+
+    name: str
+    code: Code
+    bits: int  # Of one code.
+    # None: no group scales; group_size is 0 then.
+    scale: ScaleType | None
+    group_size: int
+    # One group scale for all columns of a panel.
+    panel_scale: bool
+    zeros: bool
+    mins: bool
+    column_scale: bool
+    quantised_rows: bool  # Rows are quantised to int8 before they are multiplied (W8A8).
+    # Columns (k) are sorted by group; the packed expert says where each was: GPTQ's order of activations.
+    ordered: bool
+
+
+def _signed(magnitudes: tuple[float, ...]) -> tuple[float, ...]:
+    return (*magnitudes, *(-value for value in magnitudes))
+
+
+# What the codes of GGUF's IQ types mean (kernels/format/codebooks.h).
+CODEBOOKS: Mapping[Code, tuple[float, ...]] = {
+    "iq4": (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
+    "iq3_xxs": _signed((1, 3, 5, 7, 9, 11, 13, 15.5)),
+    "iq3_s": _signed((1, 3, 5, 7, 9, 11, 13, 15)),
+    "iq2": _signed((1, 3.125, 5.375, 0)),
+    "iq1": (-1.125, -0.125, 0.875, 0, -0.875, 0.125, 1.125, 0),
+}
+# What is subtracted from codes where there are neither zero points nor mins.
+CODE_MIDDLES: Mapping[Code, int] = {"int2": 2, "int3": 4, "int4": 8, "int5": 16, "int6": 32}
+
+WEIGHT_FORMATS = {name: WeightFormat(name, **fields) for name, fields in _kernels.weight_formats().items()}
+
+
+# The end of the names of formats of gate and up whose columns are sorted by group.
+_ORDERED = "_ordered"
+
+
+def ordered_format(name: str) -> str:
+    """The name of a format of group scales with its columns sorted; of no format none."""
+    return f"{name}{_ORDERED}" if name else ""
+
+
+def weight_format(name: str) -> WeightFormat:
+    """Returns the format of a name. Raises ValueError listing the names."""
+    base = name.removesuffix(_ORDERED)
+    if base not in WEIGHT_FORMATS:
+        raise ValueError(f"weight format {name!r} is unknown; allowed: {', '.join(WEIGHT_FORMATS)}")
+    found = WEIGHT_FORMATS[base]
+    return found if base == name else replace(found, name=name, ordered=True)
+
+
+@dataclass(frozen=True)
+class PanelLayout(WeightFormat):
+    """A format applied to matrices of `k` inputs: the sections of one panel, in bytes from its begin.
+
+    Filled by `panel_layout`. What a format lacks has the offset where it would be.
+    """
+
+    k: int
+    has_bias: bool
+    k_padded: int
+    # Of `group_size` along k; 0 without group scales.
+    groups: int
+    # Of scales that are products: groups that share a factor, and bytes from a section's factors to its int8.
+    factor_groups: int
+    whole_offset: int
+    # Their int8 hold 4 bits of the scale and, above, 4 of the minimum, and the mins' section has none.
+    joined: bool
+    scales_offset: int
+    zeros_offset: int
+    mins_offset: int
+    column_scale_offset: int
+    bias_offset: int
+    panel_bytes: int
+
+
+@dataclass(frozen=True)
+class PackedExpertLayout:
+    """One expert: gate and up panels alternating (gate 0, up 0, gate 1, ...), down panels, an order if any.
+
+    Without a gate the up panels stand alone. Filled by `expert_layout`; offsets and sizes in bytes.
+    """
+
+    gate_up: PanelLayout  # k is the hidden size.
+    # k is the intermediate size.
+    down: PanelLayout
+    gated: bool
+    panels_per_column_block: int  # 2; without a gate 1.
+    # Blocks of 16 intermediate channels.
+    intermediate_blocks: int
+    down_panels: int
+    down_offset: int
+    # int32 [k of gate and up] where they are `ordered`: element i that meets their panels is element order[i]
+    # of the row.
+    order_offset: int
+    expert_bytes: int
+
+
+@cache
+def panel_layout(name: str, k: int, has_bias: bool = False) -> PanelLayout:
+    """Returns the panels of a format. Raises ValueError for an unknown name, or k < 1."""
+    return PanelLayout(**asdict(weight_format(name)), **_kernels.panel_layout(name, k, has_bias))
+
+
+@cache
+def expert_layout(
+    gate_up: str,
+    down: str,
+    hidden_size: int,
+    intermediate_size: int,
+    has_bias: bool = False,
+    gated: bool = True,
+) -> PackedExpertLayout:
+    """Returns experts whose gate and up, and whose down matrices are packed in these formats.
+
+    Raises ValueError for an unknown name, or a size below 1.
+    """
+    panels = panel_layout(gate_up, hidden_size, has_bias), panel_layout(down, intermediate_size, has_bias)
+    sizes = _kernels.expert_layout(gate_up, down, hidden_size, intermediate_size, gated, has_bias)
+    return PackedExpertLayout(*panels, **sizes)

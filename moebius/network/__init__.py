@@ -1,0 +1,1 @@
+"""How processes and clients reach one another: TLS, gRPC channels, keys and origins."""

@@ -1,0 +1,1 @@
+"""What every process has: limits of the system, phases of its start, a port for operators."""
