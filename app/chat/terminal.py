@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from app.chat.answer import Answer, Printer, collect, cut_off
 from app.chat.conversation import COMMANDS, Conversation
 from app.client import ApiClient
+from app.user_state import user_state_directory
 from moebius.errors import UserError
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def _session() -> PromptSession[str]:
 def _history_file() -> Path | None:
     """Returns where messages are remembered, for their author only; None where there is no such place."""
     try:
-        directory = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "moebius"
+        directory = user_state_directory()
     except RuntimeError:
         _note("messages are not remembered: this user has no home directory, and HOME is not set")
         return None

@@ -19,6 +19,7 @@ from pathlib import Path
 import structlog
 
 from app.doctor.facts import read_volume
+from app.supervisor.batch_directory import batch_directory
 from app.supervisor.core_claims import CoreClaims
 from app.supervisor.core_division import HostCores, divided_cores, known_cores
 from app.supervisor.expert_placement import ServerBinding, place_experts
@@ -367,8 +368,13 @@ def _shared_settings(config: MoebiusConfig, directory: Path, num_experts: int) -
     kept = config.gpu.kv_offload_dir or str(directory)
     config = _replace(config, "gpu", gpu_address=gpu_address, kv_offload_dir=kept)
     config = _replace(config, "parallel", rank=0, rank_address=rank_address(config))
-    responses = config.gateway.stored_responses_dir or str(directory)
-    config = _replace(config, "gateway", engine_address=gpu_address, stored_responses_dir=responses)
+    config = _replace(
+        config,
+        "gateway",
+        engine_address=gpu_address,
+        stored_responses_dir=config.gateway.stored_responses_dir or str(directory),
+        batch_dir=batch_directory(config.gateway.batch_dir, config.model.served_model_name),
+    )
     addresses = tuple(_socket(directory, f"expert-{index}") for index in range(num_experts))
     addresses = addresses or config.experts.expert_addresses
     wants_mailbox = config.experts.expert_transport == "mailbox" and num_experts > 0

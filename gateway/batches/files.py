@@ -25,18 +25,20 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def check_directory(settings: GatewayConfig) -> None:
-    """Creates the configured directory if needed. Raises ConfigError when it cannot be used."""
-    if not settings.batch_dir:
+    """Raises ConfigError when the configured directory cannot be used; the first file creates it."""
+    directory = settings.batch_directory
+    if directory is None:
         return
+    nearest = next(place for place in (directory, *directory.parents) if place.exists())
     try:
-        Path(settings.batch_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
-        os.listdir(settings.batch_dir)
-        with tempfile.TemporaryFile(dir=settings.batch_dir):
+        if nearest == directory:
+            os.listdir(directory)
+        with tempfile.TemporaryFile(dir=nearest):
             pass
     except OSError as error:
         raise ConfigError(
             f"batch_dir: {settings.batch_dir} cannot be used: {error.strerror}; allowed: a directory that "
-            "can be read and written"
+            "can be read and written, or off"
         ) from None
 
 

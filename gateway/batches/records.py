@@ -15,6 +15,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ class Records:
         `write_facts` has to be called for it. After an exception nothing is left. Raises OSError.
         """
         place = self._place(owner)
-        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(place)
         made = place / f"{_NEW}{record_id}"
         made.mkdir(mode=0o700)
         descriptor = os.open(made, os.O_RDONLY)
@@ -115,6 +116,13 @@ class Records:
                         entry.name.startswith(_NEW) and _is_abandoned(entry.path)
                     ):
                         shutil.rmtree(entry.path, ignore_errors=True)
+
+
+def make_private(path: Path) -> None:
+    """Creates a directory, and those above it that are missing, for this user alone. Raises OSError."""
+    missing = list(takewhile(lambda place: not place.exists(), (path, *path.parents)))
+    for place in reversed(missing):  # `parents=True` would let others list those above
+        place.mkdir(mode=0o700, exist_ok=True)
 
 
 def write_facts(directory: Path, facts: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from gateway.batches.batch import PREFIXES, UNFINISHED, Api, Batch
 from gateway.batches.files import FileStore
-from gateway.batches.records import Records, new_id, write_facts
+from gateway.batches.records import Records, make_private, new_id, write_facts
 from moebius.config import GatewayConfig
 
 INPUT, OUTPUT, ERRORS = "input.jsonl", "output.jsonl", "errors.jsonl"
@@ -43,10 +43,11 @@ class BatchStore:
     @classmethod
     def of(cls, settings: GatewayConfig) -> BatchStore | None:
         """Returns the store in the configured directory, or None where there is none."""
-        if not settings.batch_dir:
+        directory = settings.batch_directory
+        if directory is None:
             return None
         most = int(settings.batch_dir_gib * 2**30)
-        return cls(Path(settings.batch_dir).absolute(), most, int(settings.batch_file_mib * 2**20))
+        return cls(directory, most, int(settings.batch_file_mib * 2**20))
 
     def path(self, batch: Batch) -> Path:
         """Returns the directory of a batch's data."""
@@ -54,7 +55,7 @@ class BatchStore:
 
     def make(self, batch: Batch, fill: Callable[[Path], None]) -> None:
         """Stores a new batch, whose input `fill` writes or links at the path that it gets."""
-        self._open.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(self._open)
         mark = self._mark(batch.owner, batch.id)
         mark.touch(mode=0o600)  # before the batch, which would else never be run after a kill in between
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator, Field, field_validator
@@ -152,7 +153,9 @@ class GatewayConfig(Section):
         description="Directory of kept responses, of all workers; empty: a private one, removed at exit",
     )
     batch_dir: str = Field(
-        default="", description="Directory of uploaded files and batches, of all workers; empty: no batches"
+        default="",
+        description="Directory of files and batches, of all workers; off: none; empty: `serve` has one for "
+        "the served name in the user's state directory, a gateway alone has none",
     )
     batch_dir_gib: float = Field(
         default=16.0, gt=0, description="Size of all files and batches together, GiB; more is refused"
@@ -176,3 +179,8 @@ class GatewayConfig(Section):
 
     _origins_as_sent = field_validator("cors_origins")(checked_origins)
     _names_of_hosts = field_validator("allowed_hosts")(checked_hosts)
+
+    @property
+    def batch_directory(self) -> Path | None:
+        """The absolute path of `batch_dir`, or None where no files and batches are kept."""
+        return None if self.batch_dir in ("", "off") else Path(self.batch_dir).absolute()

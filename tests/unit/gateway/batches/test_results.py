@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from gateway.batches.batch import Batch
-from gateway.batches.files import FileFacts, FileStore, storage_error, used_bytes
+from gateway.batches.files import FileFacts, FileStore, check_directory, storage_error, used_bytes
 from gateway.batches.lines import chunks_of
 from gateway.batches.outcomes import answered_line, counter_of, unanswered_line
 from gateway.batches.records import Records, new_id, write_facts
@@ -22,6 +22,7 @@ from gateway.batches.store import BatchStore, new_batch_id
 from gateway.batches.writer import ResultWriter
 from gateway.schemas.errors import ApiError
 from gateway.transport.internal import InternalAnswer
+from moebius.config import GatewayConfig
 from moebius.errors import ConfigError
 from tests.helpers.gateway_server import gateway_config
 
@@ -264,3 +265,18 @@ def test_an_unusable_directory_is_refused_at_the_start(unusable: str) -> None:
 
     with pytest.raises(ConfigError, match=r"batch_dir: .* cannot be used: .*; allowed: a directory that"):
         create_app(gateway_config("unix:x", batch_dir=unusable))
+
+
+def test_the_first_file_makes_the_directory(tmp_path: Path) -> None:
+    """Nothing is on the disk before it, and what it makes is for this user alone; `off` is no directory."""
+    settings = GatewayConfig(batch_dir=str(tmp_path / "state" / "batches"))
+    check_directory(settings)
+    store = BatchStore.of(settings)
+    assert store is not None
+    store.sweep()
+    assert (store.unfinished(), list(tmp_path.iterdir())) == ([], [])
+    with store.files.upload("a") as upload:
+        upload.finish(FileFacts("f", "batch"))
+    made = [path for path in tmp_path.rglob("*") if path.is_dir()]
+    assert {path.stat().st_mode & 0o777 for path in made} == {0o700}
+    assert BatchStore.of(GatewayConfig(batch_dir="off")) is None
