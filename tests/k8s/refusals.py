@@ -14,6 +14,29 @@ REFUSED: list[tuple[Values, str]] = [
     ({"engine": {"gpus": 9}}, "maximum"),
     ({"engine": {"cpus": 2.5}}, "integer"),
     ({"engine": {"gpus": 1, "jitCache": {"type": "pvc"}}}, "engine.jitCache.claimName is empty"),
+    ({"gateway": {"batches": {"type": "pvc"}}}, "gateway.batches.claimName is empty"),
+    ({"gateway": {"batches": {"type": "hostPath"}}}, "batches"),
+    (
+        {"gateway": {"replicas": 2, "batches": {"type": "pvc", "claimName": "b"}}},
+        "a client would not find its files",
+    ),
+    (
+        {"replicas": 3, "gateway": {"inPod": True, "batches": {"type": "emptyDir"}}},
+        "which one gateway has for itself, but there may be 3",
+    ),
+    (
+        {
+            "gateway": {
+                "batches": {"type": "emptyDir"},
+                "autoscaling": {"type": "hpa", "maxReplicas": 5},
+            }
+        },
+        "there may be 5",
+    ),
+    (
+        {"gateway": {"batches": {"type": "emptyDir"}}, "config": {"gateway": {"batch_dir": "/b"}}},
+        "config.gateway.batch_dir is decided by the chart",
+    ),
     ({"experts": {"mode": "none"}}, "puts all experts on GPUs, but engine.gpus is 0"),
     ({"experts": {"servers": 9}}, "a Pod has at most 8 expert servers"),
     ({"experts": {"servers": 2, "shares": [1, 2, 3]}}, "experts.shares has 3 numbers, but there are 2"),

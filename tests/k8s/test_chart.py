@@ -104,6 +104,8 @@ def shapes() -> dict[str, Values]:
     found["HTTPS alone"] = {"tls": {"http": tls["http"]}}
     found["mTLS, several hosts"] = {"engine": {"gpus": 2, "nodes": 2}, "tls": tls}
     found["mTLS, remote experts, all options"] = merged(OPTIONS, REMOTE_TLS)
+    found["batches on a claim"] = {"gateway": {"batches": {"type": "pvc", "claimName": "b"}}}
+    found["batches in one Pod"] = {"gateway": {"inPod": True, "batches": {"type": "emptyDir"}}}
     found["DRA"] = {"engine": {"gpus": 2}, "experts": {"numa": "kubelet"}, "dra": {"enabled": True}}
     return found
 
@@ -350,6 +352,37 @@ def test_certificates_reach_those_who_speak(tmp_path: Path) -> None:
     assert {"*.moebius-experts.moebius.svc", "moebius.internal"} <= names["experts"]
     assert {"moebius.moebius.svc", "m.example.com"} <= names["web"]
     assert not names["gateways"] & (names["web"] - {"localhost"})
+
+
+@pytest.mark.parametrize(
+    ("gateway", "strategy"),
+    [
+        ({"batches": {"type": "pvc", "claimName": "b"}}, {"type": "Recreate"}),
+        (
+            {"replicas": 2, "batches": {"type": "pvc", "claimName": "b", "accessMode": "ReadWriteMany"}},
+            {"rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
+        ),
+    ],
+    ids=["ReadWriteOnce", "ReadWriteMany"],
+)
+def test_a_claim_for_batches_is_the_gateways(gateway: Values, strategy: Values) -> None:
+    """Gateways alone have it, where the settings say; one that a single node mounts is never waited for by a
+    successor while its predecessor holds it."""
+    manifests = render({"model": MODEL, "gateway": gateway})
+    settings = next(one["data"]["moebius.yaml"] for one in manifests if "moebius.yaml" in one.get("data", {}))
+    directory = yaml.safe_load(settings)["gateway"]["batch_dir"]
+    claims = {
+        (pod["metadata"]["labels"]["app.kubernetes.io/component"], mount["mountPath"])
+        for pod in pod_specs(manifests)
+        for volume in pod["spec"]["volumes"]
+        if volume.get("persistentVolumeClaim", {}).get("claimName") == "b"
+        for container in all_containers(pod)
+        for mount in container["volumeMounts"]
+        if mount["name"] == volume["name"] and not mount.get("readOnly")
+    }
+    assert claims == {("gateway", directory)}
+    (deployment,) = (one for one in manifests if one["kind"] == "Deployment")
+    assert deployment["spec"]["strategy"] == strategy
 
 
 def test_every_address_is_one_that_certificates_are_for() -> None:

@@ -5,6 +5,7 @@
 {{- include "moebius.checkNode" . -}}
 {{- include "moebius.checkModel" . -}}
 {{- include "moebius.checkTraffic" . -}}
+{{- include "moebius.checkBatches" . -}}
 {{- include "moebius.checkTls" . -}}
 {{- end -}}
 
@@ -173,6 +174,23 @@
 {{- end -}}
 {{- if and $pool.enabled (not $pool.endpointPicker.name) -}}
 {{- fail "route.inferencePool.enabled is true, but route.inferencePool.endpointPicker.name names no Service of an endpoint picker" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "moebius.checkBatches" -}}
+{{- $batches := .Values.gateway.batches -}}
+{{- if and (eq $batches.type "pvc") (not $batches.claimName) -}}
+{{- fail "gateway.batches.type is pvc, but gateway.batches.claimName is empty" -}}
+{{- end -}}
+{{- $inPod := .Values.gateway.inPod -}}
+{{- $scaling := ternary .Values.autoscaling .Values.gateway.autoscaling $inPod -}}
+{{- $replicas := int (ternary .Values.replicas .Values.gateway.replicas $inPod) -}}
+{{- if ne $scaling.type "none" -}}
+{{- $replicas = int $scaling.maxReplicas -}}
+{{- end -}}
+{{- $isShared := and (eq $batches.type "pvc") (eq $batches.accessMode "ReadWriteMany") -}}
+{{- if and (ne $batches.type "none") (not $isShared) (gt $replicas 1) -}}
+{{- fail (printf "gateway.batches.type is %s, which one gateway has for itself, but there may be %d: a client would not find its files at the others; use a claim with gateway.batches.accessMode ReadWriteMany" $batches.type $replicas) -}}
 {{- end -}}
 {{- end -}}
 

@@ -16,6 +16,9 @@
 {{- if .Values.gateway.apiKeySecret -}}
 {{- $_ := set $gateway "api_key_file" "/etc/moebius-keys/keys" -}}
 {{- end -}}
+{{- if ne .Values.gateway.batches.type "none" -}}
+{{- $_ := set $gateway "batch_dir" "/batches" -}}
+{{- end -}}
 {{- if ne (include "moebius.gatewayMetrics" .) "http" -}}
 {{- $_ := set $gateway "gateway_metrics_port" 9400 -}}
 {{- end -}}

@@ -130,6 +130,10 @@
       mountPath: /etc/moebius-keys
       readOnly: true
     {{- end }}
+    {{- if ne .Values.gateway.batches.type "none" }}
+    - name: batches
+      mountPath: /batches
+    {{- end }}
 {{- end -}}
 
 {{- define "moebius.gatewayVolumes" -}}
@@ -138,6 +142,16 @@
 - name: api-keys
   secret:
     secretName: {{ .Values.gateway.apiKeySecret }}
+{{- end }}
+{{- with .Values.gateway.batches }}
+{{- if eq .type "pvc" }}
+- name: batches
+  persistentVolumeClaim:
+    claimName: {{ .claimName }}
+{{- else if eq .type "emptyDir" }}
+- name: batches
+  emptyDir: {}
+{{- end }}
 {{- end }}
 {{- end -}}
 
