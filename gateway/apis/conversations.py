@@ -40,7 +40,7 @@ MOST_ITEMS = 20  # that a request may add
 
 @dataclass(frozen=True)
 class Conversations:
-    """The conversations of a store, within its limits by themselves; methods block on the disk.
+    """The conversations of a store's owner, within its limits by themselves; methods block on the disk.
 
     Methods raise ApiError 404 for a conversation that is not there, or not any more, and 503 when the file
     cannot be used: unlike a response that could not be stored, a conversation is what was asked for.
@@ -52,7 +52,7 @@ class Conversations:
         """Makes a conversation of these items. Returns it as clients see it."""
         conversation_id, now = f"conv_{uuid.uuid4().hex}", time.time()
         with self._opened() as connection:
-            row = (conversation_id, int(now), now, 0, json.dumps(metadata))
+            row = (self.store.key(conversation_id), int(now), now, 0, json.dumps(metadata))
             connection.execute("INSERT INTO conversations VALUES (?, ?, ?, ?, ?)", row)
             self._add(connection, conversation_id, items)
         return _shown(conversation_id, int(now), metadata)
@@ -67,7 +67,7 @@ class Conversations:
         """Replaces what is noted of a conversation."""
         with self._opened() as connection:
             created, _ = self._row(connection, conversation_id)
-            values = (json.dumps(metadata), conversation_id)
+            values = (json.dumps(metadata), self.store.key(conversation_id))
             connection.execute("UPDATE conversations SET metadata = ? WHERE id = ?", values)
         return _shown(conversation_id, created, metadata)
 
@@ -75,7 +75,8 @@ class Conversations:
         """Deletes a conversation with its items."""
         with self._opened() as connection:
             self._row(connection, conversation_id)
-            connection.execute("DELETE FROM conversations WHERE id = ?", (conversation_id,))
+            key = self.store.key(conversation_id)
+            connection.execute("DELETE FROM conversations WHERE id = ?", (key,))
             connection.execute(_TRIM_ITEMS)
 
     def items(self, conversation_id: str) -> list[dict[str, Any]]:
@@ -84,7 +85,7 @@ class Conversations:
             self._row(connection, conversation_id)
             rows = connection.execute(
                 "SELECT data FROM conversation_items WHERE conversation = ? ORDER BY place",
-                (conversation_id,),
+                (self.store.key(conversation_id),),
             ).fetchall()
         return [json.loads(data) for (data,) in rows]
 
@@ -99,7 +100,8 @@ class Conversations:
         with self._opened() as connection:
             self._row(connection, conversation_id)
             done = connection.execute(
-                "DELETE FROM conversation_items WHERE conversation = ? AND id = ?", (conversation_id, item_id)
+                "DELETE FROM conversation_items WHERE conversation = ? AND id = ?",
+                (self.store.key(conversation_id), item_id),
             )
             if not done.rowcount:
                 raise no_item(item_id)
@@ -107,13 +109,14 @@ class Conversations:
     def _add(
         self, connection: sqlite3.Connection, conversation_id: str, items: Sequence[dict[str, Any]]
     ) -> None:
-        rows = [(conversation_id, item["id"], json.dumps(item, ensure_ascii=False)) for item in items]
+        key = self.store.key(conversation_id)
+        rows = [(key, item["id"], json.dumps(item, ensure_ascii=False)) for item in items]
         connection.executemany(
             "INSERT INTO conversation_items (conversation, id, data) VALUES (?, ?, ?)", rows
         )
         size, now = sum(len(data.encode()) for _, _, data in rows), time.time()
         changed = "UPDATE conversations SET used = ?, bytes = bytes + ? WHERE id = ?"
-        connection.execute(changed, (now, size, conversation_id))
+        connection.execute(changed, (now, size, key))
         limits = self.store.limits
         connection.execute(_TRIM, (now - limits.age_s, limits.size, limits.count))
         connection.execute(_TRIM_ITEMS)
@@ -122,7 +125,7 @@ class Conversations:
         oldest = time.time() - self.store.limits.age_s
         found: tuple[int, str] | None = connection.execute(
             "SELECT created, metadata FROM conversations WHERE id = ? AND used >= ?",
-            (conversation_id, oldest),
+            (self.store.key(conversation_id), oldest),
         ).fetchone()
         if found is None:
             raise not_found("conversation", conversation_id, "conversation", "conversation_not_found")

@@ -31,7 +31,8 @@ class ResponseEvents:
         if not self.store.put(response, input_items):
             return False
         with self.store.opened(_SCHEMA) as connection:
-            connection.execute("INSERT INTO runs VALUES (?, ?, 0)", (response["id"], time.time()))
+            key = self.store.key(response["id"])
+            connection.execute("INSERT INTO runs VALUES (?, ?, 0)", (key, time.time()))
             connection.execute("DELETE FROM events WHERE id NOT IN (SELECT id FROM responses)")
         return True
 
@@ -40,42 +41,46 @@ class ResponseEvents:
 
         Returns whether the response is to be cancelled, or has been deleted.
         """
-        rows = [(response_id, number, data) for number, data in enumerate(events, first)]
+        key = self.store.key(response_id)
+        rows = [(key, number, data) for number, data in enumerate(events, first)]
         with self.store.opened(_SCHEMA) as connection:
             connection.executemany("INSERT OR REPLACE INTO events VALUES (?, ?, ?)", rows)
-            connection.execute("UPDATE runs SET beat = ? WHERE id = ?", (time.time(), response_id))
+            connection.execute("UPDATE runs SET beat = ? WHERE id = ?", (time.time(), key))
             found = connection.execute(
-                "SELECT cancelled FROM runs JOIN responses USING (id) WHERE id = ?", (response_id,)
+                "SELECT cancelled FROM runs JOIN responses USING (id) WHERE id = ?", (key,)
             ).fetchone()
         return found is None or bool(found[0])
 
     def end(self, response_id: str) -> None:
         """Notes that no further events come; the events count as part of the response's size."""
+        key = self.store.key(response_id)
         with self.store.opened(_SCHEMA) as connection:
-            connection.execute("DELETE FROM runs WHERE id = ?", (response_id,))
+            connection.execute("DELETE FROM runs WHERE id = ?", (key,))
             connection.execute(
                 "UPDATE responses SET bytes = bytes + (SELECT COALESCE(SUM(LENGTH(data)), 0) FROM events "
                 "WHERE events.id = responses.id) WHERE id = ?",
-                (response_id,),
+                (key,),
             )
 
     def after(self, response_id: str, number: int) -> tuple[list[tuple[int, bytes]], bool]:
         """Returns some events behind the one with this number, in order, and whether more may come."""
+        key = self.store.key(response_id)
         with self.store.opened(_SCHEMA) as connection:
             # First: what was written between both looks would else be missed.
             running = connection.execute(
-                "SELECT 1 FROM runs WHERE id = ? AND beat >= ?", (response_id, time.time() - _LOST_S)
+                "SELECT 1 FROM runs WHERE id = ? AND beat >= ?", (key, time.time() - _LOST_S)
             ).fetchone()
             found = connection.execute(
                 "SELECT number, data FROM events WHERE id = ? AND number > ? ORDER BY number LIMIT ?",
-                (response_id, number, _PAGE),
+                (key, number, _PAGE),
             ).fetchall()
         return found, running is not None or len(found) == _PAGE
 
     def cancel(self, response_id: str) -> None:
         """Asks the process that generates the response to end it."""
         with self.store.opened(_SCHEMA) as connection:
-            connection.execute("UPDATE runs SET cancelled = 1 WHERE id = ?", (response_id,))
+            key = self.store.key(response_id)
+            connection.execute("UPDATE runs SET cancelled = 1 WHERE id = ?", (key,))
 
     def is_lost(self, response_id: str) -> bool:
         """Returns whether no process generates a response that is not finished."""

@@ -71,7 +71,8 @@ class StoredResponse:
 
 @dataclass(frozen=True)
 class ResponseStore:
-    """The file, made by `of`; every method opens it again and may be called in any thread and process.
+    """One owner's part of the file, made by `of`; every method opens it again and may be called in any thread
+    and process.
 
     Errors of the file are logged and treated as if nothing were stored: they are no reason to refuse an
     answer.
@@ -80,6 +81,18 @@ class ResponseStore:
     directory: str
     limits: StoreLimits
     is_own: bool = False  # the directory is removed by `close`
+    owner: str = ""  # as `owner_of` returns it
+
+    def of_owner(self, owner: str) -> ResponseStore:
+        """Returns another owner's part of the file; the limits are of all owners together."""
+        return replace(self, owner=owner)
+
+    def key(self, stored_id: str) -> str:
+        """Returns the key in the file for the id of a response or conversation.
+
+        The owner is a part of it, so that no statement can find what is another owner's.
+        """
+        return f"{self.owner}/{stored_id}"
 
     @classmethod
     def of(cls, settings: GatewayConfig) -> ResponseStore:
@@ -139,7 +152,7 @@ class ResponseStore:
         now = time.time()
         try:
             with self.opened() as connection:
-                row = (response["id"], now, size, input_items, data)
+                row = (self.key(response["id"]), now, size, input_items, data)
                 connection.execute("INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?, ?)", row)
                 bounds = (now - self.limits.age_s, self.limits.size, self.limits.count)
                 connection.execute(_TRIM, bounds)
@@ -149,14 +162,14 @@ class ResponseStore:
         return True
 
     def find(self, response_id: str) -> StoredResponse | None:
-        """Returns the response with this id, or None if it is not stored, or not any more."""
+        """Returns the owner's response with this id, or None if it is not stored, or not any more."""
         if not self.keeps or not self._path.exists():
             return None
         try:
             with self.opened() as connection:
                 found = connection.execute(
                     "SELECT response, input FROM responses WHERE id = ? AND created >= ?",
-                    (response_id, time.time() - self.limits.age_s),
+                    (self.key(response_id), time.time() - self.limits.age_s),
                 ).fetchone()
         except (sqlite3.Error, OSError) as error:
             logger.warning("stored responses cannot be read", reason=str(error))
@@ -169,7 +182,7 @@ class ResponseStore:
             return False
         try:
             with self.opened() as connection:
-                done = connection.execute("DELETE FROM responses WHERE id = ?", (response_id,))
+                done = connection.execute("DELETE FROM responses WHERE id = ?", (self.key(response_id),))
                 return done.rowcount > 0
         except (sqlite3.Error, OSError) as error:
             logger.warning("a stored response cannot be deleted", reason=str(error))

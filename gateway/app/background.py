@@ -15,7 +15,7 @@ from starlette.types import Message
 from gateway.apis.response_events import ResponseEvents
 from gateway.apis.responses_format import ResponsesFormat
 from gateway.app.serving import RequestRun
-from gateway.app.state import Gateway
+from gateway.app.state import Gateway, responses_of
 from gateway.generation.job import Prepared
 from gateway.schemas.errors import ApiError, to_api_error
 from gateway.transport.admission import RETRY_AFTER_S, shutting_down
@@ -46,7 +46,7 @@ class BackgroundResponses:
             message = f"{most} background responses are in progress: try again later"
             raise ApiError(429, message, code="queue_full", retry_after_s=RETRY_AFTER_S)
         response = form.begun("queued")
-        events = ResponseEvents(self._gateway.responses)
+        events = ResponseEvents(responses_of(request))
         items = form.reply.input_items
         assert items is not None, "background responses are stored"
         if not await asyncio.to_thread(events.begin, response, items):

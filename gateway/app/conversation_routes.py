@@ -11,14 +11,14 @@ from fastapi import APIRouter, Query, Request
 from gateway.apis.conversations import Conversations, no_item
 from gateway.app.openapi import refuses, takes
 from gateway.app.response_routes import item_page
-from gateway.app.state import gateway_of
+from gateway.app.state import gateway_of, responses_of
 from gateway.schemas.responses import ConversationRequest
 
 router = APIRouter()
 
 
 def _conversations(request: Request) -> Conversations:
-    return Conversations(gateway_of(request).responses)
+    return Conversations(responses_of(request))
 
 
 async def _sent(request: Request) -> tuple[list[dict[str, Any]], dict[str, str]]:

@@ -18,7 +18,7 @@ from gateway.apis.stored_responses import StoredResponse, not_found
 from gateway.app.background import events_after
 from gateway.app.openapi import refuses, takes
 from gateway.app.serving import respond
-from gateway.app.state import gateway_of
+from gateway.app.state import gateway_of, responses_of
 from gateway.schemas.errors import ApiError, bad_request
 from gateway.schemas.responses import CompactRequest, ResponsesRequest
 from gateway.transport.streaming import EventStream
@@ -34,7 +34,7 @@ async def create_response(request: Request) -> Response:
     gateway = gateway_of(request)
     prepared = await gateway.generation(request, "responses")
     model, reply = gateway.model(), prepared.reply
-    form = ResponsesFormat(model.name, model.tokenizer, prepared.logprobs, reply, gateway.responses)
+    form = ResponsesFormat(model.name, model.tokenizer, prepared.logprobs, reply, responses_of(request))
     if not reply.is_background:
         return await respond(request, prepared, form)
     if prepared.images:
@@ -58,13 +58,13 @@ def _event_stream(request: Request, response_id: str, after: int) -> Response:
     async def closed() -> None:
         """Nothing is to be released: the response goes on without its readers."""
 
-    events = events_after(ResponseEvents(gateway.responses), response_id, after)
+    events = events_after(ResponseEvents(responses_of(request)), response_id, after)
     return EventStream(events, gateway.config.gateway.sse_keepalive_s, closed)
 
 
 async def _stored(request: Request, response_id: str) -> StoredResponse:
     """Returns a stored response. Raises ApiError 404 when it is gone."""
-    store = gateway_of(request).responses
+    store = responses_of(request)
     found = await asyncio.to_thread(store.find, response_id)
     if found is None:
         raise not_found("response", response_id, "response_id", "response_not_found")
@@ -100,7 +100,7 @@ async def retrieve_response(
 @router.delete("/v1/responses/{response_id}", **refuses(401, 404))
 async def delete_response(request: Request, response_id: str) -> dict[str, Any]:
     """Deletes a stored response; one that is generated in the background ends."""
-    if not await asyncio.to_thread(gateway_of(request).responses.delete, response_id):
+    if not await asyncio.to_thread(responses_of(request).delete, response_id):
         raise not_found("response", response_id, "response_id", "response_not_found")
     return {"id": response_id, "object": "response", "deleted": True}
 
@@ -118,7 +118,7 @@ async def cancel_response(request: Request, response_id: str) -> JSONResponse:
         )
     end = time.monotonic() + _CANCEL_S
     if found["status"] in UNFINISHED:
-        await asyncio.to_thread(ResponseEvents(gateway_of(request).responses).cancel, response_id)
+        await asyncio.to_thread(ResponseEvents(responses_of(request)).cancel, response_id)
     while found["status"] in UNFINISHED and time.monotonic() < end:
         await asyncio.sleep(_LOOK_S)
         found = (await _stored(request, response_id)).response

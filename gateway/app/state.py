@@ -33,7 +33,7 @@ from gateway.telemetry.repeated import RepeatedWarnings
 from gateway.text.model_files import ReadFiles, read_files
 from gateway.transport.admission import RETRY_AFTER_S, Admission, BodyReceiver, Drain, shutting_down
 from gateway.transport.internal import InternalClient
-from gateway.transport.keys import client_of
+from gateway.transport.keys import client_of, owner_of
 from gateway.transport.streaming import run_until_disconnect
 from moebius.config import MoebiusConfig
 from moebius.errors import StartupError, UserError, WrongIdentity
@@ -90,7 +90,7 @@ class Gateway:
 
     @property
     def responses(self) -> ResponseStore:
-        """The responses that clients may continue; exists while the application runs."""
+        """The store of all owners' responses (`responses_of`: of one); exists while the application runs."""
         assert self._responses is not None, "the application is not running"
         return self._responses
 
@@ -272,8 +272,8 @@ class Gateway:
             int(images.max_images_per_request * images.max_image_mib * _MIB * 4 / 3) if takes_images else 0
         )
         async with self._bodies.receive(request, extra) as body:
-            client = client_of(request.scope)
-            return await run_until_disconnect(request, self._prompts.prepare(kind, body, client))
+            client, (owner, _) = client_of(request.scope), owner_of(request.scope)
+            return await run_until_disconnect(request, self._prompts.prepare(kind, body, client, owner))
 
     async def _read_lines(self, data: bytes, owner: str) -> bytes:
         """Reads lines of a batch; see `gateway.apis.batch_lines.read_lines`. Raises ApiError."""
@@ -348,6 +348,11 @@ class Gateway:
 
 def _files_changed(reason: str) -> ApiError:
     return ApiError(503, reason, code="model_files_changed", retry_after_s=RETRY_AFTER_S)
+
+
+def responses_of(request: Request) -> ResponseStore:
+    """Returns what the sender of `request` has stored, and where its responses are stored."""
+    return gateway_of(request).responses.of_owner(owner_of(request.scope)[0])
 
 
 def gateway_of(request: Request) -> Gateway:

@@ -131,8 +131,12 @@ class PromptPool:
         self._running.clear()
         self._tasks = []
 
-    async def prepare(self, kind: Kind, body: Sequence[bytes], client: str = "") -> Prepared | bytes:
-        """Returns the prepared request, or the JSON answer if that needs no engine. `client`: its sender.
+    async def prepare(
+        self, kind: Kind, body: Sequence[bytes], client: str = "", owner: str = ""
+    ) -> Prepared | bytes:
+        """Returns the prepared request, or the JSON answer if that needs no engine.
+
+        `client`: its sender; `owner`: whose stored responses it may continue.
 
         Raises:
             ApiError: the request is refused, costs too much, or too many wait.
@@ -150,7 +154,7 @@ class PromptPool:
                 code="queue_full",
                 retry_after_s=RETRY_AFTER_S,
             )
-        job = Job(kind, body, sum(map(len, body)), client)
+        job = Job(kind, body, sum(map(len, body)), client, owner)
         self._queue(job)
         try:
             answer = await job.answer

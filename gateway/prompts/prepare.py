@@ -90,10 +90,12 @@ class Preparer:
             **{kind: functools.partial(self._pooled, kind) for kind in POOLED},
         }
 
-    def answer(self, kind: Kind, data: bytes | bytearray) -> Answer:
-        """Returns the request of this kind with body `data`, prepared or refused. Raises MemoryError only, or
-        GrammarTakesLong where a constraint is not checked at once (`gateway/constraints`)."""
+    def answer(self, kind: Kind, data: bytes | bytearray, owner: str = "") -> Answer:
+        """Returns the request of this kind with body `data`, prepared or refused, which may continue what
+        `owner` has stored. Raises MemoryError only, or GrammarTakesLong where a constraint is not checked at
+        once (`gateway/constraints`)."""
         self._tolerance = Tolerance(self._strict)
+        self._responses = None if self._responses is None else self._responses.of_owner(owner)
         try:
             answer = self._kinds[kind](data)
             if isinstance(answer, Prepared) and self._tolerance.ignored:

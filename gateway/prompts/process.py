@@ -133,6 +133,7 @@ class Job:
     body: Sequence[bytes]
     size: int
     client: str  # the sender
+    owner: str  # whose stored responses it may continue
     answer: asyncio.Future[Answer] = field(default_factory=asyncio.Future)
     deaths: int = 0  # processes that ended while they had it, alone
     alone: bool = False  # a process ended with a group it was in: the culprit is unknown
@@ -155,7 +156,7 @@ def _spawn(channel: socket.socket) -> subprocess.Popen[bytes]:
 
 def _message_of(jobs: Sequence[Job]) -> list[bytes]:
     """Returns some requests as a process's message; small ones as one piece, which takes one system call."""
-    pieces = [packed([(job.kind, job.size, job.patient) for job in jobs])]
+    pieces = [packed([(job.kind, job.size, job.patient, job.owner) for job in jobs])]
     for job in jobs:
         pieces += job.body
     return [b"".join(pieces)] if sum(job.size for job in jobs) <= SMALL_BYTES else pieces

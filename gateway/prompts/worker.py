@@ -117,14 +117,14 @@ def _prepare_all(
     channel.sendall(b"".join(packed_answer(READY)))
     while (data := _message(incoming)) is not None:
         answers: list[Answer] = []
-        for kind, size, is_patient in pickle.loads(data):
+        for kind, size, is_patient, owner in pickle.loads(data):
             grammars.begin(is_patient)
             body = _received(incoming, size)
             if body is None:
                 return
             signal.setitimer(signal.ITIMER_PROF, setup.cpu_s)
             try:
-                answers.append(preparer.answer(kind, body))
+                answers.append(preparer.answer(kind, body, owner))
             except GrammarTakesLong:
                 answers.append(Postponed())
             except MemoryError:

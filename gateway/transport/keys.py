@@ -214,7 +214,8 @@ def client_of(scope: Scope) -> str:
 
 
 def owner_of(scope: Scope) -> tuple[str, str]:
-    """Returns whose files and batches a request may use, and the name of its key.
+    """Returns whose files, batches, stored responses and conversations a request may use, and the name of its
+    key.
 
     The first is a hash of the key's name, which survives a new secret of the key. Without keys all clients
     share everything, and the name is empty.

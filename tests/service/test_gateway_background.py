@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
+from moebius.network.api_keys import KeyLimits, add_key
 from tests.helpers.agent_gateway import GREEDY, THOUGHT, AgentGateway, agent_gateway
 from tests.helpers.fake_engine import MODEL, Script
 
@@ -223,3 +225,49 @@ def test_compaction(gateway: AgentGateway, client: openai.OpenAI) -> None:
     assert again.output[-1].type == "compaction"
     with pytest.raises(openai.BadRequestError, match="no message"):
         client.responses.compact(model=MODEL)
+
+
+def test_keys_have_their_own_responses_and_conversations(tmp_path: Path) -> None:
+    """A key finds no response or conversation of another by its id: not to read, continue, refer to, cancel,
+    change or delete; its own stay as they are."""
+    keys = tmp_path / "keys"
+    one, two = (add_key(str(keys), name, KeyLimits()) for name in ("one", "two"))
+    with agent_gateway(tmp_path, api_key_file=str(keys)) as gateway:
+        mine, other = (
+            openai.OpenAI(base_url=f"{gateway.url}/v1", api_key=key, max_retries=0, timeout=60)
+            for key in (one, two)
+        )
+        gateway.says(GREEDY)
+        secret: Any = {"type": "message", "role": "user", "content": "secret"}
+        talk = mine.conversations.create(items=[secret])
+        first = mine.responses.create(model=MODEL, input="Hi", conversation=talk.id)
+        later = ended(mine, mine.responses.create(model=MODEL, input="secret", background=True).id)
+        reference: Any = [{"type": "item_reference", "id": first.output[0].id}]
+        item = mine.conversations.items.list(talk.id).data[0].id
+        assert item is not None
+        gateway.engine.reset()
+        for refused in (
+            lambda: other.responses.retrieve(first.id),
+            lambda: other.responses.retrieve(later.id, stream=True),
+            lambda: other.responses.input_items.list(first.id),
+            lambda: other.responses.cancel(later.id),
+            lambda: other.responses.delete(first.id),
+            lambda: other.responses.create(model=MODEL, input="x", previous_response_id=first.id),
+            lambda: other.responses.create(model=MODEL, input=reference),
+            lambda: other.responses.create(model=MODEL, input="x", conversation=talk.id),
+            lambda: other.conversations.retrieve(talk.id),
+            lambda: other.conversations.update(talk.id, metadata={"a": "b"}),
+            lambda: other.conversations.items.list(talk.id),
+            lambda: other.conversations.items.create(talk.id, items=[secret]),
+            lambda: other.conversations.items.delete(item, conversation_id=talk.id),
+            lambda: other.conversations.delete(talk.id),
+        ):
+            with pytest.raises(openai.NotFoundError):
+                refused()
+        assert not gateway.engine.seen.requests
+        assert len(mine.conversations.items.list(talk.id).data) == 3
+        mine.responses.create(model=MODEL, input=reference, previous_response_id=later.id)
+        assert "secret" in gateway.prompt()
+        assert [event.type for event in mine.responses.retrieve(later.id, stream=True)][-1] == (
+            "response.completed"
+        )
