@@ -24,7 +24,7 @@ from gateway.generation.model import ServedModel
 from gateway.parsers.events import ParsedDelta
 from gateway.schemas.errors import to_api_error
 from gateway.telemetry import tracing
-from gateway.transport.internal import internal_caller
+from gateway.transport.internal import InternalCaller, TokenUsage, internal_caller
 from gateway.transport.keys import KeyUse, client_of
 from gateway.transport.streaming import INLINE_TOKENS, EventStream, LastEvent, encoded, run_until_disconnect
 
@@ -76,7 +76,7 @@ class RequestRun:
         )
         self._context = otel_context.get_current()
         self._admitted = False
-        self._is_of_batch = False
+        self._caller: InternalCaller | None = None  # of a batch's request
         self._client = ""  # from `client_of`
         self._key_use: KeyUse | None = None  # None: no keys are required
         self._first: asyncio.Future[bytes] | None = None
@@ -96,8 +96,8 @@ class RequestRun:
         self._client = client_of(request.scope)
         for job in self._jobs:
             job.request.fairness_id = self._client
-        self._is_of_batch = internal_caller(request.scope) is not None
-        if self._is_of_batch:  # `gateway/batches/slots.py` limits these
+        self._caller = internal_caller(request.scope)
+        if self._caller is not None:  # `gateway/batches/slots.py` limits these
             for job in self._jobs:
                 job.request.priority = _LAST
         else:
@@ -141,7 +141,7 @@ class RequestRun:
                 used = self._usage()
                 self._key_use.took(used.prompt_tokens + used.completion_tokens)
             self._gateway.metrics.in_flight(-1)
-            if not self._is_of_batch:
+            if self._caller is None:
                 self._gateway.admission.leave(self._client)
 
     async def _in_band(
@@ -275,6 +275,14 @@ class RequestRun:
         if whole:
             self._first_token(min(first_s for _, first_s in whole))
         total = self._usage()
+        if self._caller is not None:
+            tokens = (
+                total.prompt_tokens,
+                total.cached_tokens,
+                total.completion_tokens,
+                total.reasoning_tokens,
+            )
+            self._caller.usage = TokenUsage(*tokens)
         for job, first_s in whole:
             outputs = len(job.finish_reasons)
             further = job.completion_tokens - outputs

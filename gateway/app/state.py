@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 from gateway.apis.registry import POOLED, Kind
 from gateway.apis.stored_responses import ResponseStore, check_store
 from gateway.batches.files import check_directory
+from gateway.batches.outcomes import COUNTERS
 from gateway.batches.run import Means
 from gateway.batches.runner import BatchRunner
 from gateway.batches.slots import Slots
@@ -27,6 +28,7 @@ from gateway.prompts.pool import PromptPool
 from gateway.prompts.process import ModelFiles, WorkerSetup
 from gateway.replicas.replica_set import ReplicaSet
 from gateway.schemas.errors import ApiError
+from gateway.telemetry.batches import BatchMetrics
 from gateway.telemetry.combined import engine_metrics
 from gateway.telemetry.metrics import GatewayMetrics, GenAiMetrics
 from gateway.telemetry.repeated import RepeatedWarnings
@@ -113,7 +115,8 @@ class Gateway:
         if self.batches is not None and app is not None:
             slots = Slots(settings.batch_requests, settings.workers, lambda: self.admission.in_flight)
             longest = self._max_body_bytes + _LINE_EXTRA
-            means = Means(InternalClient(app), slots, self._read_lines, longest, self.drain)
+            metrics = BatchMetrics(self.metrics.registry, COUNTERS)
+            means = Means(InternalClient(app), slots, self._read_lines, longest, self.drain, metrics)
             self._runner = BatchRunner(self.batches, means, lambda: self.is_ready)
             self._runner.start()
         if self.shared.listens_when_ready:

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal
 
+from gateway.transport.internal import TokenUsage
+
 WINDOW_S = 86_400
 Api = Literal["openai", "anthropic"]
 Status = Literal["validating", "in_progress", "finalizing", "completed", "failed", "expired", "cancelled"]
@@ -39,17 +41,23 @@ class Batch:
     errored: int = 0
     canceled: int = 0
     expired: int = 0
+    usage: TokenUsage = field(default_factory=TokenUsage)  # of requests that succeeded
     output_file_id: str = ""
     error_file_id: str = ""
 
     @classmethod
     def of(cls, facts: dict[str, Any]) -> Batch:
         """Returns the batch that `facts` describe."""
-        return cls(**facts)
+        return cls(**{**facts, "usage": TokenUsage(**facts.get("usage", {}))})
 
     def facts(self) -> dict[str, Any]:
         """Returns what `of` reads, as JSON."""
         return asdict(self)
+
+    @property
+    def unanswered(self) -> int:
+        """Requests that have no result; an uploaded file's count once all its lines are checked."""
+        return self.total - self.succeeded - self.errored - self.canceled - self.expired
 
     @property
     def is_finished(self) -> bool:
@@ -80,6 +88,13 @@ class Batch:
             "cancelling_at": cancelling_at,
             **{f"{status}_at": self.reached.get(status) for status in _TIMES},
             "request_counts": {"total": self.total, "completed": self.succeeded, "failed": failed},
+            "usage": {
+                "input_tokens": self.usage.input_tokens,
+                "input_tokens_details": {"cached_tokens": self.usage.cached_tokens},
+                "output_tokens": self.usage.output_tokens,
+                "output_tokens_details": {"reasoning_tokens": self.usage.reasoning_tokens},
+                "total_tokens": self.usage.input_tokens + self.usage.output_tokens,
+            },
             "metadata": self.metadata,
         }
 
@@ -88,12 +103,11 @@ class Batch:
         has_ended, running = self.is_finished, "in_progress" if cancelling_at is None else "canceling"
         ended = _rfc3339(max(self.reached.values())) if has_ended else None
         counts = {name: getattr(self, name) for name in ("succeeded", "errored", "canceled", "expired")}
-        processing = self.total - sum(counts.values())
         return {
             "id": self.id,
             "type": "message_batch",
             "processing_status": "ended" if has_ended else running,
-            "request_counts": {"processing": 0 if has_ended else processing, **counts},
+            "request_counts": {"processing": 0 if has_ended else self.unanswered, **counts},
             "created_at": _rfc3339(self.created_at),
             "expires_at": _rfc3339(self.expires_at),
             "ended_at": ended,

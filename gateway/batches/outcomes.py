@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import secrets
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from pydantic_core import from_json, to_json
+from pydantic_core import to_json
 
 from gateway.batches.batch import Api
-from gateway.transport.internal import InternalAnswer
+from gateway.transport.internal import InternalAnswer, TokenUsage
 
 Counter = Literal["succeeded", "errored", "canceled", "expired"]
+COUNTERS: tuple[Counter, ...] = get_args(Counter)
 Reason = Literal["canceled", "expired"]
 _REASONS: dict[Reason, tuple[str, str]] = {
     "canceled": ("batch_cancelled", "This request was not executed, as the batch was cancelled."),
@@ -45,9 +46,8 @@ def unanswered_line(api: Api, custom_id: str, reason: Reason) -> tuple[Counter, 
     return reason, to_json(value) + b"\n"
 
 
-def counter_of(line: bytes) -> Counter:
+def counter_of(value: dict[str, Any]) -> Counter:
     """Returns how the request of a line of the error file counts."""
-    value = from_json(line)
     if "result" in value:
         counter: Counter = value["result"]["type"]
         return counter
@@ -56,6 +56,19 @@ def counter_of(line: bytes) -> Counter:
         if reason == code:
             return name
     return "errored"
+
+
+def usage_of(value: dict[str, Any]) -> TokenUsage:
+    """Returns the tokens of a line of the output file; zeros in Anthropic's API, whose batches show none."""
+    usage = ((value.get("response") or {}).get("body") or {}).get("usage") or {}
+    prompt = usage.get("input_tokens_details") or usage.get("prompt_tokens_details") or {}
+    output = usage.get("output_tokens_details") or usage.get("completion_tokens_details") or {}
+    return TokenUsage(
+        usage.get("input_tokens", usage.get("prompt_tokens", 0)),
+        prompt.get("cached_tokens") or 0,
+        usage.get("output_tokens", usage.get("completion_tokens", 0)),
+        output.get("reasoning_tokens") or 0,
+    )
 
 
 def _request_id() -> str:

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 _BLOCK = 2**16
 
@@ -44,11 +45,11 @@ class ResultFile:
             raise
         self.size += len(data)
 
-    def custom_ids(self) -> Iterator[str]:
-        """Yields the id of each line's request."""
+    def values(self) -> Iterator[dict[str, Any]]:
+        """Yields each line's value."""
         with self.path.open("rb") as lines:
             for line in lines:
-                yield json.loads(line)["custom_id"]
+                yield json.loads(line)
 
     def close(self) -> None:
         """Closes the file."""

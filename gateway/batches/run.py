@@ -19,15 +19,16 @@ from pydantic_core import from_json, to_json
 from gateway.batches.batch import Batch
 from gateway.batches.files import FileFacts, new_file_id
 from gateway.batches.lines import Chunk, chunks_of
-from gateway.batches.outcomes import Counter, Reason, answered_line, counter_of, unanswered_line
+from gateway.batches.outcomes import Counter, Reason, answered_line, counter_of, unanswered_line, usage_of
 from gateway.batches.results import ResultFile
 from gateway.batches.slots import Slots
 from gateway.batches.store import ERRORS, INPUT, OUTPUT, BatchStore
 from gateway.batches.writer import ResultWriter
 from gateway.schemas.batches import MAX_MESSAGE_REQUESTS, MAX_REQUESTS
 from gateway.schemas.errors import ApiError
+from gateway.telemetry.batches import BatchMetrics
 from gateway.transport.admission import Drain
-from gateway.transport.internal import InternalAnswer, InternalCaller, InternalClient
+from gateway.transport.internal import InternalAnswer, InternalCaller, InternalClient, TokenUsage
 
 logger = structlog.get_logger(__name__)
 _MOST_ERRORS = 100  # of an input file that are listed
@@ -59,6 +60,7 @@ class Means:
     read: Callable[[bytes, str], Awaitable[bytes]]
     longest_line: int  # bytes
     drain: Drain
+    metrics: BatchMetrics
     _has_ended: bool = field(default=False, init=False)
 
     @property
@@ -79,7 +81,6 @@ class BatchRun:
         self._store = store
         self._means = means
         self._directory = store.path(batch)
-        self._caller = InternalCaller(batch.key_name)
         self._saved_at = 0.0
         self._end: Reason | None = None  # why no further requests run
         self._looked_at = 0.0
@@ -213,17 +214,21 @@ class BatchRun:
     def _count_results(self, files: dict[str, ResultFile]) -> set[str]:
         """Returns the ids of requests that have results, and counts them."""
         batch = self._batch
-        succeeded = list(files[OUTPUT].custom_ids())
-        done = set(succeeded)
-        batch.succeeded, batch.errored, batch.canceled, batch.expired = len(succeeded), 0, 0, 0
-        with files[ERRORS].path.open("rb") as lines:
-            for line in lines:
-                self._count(counter_of(line))
-        done.update(files[ERRORS].custom_ids())
+        batch.succeeded, batch.errored, batch.canceled, batch.expired = 0, 0, 0, 0
+        batch.usage = TokenUsage()
+        done: set[str] = set()
+        for value in files[OUTPUT].values():
+            self._count("succeeded", usage_of(value))
+            done.add(value["custom_id"])
+        for value in files[ERRORS].values():
+            self._count(counter_of(value))
+            done.add(value["custom_id"])
         return done
 
-    def _count(self, counter: Counter) -> None:
+    def _count(self, counter: Counter, usage: TokenUsage | None = None) -> None:
         setattr(self._batch, counter, getattr(self._batch, counter) + 1)
+        if usage is not None:
+            self._batch.usage.add(usage)
 
     async def _begin(
         self, custom_id: str, body: bytes, writer: ResultWriter, running: set[asyncio.Task[None]]
@@ -242,6 +247,7 @@ class BatchRun:
         counter, line = unanswered_line(self._batch.api, custom_id, self._end)
         await writer.write(ERRORS, line)
         self._count(counter)
+        self._means.metrics.ended(counter)
 
     def _check_after_wait(self) -> None:
         """Raises Stopped if the process ends; the slot that was taken is then free again."""
@@ -265,23 +271,25 @@ class BatchRun:
         """Has one request answered and its result written, within the slot that was taken for it."""
         with suppress(Stopped):
             try:
-                answer = await self._answered(body)
+                caller = InternalCaller(self._batch.key_name)
+                answer = await self._answered(body, caller)
                 if answer is None:
                     assert self._end is not None
                     counter, line = unanswered_line(self._batch.api, custom_id, self._end)
                 else:
                     counter, line = answered_line(self._batch.api, custom_id, answer)
                 await writer.write(OUTPUT if counter == "succeeded" else ERRORS, line)
-                self._count(counter)
+                self._count(counter, caller.usage if counter == "succeeded" else None)
+                self._means.metrics.ended(counter)
             finally:
                 self._means.slots.give()
 
-    async def _answered(self, body: bytes) -> InternalAnswer | None:
+    async def _answered(self, body: bytes, caller: InternalCaller) -> InternalAnswer | None:
         """Returns the answer to a request, sent again while the server is busy or lacks its engine; None:
         the batch was cancelled or has expired before there was one."""
         pause_s, failures = _FIRST_PAUSE_S, 0
         while True:
-            answer = await self._means.client.post(self._batch.endpoint, body, self._caller)
+            answer = await self._means.client.post(self._batch.endpoint, body, caller)
             failures += answer.status in _FAILURES
             is_passing = answer.status in _LATER or (answer.status in _FAILURES and failures < _TRIES)
             if not is_passing:

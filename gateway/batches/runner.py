@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import structlog
 
-from gateway.batches.batch import Batch
+from gateway.batches.batch import UNFINISHED, Batch
 from gateway.batches.run import BatchRun, Means, Unreadable
 from gateway.batches.store import BatchStore, RunningLock
 
@@ -29,9 +29,18 @@ class BatchRunner:
         self._means = means
         self._may_run = may_run
         self._runs: dict[str, asyncio.Task[None]] = {}  # by batch
+        self._batches: dict[str, Batch] = {}  # those that run, by id
         self._not_before: dict[str, float] = {}  # by batch whose run failed; monotonic time
         self._looking: asyncio.Task[None] | None = None
         self._problem = ""
+        means.metrics.watch(UNFINISHED, self._count, self._waiting, lambda: means.slots.running)
+
+    def _count(self, status: str) -> int:
+        return sum(batch.status == status for batch in list(self._batches.values()))
+
+    def _waiting(self) -> int:
+        unanswered = sum(batch.unanswered for batch in list(self._batches.values()))
+        return max(0, unanswered - self._means.slots.running)
 
     def start(self) -> None:
         """Begins to look for batches."""
@@ -77,6 +86,7 @@ class BatchRunner:
 
     async def _run(self, batch: Batch, lock: RunningLock) -> None:
         log = logger.bind(batch=batch.id)
+        self._batches[batch.id] = batch
         log.info("batch runs", status=batch.status, endpoint=batch.endpoint)
         try:
             await BatchRun(batch, self._store, self._means).run()
@@ -89,3 +99,4 @@ class BatchRunner:
             with contextlib.suppress(OSError):
                 lock.release()
             self._runs.pop(batch.id, None)
+            self._batches.pop(batch.id, None)

@@ -17,7 +17,7 @@ class Slots:
         self._most = most
         self._processes = processes
         self._live = live
-        self._running = 0
+        self.running = 0
         self._turn = asyncio.Lock()
         self._freed = asyncio.Event()
 
@@ -29,13 +29,13 @@ class Slots:
     async def take(self) -> None:
         """Waits until one more may run; `give` ends it."""
         async with self._turn:
-            while self._running >= self.room:
+            while self.running >= self.room:
                 self._freed.clear()
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._freed.wait(), _POLL_S)
-            self._running += 1
+            self.running += 1
 
     def give(self) -> None:
         """Ends one that was taken."""
-        self._running -= 1
+        self.running -= 1
         self._freed.set()

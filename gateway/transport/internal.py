@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Scope
@@ -11,11 +11,30 @@ from starlette.types import ASGIApp, Message, Scope
 _STATE = "internal_caller"
 
 
-@dataclass(frozen=True)
+@dataclass
+class TokenUsage:
+    """Tokens of one request or of many."""
+
+    input_tokens: int = 0
+    cached_tokens: int = 0  # of input_tokens
+    output_tokens: int = 0
+    reasoning_tokens: int = 0  # of output_tokens
+
+    def add(self, other: TokenUsage) -> None:
+        """Adds another one's tokens."""
+        self.input_tokens += other.input_tokens
+        self.cached_tokens += other.cached_tokens
+        self.output_tokens += other.output_tokens
+        self.reasoning_tokens += other.reasoning_tokens
+
+
+@dataclass
 class InternalCaller:
-    """For whom a request is made; only code of this process can put it into a request's scope."""
+    """For whom one request is made; only code of this process can put it into a request's scope."""
 
     key_name: str  # of the API key that asked for it; empty: none was required
+    # Filled by the serving code: reading it in a long answer would stop the streams of others.
+    usage: TokenUsage = field(default_factory=TokenUsage)
 
 
 @dataclass(frozen=True)

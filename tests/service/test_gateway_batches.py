@@ -18,6 +18,8 @@ import openai
 import pytest
 
 from gateway.batches.files import Upload
+from gateway.batches.outcomes import usage_of
+from gateway.transport.internal import TokenUsage
 from moebius.network.api_keys import KeyLimits, add_key
 from tests.helpers.agent_gateway import GREEDY, AgentGateway, agent_gateway
 from tests.helpers.fake_engine import MODEL, FakeEngine, Script
@@ -153,11 +155,17 @@ def test_a_batch(gateway: AgentGateway, client: openai.OpenAI) -> None:
     ],
 )
 def test_endpoints(client: openai.OpenAI, endpoint: str, body: dict[str, Any], field: str) -> None:
-    """Every endpoint that a batch may have answers as it does without one."""
+    """Every endpoint that a batch may have answers as it does without one; the batch counts its tokens,
+    and finds the same in its file."""
     data = jsonl([line(1, {"model": MODEL, **body}, url=endpoint)])
     batch = finished(client, created(client, data, endpoint).id)
     (answer,) = contents(client, batch.output_file_id)
     assert answer["response"]["body"][field]
+    usage = answer["response"]["body"]["usage"]
+    output = usage.get("output_tokens", usage.get("completion_tokens", 0))
+    assert batch.usage.output_tokens == output
+    assert batch.usage.total_tokens == usage["total_tokens"] > output
+    assert usage_of(answer) == TokenUsage(batch.usage.input_tokens, 0, output, 0)
 
 
 WRONG: dict[str, tuple[bytes, str, int | None]] = {
@@ -339,6 +347,35 @@ def test_keys_have_their_own_files(tmp_path: Path) -> None:
             other.batches.retrieve(batch.id)
         with pytest.raises(openai.NotFoundError):
             other.batches.create(input_file_id=batch.input_file_id, endpoint=CHAT, completion_window="24h")
+
+
+def sample(gateway: AgentGateway, name: str) -> float:
+    """The value of one of the gateway's metrics."""
+    lines = httpx.get(f"{gateway.url}/metrics", timeout=60).text.splitlines()
+    return float(next(one.rpartition(" ")[2] for one in lines if one.rpartition(" ")[0] == name))
+
+
+def test_metrics(tmp_path: Path) -> None:
+    """They show batches and requests that run and wait, then how each ended, and nothing is left running."""
+    running, waiting = (f"moebius:gateway_batch_requests_{state}" for state in ("running", "waiting"))
+    in_progress = 'moebius:gateway_batches{status="in_progress"}'
+    with agent_gateway(tmp_path, batch_dir=str(tmp_path / "b"), batch_requests=2) as gateway:
+        client = client_of(gateway)
+        assert sample(gateway, in_progress) == sample(gateway, waiting) == 0
+        gateway.says(GREEDY, delay_s=0.1)
+        wrong = line("wrong", {"model": MODEL, "messages": [MESSAGE], "temperature": 99})
+        batch = created(client, jsonl([line(1), line(2), line(3), line(4), wrong]))
+        end = time.monotonic() + 60
+        while sample(gateway, running) < 2:
+            assert time.monotonic() < end
+        assert (sample(gateway, in_progress), sample(gateway, waiting)) == (1, 3)
+        gateway.engine.script = Script(text=GREEDY)
+        finished(client, batch.id)
+        ended = 'moebius:gateway_batch_requests_total{result="%s"}'
+        counts = [sample(gateway, ended % name) for name in ("succeeded", "errored", "canceled", "expired")]
+        assert counts == [4, 1, 0, 0]
+        while sample(gateway, in_progress) + sample(gateway, running) + sample(gateway, waiting):
+            assert time.monotonic() < end
 
 
 class Counted:

@@ -120,7 +120,7 @@ def status(client: openai.OpenAI, batch_id: str) -> Any:
     [(300, 1), pytest.param(300, 2, marks=pytest.mark.full), pytest.param(10_000, 1, marks=pytest.mark.full)],
 )
 def test_a_batch_survives_kills(tmp_path: Path, count: int, workers: int) -> None:
-    """Killed twice at random points, a batch completes, with each id once in its results."""
+    """Killed twice at random points, a batch completes, with each id and its tokens once in its results."""
     draw = random.Random(count + workers)
     points = sorted(draw.sample(range(count // 10, count * 9 // 10), 2))
     with restartable(tmp_path, workers) as (gateway, engine):
@@ -141,10 +141,14 @@ def test_a_batch_survives_kills(tmp_path: Path, count: int, workers: int) -> Non
             time.sleep(0.2)
         assert batch.request_counts is not None
         assert (batch.request_counts.completed, batch.request_counts.total) == (count, count)
+        assert batch.usage is not None
         results = [json.loads(line) for line in client.files.content(batch.output_file_id).text.splitlines()]
     ids = Counter(one["custom_id"] for one in results)
     assert ids == Counter(f"line-{number}" for number in range(count))
     assert all(one["response"]["status_code"] == 200 for one in results)
+    usages = [one["response"]["body"]["usage"] for one in results]
+    assert batch.usage.input_tokens == sum(usage["prompt_tokens"] for usage in usages) > 0
+    assert batch.usage.total_tokens == sum(usage["total_tokens"] for usage in usages)
 
 
 def test_two_gateways_run_a_batch_once(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import os
 import time
 from pathlib import Path
@@ -37,7 +38,7 @@ def test_a_torn_last_line_is_dropped(tmp_path: Path, torn: bytes) -> None:
     with path.open("ab") as raw:
         raw.write(torn)
     again = ResultFile(path)
-    assert list(again.custom_ids()) == ["a", "b"]
+    assert [value["custom_id"] for value in again.values()] == ["a", "b"]
     again.append([b'{"custom_id":"c"}\n'])
     again.close()
     assert path.read_bytes().count(b"\n") == 3
@@ -128,10 +129,10 @@ def test_result_lines_say_how_they_count() -> None:
             said, line = answered_line(api, 'a"b', answer)  # type: ignore[arg-type]
             assert (said, line.count(b"\n")) == (counter, 1)
             if counter == "errored":
-                assert counter_of(line) == counter
+                assert counter_of(json.loads(line)) == counter
         for reason in ("canceled", "expired"):
             said, line = unanswered_line(api, "x", reason)  # type: ignore[arg-type]
-            assert said == reason == counter_of(line)
+            assert said == reason == counter_of(json.loads(line))
 
 
 def test_requests_of_batches_yield() -> None:
