@@ -61,7 +61,8 @@ def running_stack(
 ) -> Iterator[Stack]:
     """Runs `moebius serve model flags…` on a free port; on exit stops it with SIGTERM and checks the exit.
 
-    With the scheme https the flags name a certificate, and its CA has to be in SSL_CERT_FILE.
+    With the scheme https the flags name a certificate, and its CA has to be in SSL_CERT_FILE. Files and
+    batches are below `directory`, too, so that a second server there goes on with the first one's.
     """
     port, metrics_port = free_port(), free_port()
     if not scheme:
@@ -77,8 +78,9 @@ def running_stack(
     if scheme == "https" and "--gateway-metrics-port" not in flags:
         command += ["--gateway-metrics-port", str(metrics_port)]
         metrics_url = f"http://127.0.0.1:{metrics_port}"
+    user = {**os.environ, "XDG_STATE_HOME": str(directory / "user-state")}
     with log.open("wb") as sink:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=sink, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, cwd=ROOT, stdout=sink, stderr=subprocess.STDOUT, env=user)
     try:
         wait_ready(base_url, process, log, timeout_s)
         yield Stack(process, base_url, log, state_dir, metrics_url)
