@@ -16,9 +16,9 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "settings.md"
 _BEGIN = """# Settings
 
 Every setting is a key of the YAML file that `--config` names, below its section, and an option of the
-commands that use it: `max_num_seqs` of section `gpu` is `--max-num-seqs`. Options win over the file. Keys that
-do not exist, and values that are not allowed, are errors, which are listed all at once. `--print-config`
-prints all settings of a start, as YAML that `--config` reads.
+commands that use it: `max_num_seqs` of section `gpu` is `--max-num-seqs`. Options win over the file. Unknown
+keys, and values that are not allowed, are errors, which are listed all at once. `--print-config` prints all
+settings of a start, as YAML that `--config` reads.
 
 Lists are YAML lists, and values with commas between them on the command line. There, integers may end in k, m
 (32k is 32000) or K, M (32K is 32768). "unset" is YAML's null, and `none` on the command line; "empty" is an
