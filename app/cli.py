@@ -38,7 +38,10 @@ from moebius.config.loader import sections
 # Headings of `moebius --help`, in the order in which a newcomer meets the commands.
 COMMANDS = {
     "Serve": ("demo", "plan", "serve", "run", "chat"),
-    "Look": ("ps", "stop", "top", "profile", "bench", "doctor", "topology", "experts", "verify"),
+    "Look": (
+        *("ps", "status", "logs", "stop", "top", "profile", "bench", "doctor", "topology", "experts"),
+        *("verify",),
+    ),
     "Prepare": ("models", "list", "rm", "keys", "translate", "demo-model", "version"),
     "One process alone": ("gateway", "gpu", "expert", "ranks"),
 }
