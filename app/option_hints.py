@@ -39,7 +39,7 @@ _OTHER_COMMANDS = {
     "run MODEL PROMPT": "cli complete completion generate ask llama-cli",
     "models fetch NAME": "pull download fetch get install",
     "top": "stats watch monitor",
-    "ps": "status",
+    "logs": "log journal",
     "stop": "kill shutdown down",
     "list": "ls tags",
     "rm NAME": "remove delete uninstall",
@@ -54,7 +54,7 @@ LAB_COMMANDS = {
     "moebius models": {"random"},
     "moebius bench": {
         *("engine", "gateway", "kernels", "load", "mailbox", "masks", "memory", "placement", "prefill"),
-        *("quota", "replay", "speculation", "steps", "topics"),
+        *("quota", "replay", "speculation", "steps", "tiers", "topics"),
     },
 }
 _DOES = {name: command for command, names in _OTHER_COMMANDS.items() for name in names.split()}
