@@ -27,6 +27,7 @@ from app.commands import (
     models,
     plan,
     serve,
+    show,
     translate,
     watch,
 )
@@ -38,8 +39,11 @@ from moebius.config.loader import sections
 # Headings of `moebius --help`, in the order in which a newcomer meets the commands.
 COMMANDS = {
     "Serve": ("demo", "plan", "serve", "run", "chat"),
-    "Look": ("ps", "stop", "top", "profile", "bench", "doctor", "topology", "experts", "verify"),
-    "Prepare": ("models", "list", "rm", "keys", "translate", "demo-model", "version"),
+    "Look": (
+        *("ps", "status", "logs", "stop", "top", "profile", "bench", "doctor", "topology", "experts"),
+        *("verify",),
+    ),
+    "Prepare": ("models", "pull", "list", "show", "rm", "keys", "translate", "demo-model", "version"),
     "One process alone": ("gateway", "gpu", "expert", "ranks"),
 }
 
@@ -134,10 +138,11 @@ TOPICS = {
     "telemetry": "Telemetry (telemetry)",
 }
 
-for module in (serve, plan, chat, demo, host, doctor, watch, translate, daily):
+for module in (serve, plan, chat, demo, host, doctor, watch, translate, daily, show):
     module.register(app)
 app.add_typer(bench.app, name="bench")
 app.add_typer(models.app, name="models")
+app.command("pull")(models.fetch)
 app.add_typer(experts.app, name="experts")
 app.add_typer(keys.app, name="keys")
 # Measuring for developers is a package of its own, which an installation that serves does without.

@@ -149,7 +149,7 @@ def _config_parameter() -> inspect.Parameter:
 
 def _option_parameter(leaf: Leaf) -> inspect.Parameter:
     """Returns one leaf as an option whose default is "not given"."""
-    help_text = f"{leaf.description} [default: {_default_text(leaf)}]"
+    help_text = f"{leaf.description} [default: {leaf.default_text}]"
     if leaf.annotation is bool:
         option = typer.Option(
             f"{leaf.flag}/--no-{leaf.flag[2:]}", help=help_text, rich_help_panel=leaf.section
@@ -157,14 +157,6 @@ def _option_parameter(leaf: Leaf) -> inspect.Parameter:
         return _keyword(leaf.name, Annotated[bool | None, option])
     option = typer.Option(leaf.flag, help=help_text, metavar=leaf.metavar, rich_help_panel=leaf.section)
     return _keyword(leaf.name, Annotated[str | None, option])
-
-
-def _default_text(leaf: Leaf) -> str:
-    if leaf.is_list:
-        return ",".join(map(str, leaf.default)) or "empty"
-    if leaf.default is None:
-        return "unset"
-    return str(leaf.default) if leaf.default != "" else "empty"
 
 
 def _keyword(name: str, annotation: Any) -> inspect.Parameter:

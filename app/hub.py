@@ -172,6 +172,7 @@ class Listing:
 
     commit: str
     sizes: dict[str, int]  # Bytes of each file, by its name.
+    licence: str = ""  # As the model's card has it; empty: it says none.
 
 
 def list_files(model: HubModel, revision: str) -> Listing:
@@ -183,7 +184,8 @@ def list_files(model: HubModel, revision: str) -> Listing:
         listed = _listed(model, revision)
     except _unreachable() as error:
         raise HubUnreachable(f"the hub cannot be reached ({type(error).__name__})") from None
-    return Listing(listed.sha, {file.rfilename: file.size or 0 for file in listed.siblings})
+    sizes = {file.rfilename: file.size or 0 for file in listed.siblings}
+    return Listing(listed.sha, sizes, str(getattr(listed.card_data, "license", None) or ""))
 
 
 def _listed(model: HubModel, revision: str) -> Any:

@@ -1,9 +1,10 @@
-"""Headers of GGUF files on the Hugging Face hub, without the data: enough to plan before a download."""
+"""Headers of files on the Hugging Face hub, without the data: enough to plan before a download."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from app.hub import HubModel, Listing, chosen_files, quantisations
@@ -35,6 +36,27 @@ def fetch_headers(model: HubModel, listing: Listing, directory: Path) -> dict[st
         path.parent.mkdir(parents=True, exist_ok=True)
         _fetch_header(model.repository, listing.commit, name, listing.sizes[name], path)
     return {kind: tuple(directory / name for name in names) for kind, names in sorted(kinds.items())}
+
+
+def safetensors_headers(model: HubModel, listing: Listing) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
+    """Yields name, type, shape and bytes of each tensor in a repository's safetensors.
+
+    Raises UserError where the headers cannot be had.
+    """
+    import httpx2
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError, SafetensorsParsingError
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    disable_progress_bars()
+    try:
+        found = HfApi().get_safetensors_metadata(model.repository, revision=listing.commit)
+    except (httpx2.HTTPError, HfHubHTTPError, NotASafetensorsRepoError, SafetensorsParsingError) as error:
+        raise UserError(f"{model.repository}: headers cannot be read: {str(error).splitlines()[0]}") from None
+    for _, file in sorted(found.files_metadata.items()):
+        for name, info in file.tensors.items():
+            begin, end = info.data_offsets
+            yield name, str(info.dtype), tuple(info.shape), end - begin
 
 
 def _fetch_header(repository: str, commit: str, name: str, size: int, path: Path) -> None:

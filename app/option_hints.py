@@ -37,13 +37,14 @@ _TYPO = 0.83
 _OTHER_COMMANDS = {
     "serve MODEL": "server start up launch launch_server launch-server llama-server api_server",
     "run MODEL PROMPT": "cli complete completion generate ask llama-cli",
-    "models fetch NAME": "pull download fetch get install",
+    "pull NAME": "download fetch get install",
     "top": "stats watch monitor",
-    "ps": "status",
+    "logs": "log journal",
     "stop": "kill shutdown down",
     "list": "ls tags",
     "rm NAME": "remove delete uninstall",
-    "plan MODEL": "show info inspect fit memory estimate",
+    "show MODEL": "info inspect",
+    "plan MODEL": "fit memory estimate",
     "bench": "benchmark perf llama-bench bench_serving",
     "doctor": "check check_env collect-env env",
     "--help": "help",
@@ -54,7 +55,7 @@ LAB_COMMANDS = {
     "moebius models": {"random"},
     "moebius bench": {
         *("engine", "gateway", "kernels", "load", "mailbox", "masks", "memory", "placement", "prefill"),
-        *("quota", "replay", "speculation", "steps", "topics"),
+        *("quota", "replay", "speculation", "steps", "tiers", "topics"),
     },
 }
 _DOES = {name: command for command, names in _OTHER_COMMANDS.items() for name in names.split()}

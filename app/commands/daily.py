@@ -1,4 +1,4 @@
-"""`moebius ps`, `stop`, `list`, `rm`: what runs on this host, and which models it has downloaded."""
+"""`moebius ps`, `logs`, `stop`, `list`, `rm`: what runs on this host, and which models it has downloaded."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import typer
 from moebius.errors import UserError
 
 _StateDir = Annotated[Path | None, typer.Option(metavar="DIR", help="Where `serve` keeps its run file")]
+_Server = Annotated[str, typer.Argument(metavar="PORT|MODEL", help="Which server [default: the only one]")]
 _Name = Annotated[str, typer.Argument(metavar="NAME", help="owner/name, as `moebius list` has it")]
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
 
@@ -20,6 +21,7 @@ _MINUTE, _HOUR, _DAY = 60, 3600, 86400
 def register(app: typer.Typer) -> None:
     """Adds the commands."""
     _add_systems(app)
+    _add_logs(app)
     _add_models(app)
 
 
@@ -38,9 +40,7 @@ def _add_systems(app: typer.Typer) -> None:
 
     @app.command()
     def stop(
-        server: Annotated[
-            str, typer.Argument(metavar="PORT|MODEL", help="Which server [default: the only one]")
-        ] = "",
+        server: _Server = "",
         state_dir: _StateDir = None,
     ) -> None:
         """Stop a server that runs here. Running requests may finish, as for SIGTERM."""
@@ -52,6 +52,31 @@ def _add_systems(app: typer.Typer) -> None:
         if not stop_system(system, lambda: print(f"waiting for {name} to end", file=sys.stderr, flush=True)):
             raise UserError(f"{name} has not ended; its log says what it waits for")
         print(f"{name} has ended")
+
+
+def _add_logs(app: typer.Typer) -> None:
+    @app.command()
+    def logs(
+        server: _Server = "",
+        follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the server ends")] = False,
+        tail: Annotated[
+            int | None, typer.Option("--tail", "-n", min=0, metavar="N", help="Only the last N lines")
+        ] = None,
+        state_dir: _StateDir = None,
+    ) -> None:
+        """Print the log lines of a server that runs here. Its last 1 to 2 MiB are kept while it runs."""
+        from app.supervisor.kept_lines import following, last_lines
+        from app.supervisor.plan import default_state_dir
+        from app.supervisor.running_systems import chosen_system, running_systems
+
+        system = chosen_system(running_systems(state_dir or default_state_dir()), server)
+        try:
+            with last_lines(system.directory, tail) as (lines, file):
+                print(*lines, sep="", end="", flush=True)
+                for text in following(system.directory, file, lambda: system.has_ended) if follow else ():
+                    print(text, end="", flush=True)
+        except FileNotFoundError:
+            raise UserError(f"{system.directory} has no log lines: another version runs there") from None
 
 
 def _add_models(app: typer.Typer) -> None:

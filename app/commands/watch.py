@@ -1,7 +1,8 @@
-"""`moebius top`: figures of a running server, refreshed; `moebius profile`: a trace of it."""
+"""`moebius top`: figures of a running server, refreshed; `status`: once; `profile`: a trace of it."""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 def register(app: typer.Typer) -> None:
     """Adds the commands."""
     _add_top(app)
+    _add_status(app)
     _add_profile(app)
 
 
@@ -65,6 +67,32 @@ def _add_top(app: typer.Typer) -> None:
                 run.print_once(source, interval, json)
             else:
                 run.watch(source, interval)
+
+
+def _add_status(app: typer.Typer) -> None:
+    @app.command()
+    def status(
+        server: Annotated[str, typer.Argument(metavar="URL", help="Gateway")] = "http://127.0.0.1:8000",
+        as_json: Annotated[bool, typer.Option("--json", help="As JSON")] = False,
+        replica: ReplicaIndex = 0,
+        api_key: ApiKey = "",
+        api_key_file: ApiKeyFile = "",
+        ca_file: CaFile = "",
+        client_cert_file: ClientCertFile = "",
+        client_key_file: ClientKeyFile = "",
+    ) -> None:
+        """Say whether a server is ready, and what it does, in ten lines. Exit status 1: it is not ready."""
+        from app.client import ApiClient, ClientTls
+        from app.top.status import ask, lines
+
+        tls = ClientTls(ca_file, client_cert_file, client_key_file)
+        client = ApiClient(server, client_key(api_key, api_key_file), tls=tls)
+        try:
+            found = ask(client, replica)
+        finally:
+            client.close()
+        print(json.dumps(found) if as_json else "\n".join(lines(found, server)))
+        raise typer.Exit(0 if found["ready"] else 1)
 
 
 def _add_profile(app: typer.Typer) -> None:

@@ -81,6 +81,8 @@ class ManagedProcess:
         self.withholds_progress = False
         # Takes the lines that are passed on, in a thread of ours; None: they go to our stderr.
         self.on_line: Callable[[str], None] | None = None
+        # Keeps the lines that are passed on, in a thread of ours.
+        self.keep_line: Callable[[str], None] = lambda line: None
 
     @property
     def pid(self) -> int | None:
@@ -284,6 +286,7 @@ class ManagedProcess:
                 forwarded = self._lines.forwarded(text)
                 if forwarded is None:
                     continue
+                self.keep_line(forwarded)
                 if self.on_line is not None:
                     self.on_line(forwarded)
                     continue

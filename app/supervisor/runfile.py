@@ -84,8 +84,8 @@ def check_private(path: Path) -> None:
 def unusable(path: Path, error: OSError) -> StartupError:
     """Names directory, need and remedy."""
     return StartupError(
-        f"cannot use the state directory {path}: {error.strerror}; it has to take sockets and some kB of "
-        "settings: free room there, or give a directory that can be written with --state-dir"
+        f"cannot use the state directory {path}: {error.strerror}; it has to take sockets, settings and "
+        "2 MiB of log lines: free room there, or give a directory that can be written with --state-dir"
     )
 
 

@@ -37,6 +37,11 @@ class RunningSystem:
         boot_s = float(Path("/proc/uptime").read_text().split()[0])
         return max(0.0, boot_s - self.ticks / os.sysconf("SC_CLK_TCK"))
 
+    @property
+    def has_ended(self) -> bool:
+        """Returns whether its supervisor runs no more."""
+        return start_ticks(self.pid) != self.ticks
+
 
 def running_systems(state_dir: Path) -> list[RunningSystem]:
     """Returns the systems whose supervisors run, by directory. Directories that others could write to, and
@@ -99,7 +104,7 @@ def stop_system(system: RunningSystem, on_wait: Callable[[], None] = lambda: Non
     os.kill(system.pid, signal.SIGTERM)
     until = time.monotonic() + system.stop_timeout_s + _GRACE_S
     waited = False
-    while start_ticks(system.pid) == system.ticks:
+    while not system.has_ended:
         if time.monotonic() > until:
             return False
         if not waited:

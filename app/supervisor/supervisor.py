@@ -6,6 +6,7 @@ Processes that only work together: when one ends all do, and they start again to
 from __future__ import annotations
 
 import contextlib
+import logging
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,8 +17,9 @@ from typing import Literal
 import structlog
 
 from app.supervisor.health import Plan, Timing
+from app.supervisor.kept_lines import KeptLines
 from app.supervisor.process import ManagedProcess
-from app.supervisor.runfile import RunDirectory, write_private
+from app.supervisor.runfile import RunDirectory, unusable, write_private
 from app.supervisor.weight_files import WeightFiles
 from moebius.errors import PEER_LOST_EXIT, ProcessFailed, StartupError
 from moebius.process.wakeup import Wakeup
@@ -100,6 +102,7 @@ class Supervisor:
         self._on_waiting, self._on_line = on_waiting, on_line
         self._directory = RunDirectory(plan.directory)
         self._segments: list[object] = []
+        self._kept: KeptLines | None = None
         self._weights: WeightFiles | None = None
         self._prefixes: WeightFiles | None = None
         self._signals_seen = 0
@@ -140,6 +143,7 @@ class Supervisor:
                 if memory is not None:
                     ending.callback(memory.close)
             ending.callback(self._segments.clear)
+            ending.callback(self._end_kept)
             ending.callback(self._kill_rest)
             self._stop()
 
@@ -194,17 +198,35 @@ class Supervisor:
         self._record()
         for path, text in self._plan.files:
             write_private(path, text)
+        kept = self._keep_lines()
         # Held, not only created: a segment counts as stale once no living process maps it.
         self._segments = [segment.create() for segment in self._plan.segments]
         self._weights = WeightFiles(self._plan.weights)
         self._prefixes = WeightFiles(self._plan.prefixes)
         for process in self.processes:
+            process.keep_line = kept.write
             process.withholds_progress = self._on_waiting is not None
             if self._on_line is not None:
                 process.on_line = partial(self._on_line, process.spec.name)
             process.start()
             self._record()
             self._on_event(process.spec.name, "starting")
+
+    def _keep_lines(self) -> KeptLines:
+        """Returns what keeps the lines of the processes; our own are kept from here on."""
+        try:
+            self._kept = KeptLines(self._plan.directory, self._plan.json_logs)
+        except OSError as error:
+            raise unusable(self._plan.directory, error) from None
+        root = logging.getLogger()
+        self._kept.setFormatter(next((handler.formatter for handler in root.handlers), None))
+        root.addHandler(self._kept)
+        return self._kept
+
+    def _end_kept(self) -> None:
+        if self._kept is not None:
+            logging.getLogger().removeHandler(self._kept)
+            self._kept.close()
 
     def _restart_lost(self) -> None:
         """Starts a process again that had been ready and ended, while others still load: that may take many

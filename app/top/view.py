@@ -50,7 +50,7 @@ def _figures(now: Mapping[str, Any], figures: Figures) -> Table:
     table.add_column(overflow="fold")
     requests, kv = now["requests"], now["kv_cache"]
     first = now["time_to_first_token"]
-    starts = f"; first token p50 {_time(first['p50_s'])}, p95 {_time(first['p95_s'])}" if first else ""
+    starts = f"; first token p50 {duration(first['p50_s'])}, p95 {duration(first['p95_s'])}" if first else ""
     speeds = f"{now['tokens_per_second']:.1f} output, {now['prompt_tokens_per_second']:.1f} prompt"
     table.add_row("tokens/s", f"{speeds}{starts}")
     table.add_row(
@@ -81,13 +81,12 @@ def _figures(now: Mapping[str, Any], figures: Figures) -> Table:
 def _step(figures: Figures) -> str:
     if figures.step is None or figures.steps_per_second is None:
         return "none computed"
-    text = f"{_time(figures.step)} ({figures.steps_per_second:.1f}/s)"
+    text = f"{duration(figures.step)} ({figures.steps_per_second:.1f}/s)"
     if figures.experts_per_step is not None:
-        text += f", experts {_time(figures.experts_per_step)}"
+        text += f", experts {duration(figures.experts_per_step)}"
     if figures.hand_off_per_call is not None and figures.hand_off_per_step is not None:
-        text += (
-            f", hand-off {_time(figures.hand_off_per_step)} ({1e6 * figures.hand_off_per_call:.0f} µs each)"
-        )
+        each = f"{1e6 * figures.hand_off_per_call:.0f} µs each"
+        text += f", hand-off {duration(figures.hand_off_per_step)} ({each})"
     return text
 
 
@@ -122,8 +121,8 @@ def costs_line(now: Mapping[str, Any], figures: Figures) -> str:
     link, price = costs.get("link_bytes_per_second"), costs.get("copy_price")
     cpu, gpu = costs.get("cpu_expert_seconds"), costs.get("gpu_expert_seconds")
     parts = [
-        f"an expert and row {_time(cpu) if cpu else UNKNOWN} on the CPU",
-        f"{_time(gpu) if gpu else UNKNOWN} on the GPU",
+        f"an expert and row {duration(cpu) if cpu else UNKNOWN} on the CPU",
+        f"{duration(gpu) if gpu else UNKNOWN} on the GPU",
         f"link {_giga(link)} GB/s" if link else f"link {UNKNOWN}",
     ]
     if price:
@@ -212,7 +211,8 @@ def _giga(value: float) -> str:
     return f"{value / 1e9:.1f}"
 
 
-def _time(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Returns a time in the unit that fits: `1.50 s`, `20.0 ms`, `7 µs`."""
     if seconds >= 1:
         return f"{seconds:.2f} s"
     return f"{1e3 * seconds:.1f} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.0f} µs"

@@ -57,6 +57,17 @@ class Leaf:
         return text + (", or none" if self.optional else "")
 
     @property
+    def default_text(self) -> str:
+        """The default in words: "empty" of texts and lists, "unset" for none."""
+        if self.is_list:
+            return ",".join(map(str, self.default)) or "empty"
+        if self.default is None:
+            return "unset"
+        if self.annotation is bool:
+            return "true" if self.default else "false"
+        return str(self.default) if self.default != "" else "empty"
+
+    @property
     def metavar(self) -> str:
         """Returns what stands for the value in `--help`."""
         if typing.get_origin(self.annotation) is Literal:

@@ -53,7 +53,7 @@ def run_cli(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
         (["sevre"], "sevre is no command; did you mean 'serve'?"),
         (["xyzzy"], "xyzzy is no command; moebius --help lists them"),
         (["models", "pull"], "pull is no command; moebius models --help lists them"),
-        (["pull", "qwen3"], "pull is no command; moebius models fetch NAME does that"),
+        (["download", "qwen3"], "download is no command; moebius pull NAME does that"),
         (["launch_server", "x"], "moebius serve MODEL does that"),
         (["help"], "moebius --help does that"),
         (["chat", "qwen3"], "`moebius serve qwen3` starts a model, `moebius chat` then talks to it"),
