@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import re
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
 from moebius.network.api_keys import KeyLimits, add_key, revoke_key
-from tests.helpers.engine_process import engine_process, write_one_layer
+from tests.helpers.engine_process import write_one_layer
 from tests.helpers.fake_engine import MODEL, FakeEngine, serving
 from tests.helpers.gateway_server import gateway_config, running_gateway
+from tests.helpers.prefix_server import cached_tokens, prefix_server, wait_until_kept
 from tests.helpers.tiny_tokenizer import byte_level_tokenizer, write_tokenizer
 
 pytestmark = pytest.mark.plain_http
-PROMPT = [3 + number % 60 for number in range(200)]
 
 
 @pytest.fixture(scope="module")
@@ -27,35 +23,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_one_layer(tmp_path_factory.mktemp("model") / "tiny")
 
 
-@contextlib.contextmanager
-def server(model: Path, directory: Path, isolation: str, *options: str) -> Iterator[str]:
-    """The URL of a gateway whose keys are in `directory`, in front of a real engine."""
-    address, keys = f"unix:{directory}/engine.sock", str(directory / "keys")
-    config = gateway_config(address, api_key_file=keys, cache_isolation=isolation)
-    with (
-        engine_process(model, address, directory / "log", "--gpu-threads", "1", *options),
-        running_gateway(config) as url,
-    ):
-        yield url
-
-
-def cached_tokens(url: str, key: str, salt: str | None = None) -> int:
-    """Sends the prompt, and returns how many of its tokens were cached."""
-    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 1, "ignore_eos": True, "cache_salt": salt}
-    answer = httpx.post(
-        f"{url}/v1/completions", json=body, headers={"Authorization": f"Bearer {key}"}, timeout=60
-    )
-    assert answer.status_code == 200, answer.text
-    found: int = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
-    return found
-
-
 def test_keys_share_no_prefix_unless_they_are_to(model: Path, tmp_path: Path) -> None:
     """The prompt of one key is computed again for another, and for another salt of the same key; with
     `cache_isolation: none` only the salt counts."""
     keys = str(tmp_path / "keys")
     alice, bob = (add_key(keys, name, KeyLimits()) for name in ("alice", "bob"))
-    with server(model, tmp_path, "key") as url:
+    with prefix_server(model, tmp_path) as url:
         assert cached_tokens(url, alice) == 0
         assert cached_tokens(url, alice) > 0
         assert cached_tokens(url, bob) == 0
@@ -74,26 +47,12 @@ def test_keys_share_no_prefix_on_disk(model: Path, tmp_path: Path) -> None:
     keys = str(tmp_path / "keys")
     alice, bob = (add_key(keys, name, KeyLimits()) for name in ("alice", "bob"))
     options = ("--kv-disk-gib", "0.1", "--kv-disk-dir", str(tmp_path / "kv"))
-    with server(model, tmp_path, "key", *options) as url:
+    with prefix_server(model, tmp_path, *options) as url:
         assert cached_tokens(url, alice) == 0
-        _wait_until_written(url, alice)
-    with server(model, tmp_path, "key", *options) as url:
+        wait_until_kept(url, alice, "disk")
+    with prefix_server(model, tmp_path, *options) as url:
         assert cached_tokens(url, bob) == 0
         assert cached_tokens(url, alice) > 0
-
-
-def _wait_until_written(url: str, key: str) -> None:
-    """Waits until the disk tier has had whole pages of the prompt, and writes nothing more."""
-    end, before = time.monotonic() + 60, 0.0
-    while time.monotonic() < end:
-        page = httpx.get(f"{url}/metrics", headers={"Authorization": f"Bearer {key}"}, timeout=60).text
-        found = re.search(r'^moebius:kv_tier_written_bytes_total\{[^}]*tier="disk"[^}]*\} (\S+)', page, re.M)
-        now = float(found[1]) if found else 0.0
-        if now and now == before:
-            return
-        before = now
-        time.sleep(0.3)
-    raise AssertionError("nothing was written to disk")
 
 
 def test_the_engine_gets_hashes_of_keys(tmp_path: Path) -> None:
