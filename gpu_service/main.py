@@ -201,18 +201,18 @@ async def _serve(config: MoebiusConfig, state: ProcessState, watch: LoopWatch) -
     servicer.service = Service(
         *(built.engine, router, telemetry, bounds, info, config.gpu.page_size, built.recorder),
         *(preparer, live, built.compiler, profiler, identity_digest(info.identity)),
+        *(built.page_bytes, built.tiers),
     )
     readiness = Readiness(report, built.engine, built.experts, built.watch)
     servicer.problem = lambda: readiness.problem
     built.engine.on_lost = lambda reason: _set_from_thread(loop, readiness.lost)
     watching = asyncio.create_task(readiness.watch())
-    phases = take_phases()
     _log.info(
         "ready",
         address=config.gpu.gpu_address,
         model=info.served_model_name,
         identity=servicer.service.model_identity,
-        phases=phases,
+        phases=take_phases(),
     )
     losing = asyncio.create_task(readiness.lost.wait())
     await asyncio.wait((stopping, losing), return_when=asyncio.FIRST_COMPLETED)

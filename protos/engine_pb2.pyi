@@ -474,7 +474,7 @@ class GetLiveRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetLiveResponse(_message.Message):
-    __slots__ = ("load", "prompt_throughput", "first_token", "num_experts", "top_k", "layers", "servers", "streamed_steps", "streamed_bytes", "recorder_is_on", "steps", "step_seconds", "hand_off", "costs", "memory")
+    __slots__ = ("load", "prompt_throughput", "first_token", "num_experts", "top_k", "layers", "servers", "streamed_steps", "streamed_bytes", "recorder_is_on", "steps", "step_seconds", "hand_off", "costs", "memory", "tiers")
     LOAD_FIELD_NUMBER: _ClassVar[int]
     PROMPT_THROUGHPUT_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
@@ -490,6 +490,7 @@ class GetLiveResponse(_message.Message):
     HAND_OFF_FIELD_NUMBER: _ClassVar[int]
     COSTS_FIELD_NUMBER: _ClassVar[int]
     MEMORY_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
     load: GetLoadResponse
     prompt_throughput: float
     first_token: LiveTimes
@@ -505,7 +506,22 @@ class GetLiveResponse(_message.Message):
     hand_off: LiveHandOff
     costs: LiveCosts
     memory: LiveMemory
-    def __init__(self, load: _Optional[_Union[GetLoadResponse, _Mapping]] = ..., prompt_throughput: _Optional[float] = ..., first_token: _Optional[_Union[LiveTimes, _Mapping]] = ..., num_experts: _Optional[int] = ..., top_k: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[LiveLayer, _Mapping]]] = ..., servers: _Optional[_Iterable[_Union[LiveExpertServer, _Mapping]]] = ..., streamed_steps: _Optional[int] = ..., streamed_bytes: _Optional[int] = ..., recorder_is_on: _Optional[bool] = ..., steps: _Optional[int] = ..., step_seconds: _Optional[float] = ..., hand_off: _Optional[_Union[LiveHandOff, _Mapping]] = ..., costs: _Optional[_Union[LiveCosts, _Mapping]] = ..., memory: _Optional[_Union[LiveMemory, _Mapping]] = ...) -> None: ...
+    tiers: _containers.RepeatedCompositeFieldContainer[CacheTier]
+    def __init__(self, load: _Optional[_Union[GetLoadResponse, _Mapping]] = ..., prompt_throughput: _Optional[float] = ..., first_token: _Optional[_Union[LiveTimes, _Mapping]] = ..., num_experts: _Optional[int] = ..., top_k: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[LiveLayer, _Mapping]]] = ..., servers: _Optional[_Iterable[_Union[LiveExpertServer, _Mapping]]] = ..., streamed_steps: _Optional[int] = ..., streamed_bytes: _Optional[int] = ..., recorder_is_on: _Optional[bool] = ..., steps: _Optional[int] = ..., step_seconds: _Optional[float] = ..., hand_off: _Optional[_Union[LiveHandOff, _Mapping]] = ..., costs: _Optional[_Union[LiveCosts, _Mapping]] = ..., memory: _Optional[_Union[LiveMemory, _Mapping]] = ..., tiers: _Optional[_Iterable[_Union[CacheTier, _Mapping]]] = ...) -> None: ...
+
+class CacheTier(_message.Message):
+    __slots__ = ("name", "tokens", "bytes", "total_bytes", "hit_tokens")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    tokens: int
+    bytes: int
+    total_bytes: int
+    hit_tokens: int
+    def __init__(self, name: _Optional[str] = ..., tokens: _Optional[int] = ..., bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ..., hit_tokens: _Optional[int] = ...) -> None: ...
 
 class LiveMemory(_message.Message):
     __slots__ = ("kv_bytes", "expert_bytes", "stream_bytes", "fetch_bytes", "free_bytes", "is_shared")

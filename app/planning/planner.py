@@ -372,8 +372,8 @@ class Planner:
                     "activations": rank.activation_bytes,
                 }
                 engine += [Component(RAM, of + name, size) for name, size in parts.items() if size]
-            if rank.host_bytes:
-                engine.append(Component(RAM, of + "table of n-grams", rank.host_bytes))
+            others = {"table of n-grams": rank.host_bytes, "evicted prefixes": config.gpu.kv_offload_bytes}
+            engine += [Component(RAM, of + name, size) for name, size in others.items() if size]
             process = GPU_ENGINE_BYTES if self.on_gpu else ENGINE_BYTES
             engine.append(Component(RAM, of + "process", process))
             engine.append(Component(RAM, of + "a tensor while loading", rank.largest_tensor_bytes))

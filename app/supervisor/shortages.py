@@ -1,8 +1,8 @@
 """What a host lacks to serve a model, by sizes alone.
 
 `moebius serve` refuses it before it starts a process, and `moebius doctor MODEL` lists it. RAM and shared
-memory are compared with what is sure, the packed experts and the mailbox; what the planner expects of
-everything else, `moebius plan` says, and `doctor` with it. Address space is compared with what
+memory are compared with what is sure, packed experts, evicted prefixes and the mailbox; what the planner
+expects of everything else, `moebius plan` says, and `doctor` with it. Address space is compared with what
 docs/containers.md asks for.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from app.doctor.facts import Volume, read_memory_limit, read_volume
@@ -36,6 +36,8 @@ class Needs:
     segments: tuple[int, ...]
     # The engine's part of the model; 0 where address space is not limited, so that nothing asks for it.
     engine: int = 0
+    # The engine's RAM for prefixes that its KV cache evicts.
+    prefixes: int = 0
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ def needs_of(given: MoebiusConfig, config: MoebiusConfig, model: MoeGeometry) ->
         mailbox_geometry(config, model).regions().total if config.experts.mailbox else 0,
         tuple(segment_bytes(config, model, count)) if count else (),
         _engine_bytes(given) if _address_space_limit() is not None else 0,
+        config.gpu.kv_offload_bytes,
     )
 
 
@@ -77,8 +80,8 @@ def find_shortages(needs: Needs, weights_dir: str, root: Path = Path("/")) -> It
     weights = read_volume(Path(weights_dir)) if weights_dir else None
     if weights is not None and weights.exists:
         yield from _weights_directory(needs, weights)
-    if weights is None or weights.in_memory:
-        yield from _memory(needs, root)
+    in_memory = weights is None or weights.in_memory
+    yield from _memory(needs if in_memory else replace(needs, segments=()), root)
 
 
 def refuse_shortages(given: MoebiusConfig, config: MoebiusConfig, model: MoeGeometry) -> None:
@@ -169,15 +172,19 @@ def _memory(needs: Needs, root: Path) -> Iterator[Shortage]:
     limit = read_memory_limit(root)
     machine = total_memory(root)
     allowed = machine if limit is None else min(machine, limit)
-    needed = sum(needs.segments) + needs.mailbox
+    needed = sum(needs.segments) + needs.prefixes + needs.mailbox
     if needed > allowed:
+        prefixes = f", {needs.prefixes / GIB:.1f} GiB of evicted prefixes" if needs.prefixes else ""
         whose = "this machine has" if allowed == machine else "the cgroup (container, batch job) allows"
+        remedy = (
+            "Smaller experts (--expert-dtype int4), experts on GPUs (--gpu-experts-ratio), or expert servers "
+            "on other hosts take less; `moebius plan` says what fits"
+        )
         yield Shortage(
             "RAM",
-            f"packed experts and mailbox take {needed / GIB:.1f} GiB of RAM, but {whose} "
+            f"packed experts{prefixes} and mailbox take {needed / GIB:.1f} GiB of RAM, but {whose} "
             f"{allowed / GIB:.1f} GiB",
-            "Smaller experts (--expert-dtype int4), experts on GPUs (--gpu-experts-ratio), or expert servers "
-            "on other hosts take less; `moebius plan` says what fits",
+            f"Allowed: less --kv-offload-gib. {remedy}" if needs.prefixes else remedy,
         )
 
 

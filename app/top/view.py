@@ -61,6 +61,9 @@ def _figures(now: Mapping[str, Any], figures: Figures) -> Table:
     used = kv["used_tokens"] / max(1, kv["total_tokens"])
     hits = f"prefix hits {kv['prefix_hit_rate']:.0%}"
     table.add_row("KV cache", f"{_bar(used, 20)} {used:.0%} of {kv['total_tokens']:,} tokens, {hits}")
+    below = kv.get("tiers", [])[1:]  # An older server names none.
+    if below:
+        table.add_row("below it", "; ".join(map(tier_line, below)))
     table.add_row("step", _step(figures))
     drafts = now.get("draft_tokens")  # Verified and accepted draft tokens. None: of an older server.
     if drafts and drafts["verified"]:
@@ -113,6 +116,13 @@ def memory_line(memory: Mapping[str, Any]) -> str:
     )
     said = ", ".join(f"{name} {memory[key] / 2**30:.2f}" for name, key in parts if memory[key])
     return f"{said or 'none'} GiB{' (pages and experts share)' if memory['is_shared'] else ''}"
+
+
+def tier_line(tier: Mapping[str, Any]) -> str:
+    """Returns what a tier of the prefix cache below the device holds, and what it gave back."""
+    held, total = tier["bytes"] / 2**30, tier["total_bytes"] / 2**30
+    name = tier["name"] if tier["name"] == "disk" else tier["name"].upper()
+    return f"{name} {tier['tokens']:,} tokens, {held:.2f} of {total:.2f} GiB, {tier['hit_tokens']:,} hit"
 
 
 def costs_line(now: Mapping[str, Any], figures: Figures) -> str:

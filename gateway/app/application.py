@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from gateway.apis.registry import POOLED, TRANSLATIONS
 from gateway.app.background import BackgroundResponses
 from gateway.app.batch_routes import router as batch_router
+from gateway.app.cache_routes import router as cache_router
 from gateway.app.conversation_routes import router as conversation_router
 from gateway.app.embedding_routes import router as embedding_router
 from gateway.app.file_routes import router as file_router
@@ -73,6 +74,7 @@ _ROUTERS = (
     conversation_router,
     embedding_router,
     native_router,
+    cache_router,
     file_router,
     batch_router,
     message_batch_router,

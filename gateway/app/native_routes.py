@@ -97,12 +97,6 @@ async def abort_request(request: Request, body: AbortRequest) -> dict[str, Any]:
     return {}
 
 
-@router.post("/flush_cache", **refuses(401, 503))
-async def flush_cache(request: Request) -> dict[str, Any]:
-    """Drops all cached prefixes that no request holds."""
-    return {"success": True, "freed_tokens": await gateway_of(request).engine.flush_cache()}
-
-
 @router.get("/health_generate", response_class=Response, **refuses(401, 503))
 async def health_generate(request: Request) -> Response:
     """Answers 200 once the engine has generated a token before all waiting requests, else 503."""

@@ -13,8 +13,8 @@ from gateway.apis.formats import ChatFormat, CompletionFormat
 from gateway.apis.registry import Kind
 from gateway.app.openapi import refuses, takes
 from gateway.app.serving import answered, respond
-from gateway.app.state import gateway_of
-from gateway.schemas.errors import ApiError, bad_request, is_anthropic
+from gateway.app.state import gateway_of, num_replicas
+from gateway.schemas.errors import ApiError, is_anthropic
 from gateway.schemas.requests import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -170,9 +170,7 @@ async def live(
     """
     gateway = gateway_of(request)
     model = gateway.model()  # 503 until one is known
-    count = len(gateway.engine.replicas)
-    if replica >= max(count, 1):
-        raise bad_request(f"'replica' is {replica}; there are {count}, counted from 0", "replica")
+    count = num_replicas(gateway, replica)
     figures: LiveFigures = request.app.state.live_figures
     found = {**await figures.get(replica), "model": model.name, "replica": replica, "replicas": count}
     found["requests"] = {**found["requests"], "gateway_in_flight": gateway.admission.in_flight}

@@ -25,7 +25,7 @@ from gateway.parsers.events import ParsedDelta
 from gateway.schemas.errors import to_api_error
 from gateway.telemetry import tracing
 from gateway.transport.internal import InternalCaller, TokenUsage, internal_caller
-from gateway.transport.keys import KeyUse, client_of
+from gateway.transport.keys import KeyUse, client_of, private_salt
 from gateway.transport.streaming import INLINE_TOKENS, EventStream, LastEvent, encoded, run_until_disconnect
 
 logger = structlog.get_logger(__name__)
@@ -78,6 +78,7 @@ class RequestRun:
         self._admitted = False
         self._caller: InternalCaller | None = None  # of a batch's request
         self._client = ""  # from `client_of`
+        self._cache_salt: str = body.cache_salt or ""  # the client's
         self._key_use: KeyUse | None = None  # None: no keys are required
         self._first: asyncio.Future[bytes] | None = None
         self._events_ahead: AsyncGenerator[bytes, None] | None = None
@@ -94,8 +95,11 @@ class RequestRun:
         """
         self._key_use = getattr(request.state, "key_use", None)
         self._client = client_of(request.scope)
+        salt = self._cache_salt
+        if self._gateway.config.gateway.cache_isolation == "key":
+            salt = private_salt(request.scope, salt)
         for job in self._jobs:
-            job.request.fairness_id = self._client
+            job.request.fairness_id, job.request.cache_salt = self._client, salt
         self._caller = internal_caller(request.scope)
         if self._caller is not None:  # `gateway/batches/slots.py` limits these
             for job in self._jobs:

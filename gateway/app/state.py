@@ -27,7 +27,7 @@ from gateway.processes.shared import Shared, alone
 from gateway.prompts.pool import PromptPool
 from gateway.prompts.process import ModelFiles, WorkerSetup
 from gateway.replicas.replica_set import ReplicaSet
-from gateway.schemas.errors import ApiError
+from gateway.schemas.errors import ApiError, bad_request
 from gateway.telemetry.batches import BatchMetrics
 from gateway.telemetry.combined import engine_metrics
 from gateway.telemetry.metrics import GatewayMetrics, GenAiMetrics
@@ -361,3 +361,11 @@ def responses_of(request: Request) -> ResponseStore:
 def gateway_of(request: Request) -> Gateway:
     """Returns the shared state of the application that got `request`."""
     return cast(Gateway, request.app.state.gateway)
+
+
+def num_replicas(gateway: Gateway, replica: int) -> int:
+    """Returns how many engines there are. Raises ApiError 400 where `replica`, from 0, is none of them."""
+    count = len(gateway.engine.replicas)
+    if replica >= max(count, 1):
+        raise bad_request(f"'replica' is {replica}; there are {count}, counted from 0", "replica")
+    return count

@@ -165,12 +165,13 @@ class KeyMiddleware:
             await error.response(scope)(scope, receive, send)
             return
         use = self._use(key)
-        scope.setdefault("state", {})["key_name"] = use.name
+        state = scope.setdefault("state", {})
+        state["key_name"], state["key_digest"] = use.name, key.digest
         with structlog.contextvars.bound_contextvars(api_key=use.name):
             if scope["method"] != "POST":
                 await self._app(scope, receive, send)
                 return
-            scope["state"]["key_use"] = use
+            state["key_use"] = use
             try:
                 with use.request():
                     await self._app(scope, receive, send)
@@ -211,6 +212,19 @@ def client_of(scope: Scope) -> str:
         return _hashed("batches")
     address = (scope.get("client") or ("",))[0]
     return _hashed(f"address {_network(address)}")
+
+
+def private_salt(scope: Scope, cache_salt: str) -> str:
+    """Returns the salt with which requests of other API keys share no cached prefix: a hash of the key and of
+    the request's own `cache_salt`; without keys it is `cache_salt`.
+
+    It has the digest of the key and not its name, which is the next key's when a line of the file goes.
+    Gateways with the same keys agree on it, as do the batches of a key.
+    """
+    key: bytes | None = scope.get("state", {}).get("key_digest")
+    if key is None:
+        return cache_salt
+    return hashlib.blake2b(key + cache_salt.encode(), digest_size=32, person=b"moebius salt").hexdigest()
 
 
 def owner_of(scope: Scope) -> tuple[str, str]:

@@ -65,6 +65,7 @@ def live_object(live: engine_pb2.GetLiveResponse) -> dict[str, Any]:
             "cached_tokens": load.num_cached_tokens,
             "total_tokens": load.max_total_num_tokens,
             "prefix_hit_rate": load.cache_hit_rate,
+            "tiers": cache_tiers(live),
         },
         "draft_tokens": {"verified": load.draft_tokens, "accepted": load.accepted_tokens},
         "steps": {"count": live.steps, "seconds": live.step_seconds},
@@ -72,6 +73,12 @@ def live_object(live: engine_pb2.GetLiveResponse) -> dict[str, Any]:
         "memory": _memory(live.memory) if live.HasField("memory") else None,
         "experts": _experts(live) if live.num_experts else None,
     }
+
+
+def cache_tiers(live: engine_pb2.GetLiveResponse) -> list[dict[str, Any]]:
+    """Returns what each tier of the prefix cache holds, the fastest first."""
+    names = ("name", "tokens", "bytes", "total_bytes", "hit_tokens")
+    return [{name: getattr(tier, name) for name in names} for tier in live.tiers]
 
 
 def _memory(memory: engine_pb2.LiveMemory) -> dict[str, Any]:

@@ -73,6 +73,11 @@ class Built:
         tiers = self.engine.scheduler.cache.tiers
         return tiers if isinstance(tiers, PrefixTiers) else None
 
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page of the KV cache."""
+        return self.kv_bytes // max(1, self.num_pages)
+
     def memory_shares(self) -> MemoryShares:
         """Returns who has this rank's memory of pages and experts now."""
         elastic = self.elastic

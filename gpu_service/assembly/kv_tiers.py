@@ -90,7 +90,7 @@ def make_tiers(
 def _ram_bytes(config: MoebiusConfig) -> int:
     """Raises UserError for more than there is."""
     wanted = config.gpu.kv_offload_gib
-    nbytes, free = int(wanted * _GIB), available_memory()
+    nbytes, free = config.gpu.kv_offload_bytes, available_memory()
     if nbytes > free:
         raise UserError(
             f"kv_offload_gib: {wanted:g} GiB are wanted, and {free / _GIB:.1f} GiB of RAM are free"

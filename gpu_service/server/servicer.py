@@ -18,11 +18,13 @@ import structlog
 from opentelemetry import propagate, trace
 from opentelemetry.context import Context
 
+from gpu_service.cache.tiers.prefix_tiers import PrefixTiers
 from gpu_service.core.constraint import ConstraintCompiler
 from gpu_service.core.request import EngineStopped, QueueFull, Request, RequestRefused, trace_fields
 from gpu_service.engine.engine import Engine
 from gpu_service.experts.recorder import START, STOP, ExpertRecorder, dumped, recorder_errors
 from gpu_service.server import responses
+from gpu_service.server.cache_tiers import cache_tiers
 from gpu_service.server.image_pieces import GatheredRequest, PiecesRefused
 from gpu_service.server.live import LiveExperts
 from gpu_service.server.profiler import EngineProfiler, ProfileRunning, profile_seconds
@@ -57,6 +59,8 @@ class Service:
     compiler: ConstraintCompiler | None = None  # None: the checkpoint has no tokenizer.
     profiler: EngineProfiler | None = None  # None: in tests that ask for no profile.
     model_identity: str = ""  # What requests bring that were made for this model; empty: all are taken.
+    page_bytes: int = 0  # Of one page of the KV cache.
+    tiers: PrefixTiers | None = None  # None: what the KV cache evicts is computed again.
 
 
 class EngineServicer(engine_pb2_grpc.EngineServicer):
@@ -186,6 +190,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         starts = service.telemetry.start_times()
         if starts is not None:
             live.first_token.CopyFrom(pb.LiveTimes(count=starts.count, p50=starts.p50, p95=starts.p95))
+        live.tiers.extend(await asyncio.to_thread(_tiers, service))
         if service.live is not None:
             await service.live.describe(live)
         return live
@@ -258,6 +263,10 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the model is still loading")
             raise AssertionError("abort returned")
         return self.service
+
+
+def _tiers(service: Service) -> list[pb.CacheTier]:
+    return list(cache_tiers(service.engine.load, service.page_size, service.page_bytes, service.tiers))
 
 
 def _load(service: Service) -> pb.GetLoadResponse:

@@ -127,18 +127,20 @@ def _prompt(
         return sent, None
     if preparer is None:
         raise InvalidField("images", f"{len(message.images)} images", "this model takes text only")
-    images = [_image(index, item, preparer) for index, item in enumerate(message.images)]
+    salt = message.cache_salt
+    images = [_image(index, item, preparer, salt) for index, item in enumerate(message.images)]
     try:
         return place_images(sent, images, preparer.layout)
     except ImageError as error:
         raise InvalidField("images", f"{len(images)} images", str(error)) from error
 
 
-def _image(index: int, item: pb.ImageInput, preparer: ImagePreparer) -> PreparedImage:
+def _image(index: int, item: pb.ImageInput, preparer: ImagePreparer, cache_salt: str) -> PreparedImage:
     if item.detail not in pb.ImageDetail.values():
         raise InvalidField(f"images[{index}].detail", item.detail, ", ".join(pb.ImageDetail.keys()))
     try:
-        return preparer.prepare(item.data, low_detail=item.detail == pb.IMAGE_DETAIL_LOW)
+        low_detail = item.detail == pb.IMAGE_DETAIL_LOW
+        return preparer.prepare(item.data, low_detail=low_detail, cache_salt=cache_salt)
     except ImageError as error:
         raise InvalidField(f"images[{index}]", f"{len(item.data)} bytes", str(error)) from error
 

@@ -383,10 +383,11 @@ class ImagePreparer:
                 f"vision_config says {config.vision.patch_size} and {config.vision.merge_size}"
             )
 
-    def prepare(self, data: bytes, *, low_detail: bool = False) -> PreparedImage:
+    def prepare(self, data: bytes, *, low_detail: bool = False, cache_salt: str = "") -> PreparedImage:
         """Returns an image file, resized, normalised and cut into patches. Raises ImageError.
 
         `low_detail`: of at most `LOW_DETAIL_PIXELS`, unless the checkpoint's limit is lower anyway.
+        `cache_salt`: the encoded image is kept for requests with an equal one only.
         """
         preprocess = self._low_detail if low_detail else self._processor.preprocess
         try:
@@ -398,7 +399,7 @@ class ImagePreparer:
         time, height, width = (int(count) for count in made["image_grid_thw"][0])
         tokens = height // self._merge, width // self._merge
         return PreparedImage(
-            key=content_key(data, low_detail=low_detail),
+            key=content_key(data, low_detail=low_detail, cache_salt=cache_salt),
             pixels=np.ascontiguousarray(made["pixel_values"], dtype=np.float32),
             grid=(time, height, width),
             token_grid=made.get("whole_tokens", tokens),
@@ -407,12 +408,14 @@ class ImagePreparer:
         )
 
 
-def content_key(data: bytes, *, low_detail: bool = False) -> int:
-    """Returns a negative number of 63 bits: equal files of equal detail have equal keys; no token id is
-    negative.
+def content_key(data: bytes, *, low_detail: bool = False, cache_salt: str = "") -> int:
+    """Returns a negative number of 63 bits: equal files of equal detail and salt have equal keys; no token id
+    is negative.
     """
     digest = hashlib.sha256(data).digest()
     if low_detail:
         # Of the digest rather than of the file with something appended, which could be another file.
         digest = hashlib.sha256(digest + b"low").digest()
+    if cache_salt:
+        digest = hashlib.sha256(digest + b"salt" + cache_salt.encode()).digest()
     return -1 - (int.from_bytes(digest[:8], "big") >> 1)

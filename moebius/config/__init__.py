@@ -189,6 +189,11 @@ class GpuConfig(SpeculationSettings):
     )
 
     @property
+    def kv_offload_bytes(self) -> int:
+        """RAM for prefixes below the device; 0 without prefix caching, too."""
+        return int(self.kv_offload_gib * 2**30) if self.prefix_caching else 0
+
+    @property
     def num_seqs(self) -> int:
         """`max_num_seqs`, or its default."""
         return DEFAULT_NUM_SEQS if self.max_num_seqs is None else self.max_num_seqs

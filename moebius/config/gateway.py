@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, field_validator
 
@@ -68,6 +68,10 @@ class GatewayConfig(Section):
         default=None,
         ge=1,
         description="Tokens (prompt and output) of one API key per minute",
+    )
+    cache_isolation: Literal["key", "none"] = Field(
+        default="key",
+        description="Who shares cached prefixes: key: requests of one API key; none: those of all keys",
     )
     max_queued_requests: int = Field(
         default=256,

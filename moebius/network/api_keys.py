@@ -59,6 +59,11 @@ class ApiKey:
     secret: bytes
     salt: bytes | None = None  # None: `secret` is the key itself
 
+    @property
+    def digest(self) -> bytes:
+        """32 bytes that identify the key without containing it; a new secret of the same name has others."""
+        return hashlib.sha256((self.salt or b"") + self.secret).digest()
+
     def matches(self, key: bytes) -> bool:
         """Takes as long for a wrong key as for a right one."""
         found = key if self.salt is None else hashlib.sha256(self.salt + key).digest()

@@ -49,7 +49,7 @@ class DiskTier:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`budget`: bytes of all files of the directory. Raises UserError when it cannot be used."""
-        self._directory, self._identity, self._budget, self._clock = directory, identity, budget, clock
+        self._directory, self._identity, self.budget, self._clock = directory, identity, budget, clock
         self._records: dict[bytes, DiskRecord] = {}
         self._readers: dict[Path, FileReader] = {}
         self._descriptors: dict[Path, int] = {}
@@ -72,6 +72,11 @@ class DiskTier:
 
     def __len__(self) -> int:
         return len(self._records)
+
+    @property
+    def keys(self) -> list[bytes]:
+        """The keys of all blocks."""
+        return list(self._records)
 
     @property
     def held_bytes(self) -> int:
@@ -165,7 +170,7 @@ class DiskTier:
 
     def _file_for(self, nbytes: int) -> FileWriter:
         """The file to append to, a new one if the last is full or was removed. Raises OSError."""
-        size = max(nbytes, min(_LARGEST_FILE, self._budget // _FILE_PART))
+        size = max(nbytes, min(_LARGEST_FILE, self.budget // _FILE_PART))
         writer = self._writer
         if writer is not None and (writer.nbytes + nbytes > size or not writer.path.exists()):
             writer.close()
@@ -181,14 +186,14 @@ class DiskTier:
         files = [(self._is_ours(path), path.stat().st_mtime, path) for path in self._files()]
         total = sum(file_bytes(path) for *_, path in files)
         for *_, path in sorted(files):
-            if total + nbytes <= self._budget:
+            if total + nbytes <= self.budget:
                 return
             if not is_locked(path):
                 total -= file_bytes(path)
                 remove_file(path)
                 self._forget(path)
-        if total + nbytes > self._budget:
-            raise OSError(f"kv_disk_gib: {total} of {self._budget} bytes are in use by other engines")
+        if total + nbytes > self.budget:
+            raise OSError(f"kv_disk_gib: {total} of {self.budget} bytes are in use by other engines")
 
     def _is_ours(self, path: Path) -> bool:
         return read_identity(path) == self._identity

@@ -67,6 +67,11 @@ class RamTier:
         return len(self._entries)
 
     @property
+    def keys(self) -> list[bytes]:
+        """The keys of all blocks. Any thread may ask."""
+        return list(self._entries)
+
+    @property
     def used_bytes(self) -> int:
         """Bytes of slots that hold something."""
         return (len(self.segment.slots) - len(self._free)) * self._slot_bytes

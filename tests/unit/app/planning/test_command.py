@@ -100,6 +100,18 @@ def test_what_does_not_fit_is_one_line_and_status_1(capsys: pytest.CaptureFixtur
     assert "0.9 GiB are allowed" in err
 
 
+def test_evicted_prefixes_take_ram(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    """`kv_offload_gib` is a part of the engine's RAM, and counts when it does not fit."""
+    host = ("--gpus", "none", *HOST[2:], "--kv-cache-gib", "0.1", "--kv-offload-gib", "0.5")
+    status, out, _ = run_cli(capsys, "plan", model, *host, "--ram", "4")
+    assert status == 0
+    (line,) = [one for one in out.splitlines() if "engine: evicted prefixes" in one]
+    assert "0.50" in line
+    status, _, err = run_cli(capsys, "plan", model, *host, "--ram", "1.3")
+    assert status == 1
+    assert "needs 1.7 GiB of RAM" in err
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -145,6 +145,35 @@ def test_what_lies_there_already_is_not_asked_for_again(
     assert list(find_shortages(needs, str(tmp_path))) == []
 
 
+def test_prefixes_in_ram_are_counted_wherever_experts_lie(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`kv_offload_gib` beside packed experts that would do alone, and beside experts on a disk."""
+    monkeypatch.setattr(shortages, "total_memory", lambda root: 8 * MIB)
+    monkeypatch.setattr(shortages, "read_memory_limit", lambda root: None)
+    assert list(find_shortages(Needs(0, (4 * MIB,)), "")) == []
+    (found,) = find_shortages(Needs(0, (4 * MIB,), prefixes=5 * MIB), "")
+    assert (found.of, "evicted prefixes" in found.problem) == ("RAM", True)
+    assert "--kv-offload-gib" in found.remedy
+    monkeypatch.setattr(shortages, "read_volume", lambda path: volume(path, 9, "ext4"))
+    assert list(find_shortages(Needs(0, (4 * MIB,), prefixes=5 * MIB), str(tmp_path))) == []
+    (found,) = find_shortages(Needs(0, (4 * MIB,), prefixes=9 * MIB), str(tmp_path))
+    assert found.of == "RAM"
+
+
+def test_serve_refuses_prefixes_that_ram_has_no_room_for(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before it starts a process; without prefix caching the setting takes none."""
+    options = (*SETTINGS, "--kv-offload-gib", "1e5")
+    assert run("serve", model, *options, "--port", 0, "--state-dir", tmp_path / "state") == 2
+    assert "100000.0 GiB of evicted prefixes and mailbox take" in capsys.readouterr().err
+    assert run("doctor", model, *options) == 1
+    assert "FAILURE RAM for this model" in capsys.readouterr().out
+    run("doctor", model, *options, "--no-prefix-caching")
+    assert "FAILURE RAM for this model" not in capsys.readouterr().out
+
+
 def test_limits_of_the_process_are_checked_without_a_model() -> None:
     """`ulimit -v` below what a process without a model needs: doctor ends with status 1, in serve's words."""
     program = (

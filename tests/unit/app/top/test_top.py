@@ -372,6 +372,23 @@ def test_who_has_the_memory_is_shown() -> None:
     assert not any("GPU memory" in line for line in shown(older, on_gpu(10)))
 
 
+def test_tiers_of_the_prefix_cache_are_shown() -> None:
+    """One row for those below the device, in 80 columns; none without them, and of an older engine."""
+    tiers = [
+        pb.CacheTier(name="device", tokens=5, bytes=2**30, total_bytes=2**31),
+        pb.CacheTier(name="ram", tokens=4096, bytes=3 * 2**29, total_bytes=2**32, hit_tokens=1024),
+        pb.CacheTier(name="disk", tokens=8192, bytes=2**31, total_bytes=2**33),
+    ]
+    lines = shown(on_gpu(12, tiers=tiers), on_gpu(10))
+    assert max(map(len, lines)) <= 80
+    text = " ".join(" ".join(lines).split())
+    assert "below it RAM 4,096 tokens, 1.50 of 4.00 GiB, 1,024 hit; disk 8,192 tokens, 2.00 of 8.00" in text
+    assert not any("below it" in line for line in shown(on_gpu(12, tiers=tiers[:1]), on_gpu(10)))
+    older = on_gpu(12)
+    del older["kv_cache"]["tiers"]
+    assert not any("below it" in line for line in shown(older, on_gpu(10)))
+
+
 def test_layers_of_a_gpu_are_a_table() -> None:
     """80 columns hold it; without room the slowest layers are shown; narrow terminals have the bars."""
     lines = shown(on_gpu(12), on_gpu(10))

@@ -125,13 +125,14 @@ def test_in_the_prefix_tree_an_image_is_its_content() -> None:
 
 
 def test_content_keys_are_no_token_ids() -> None:
-    """They are negative, fit the tree's integers, and differ where files do."""
+    """They are negative, fit the tree's integers, and differ where files, details or salts do."""
     keys = [content_key(bytes([number])) for number in range(200)]
     assert len(set(keys)) == 200
     assert all(-(2**63) <= key < 0 for key in keys)
     assert content_key(b"a") == content_key(b"a")
     keys += [content_key(bytes([number]), low_detail=True) for number in range(200)]
-    assert len(set(keys)) == 400
+    keys += [content_key(bytes([number]), cache_salt="a") for number in range(200)]
+    assert len(set(keys)) == 600
 
 
 @pytest.mark.parametrize("prompt", [[5, 6], [99, 5, 99]])
