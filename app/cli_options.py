@@ -147,6 +147,7 @@ def _config_parameter() -> inspect.Parameter:
     return _keyword("config_file", Annotated[str | None, option])
 
 
+@functools.cache  # commands share them: there are thousands otherwise, in a twentieth of a second and more
 def _option_parameter(leaf: Leaf) -> inspect.Parameter:
     """Returns one leaf as an option whose default is "not given"."""
     help_text = f"{leaf.description} [default: {leaf.default_text}]"

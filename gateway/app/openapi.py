@@ -43,10 +43,17 @@ class ErrorResponse(BaseModel):
     error: ErrorDetails
 
 
+def _refusal(description: str) -> dict[str, Any]:
+    """Returns a response of the document. Given the model itself, the framework would make a validator of it
+    for each of hundreds of responses.
+    """
+    shape = {"$ref": _SCHEMAS + ErrorResponse.__name__}
+    return {"description": description, "content": {"application/json": {"schema": shape}}}
+
+
 def refuses(*statuses: int) -> dict[str, Any]:
     """Returns a route decorator's arguments for these refusals."""
-    shapes = {status: {"model": ErrorResponse, "description": _REFUSALS[status]} for status in statuses}
-    return {"responses": shapes}
+    return {"responses": {status: _refusal(_REFUSALS[status]) for status in statuses}}
 
 
 def takes(*schemas: type[BaseModel]) -> dict[str, Any]:
@@ -54,7 +61,7 @@ def takes(*schemas: type[BaseModel]) -> dict[str, Any]:
     references = [{"$ref": f"{_SCHEMAS}{schema.__name__}"} for schema in schemas]
     described = references[0] if len(references) == 1 else {"anyOf": references}
     body = {"required": True, "content": {"application/json": {"schema": described}}}
-    refusals = {status: {"model": ErrorResponse, "description": words} for status, words in _REFUSALS.items()}
+    refusals = {status: _refusal(words) for status, words in _REFUSALS.items()}
     return {"openapi_extra": {"requestBody": body}, "responses": refusals}
 
 
@@ -68,7 +75,8 @@ def install_openapi(app: FastAPI, schemas: Sequence[type[BaseModel]], strict: bo
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             document = describe()
-            modes: list[tuple[type[BaseModel], Any]] = [(schema, "validation") for schema in schemas]
+            all_schemas: list[type[BaseModel]] = [ErrorResponse, *schemas]
+            modes: list[tuple[type[BaseModel], Any]] = [(schema, "validation") for schema in all_schemas]
             _, described = models_json_schema(modes, ref_template=_SCHEMAS + "{model}")
             components = document["components"]["schemas"]
             components.update(described["$defs"])

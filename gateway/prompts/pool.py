@@ -12,6 +12,7 @@ import structlog
 
 from gateway.apis.registry import Kind
 from gateway.generation.job import Prepared
+from gateway.prompts.fork_server import ForkServer
 from gateway.prompts.process import (
     SMALL_BYTES,
     Broken,
@@ -22,6 +23,7 @@ from gateway.prompts.process import (
     Process,
     Refused,
     WorkerSetup,
+    packed,
     too_expensive,
     too_much_memory,
 )
@@ -32,6 +34,7 @@ from moebius.errors import WrongIdentity
 from moebius.fair_shares import FairShares, in_turns, is_below_share
 
 logger = structlog.get_logger(__name__)
+WORKER = "gateway.prompts.worker"
 _GROUP = 8  # small requests that a process gets at once, if enough wait
 _WALL_FACTOR = 10  # a request may wait for a processor this much longer than it may use one
 _RESTART_S = 1.0
@@ -60,6 +63,7 @@ class PromptPool:
         self._busy_since: dict[int, float] = {}  # by number of each process that has requests
         self._shares = FairShares()  # seconds of processes
         self._changed = asyncio.Event()  # set when a request waits
+        self._server: ForkServer | None = None  # which the processes are forks of
         self._running: dict[int, Process] = {}
         # Numbers of the processes whose last start failed.
         self._failed_starts: set[int] = set()
@@ -86,9 +90,15 @@ class PromptPool:
         """
         try:
             for number in set(range(self._count)) - self._running.keys():
-                self._running[number] = await Process.spawn(files)
+                self._running[number] = await self._spawn(files)
         except Died as error:
             raise OSError(f"a process for prompts did not start: {error!r}") from error
+
+    async def _spawn(self, files: ModelFiles) -> Process:
+        """Starts a process. Raises OSError."""
+        if self._server is None or self._server.ended:
+            self._server = await asyncio.to_thread(ForkServer, WORKER, packed(files))
+        return await Process.spawn(self._server)
 
     async def start(self, setup: WorkerSetup) -> None:
         """Starts those that `spawn` did not; afterwards `prepare` may be called.
@@ -118,7 +128,7 @@ class PromptPool:
 
     async def _replace(self, number: int, setup: WorkerSetup) -> None:
         """Starts a new process that can serve. Raises OSError, Died or TimeoutError."""
-        process = await Process.spawn(setup.files)
+        process = await self._spawn(setup.files)
         await process.begin(setup)
         self._running[number] = process
 
@@ -130,6 +140,9 @@ class PromptPool:
         await asyncio.gather(*(process.stop() for process in self._running.values()))
         self._running.clear()
         self._tasks = []
+        if self._server is not None:
+            await asyncio.to_thread(self._server.close)
+            self._server = None
 
     async def prepare(
         self, kind: Kind, body: Sequence[bytes], client: str = "", owner: str = ""

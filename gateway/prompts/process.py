@@ -6,12 +6,8 @@ Messages travel pickled over a socket pair.
 from __future__ import annotations
 
 import asyncio
-import os
 import pickle
-import socket
 import struct
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,6 +16,7 @@ from typing import Any, cast
 from gateway.apis.registry import Kind
 from gateway.apis.stored_responses import ResponseStore
 from gateway.generation.job import Prepared
+from gateway.prompts.fork_server import Fork, ForkServer
 from moebius.config import ImageConfig
 from moebius.config.parser_names import AUTO
 from moebius.errors import WrongIdentity
@@ -32,7 +29,8 @@ READY = b"ready"
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """The first message to a process, which then reads the files; known before the engine answers."""
+    """The message to the server that processes are forked from, which then reads the files; known before the
+    engine answers."""
 
     tokenizer_dir: str
     template_file: str
@@ -49,10 +47,10 @@ class OtherFiles:
 
 @dataclass(frozen=True)
 class WorkerSetup:
-    """The second message to a process; sent once the gateway knows the model."""
+    """The first message to a process; sent once the gateway knows the model."""
 
     model_info: bytes  # serialised engine.v1.GetModelInfoResponse
-    files: ModelFiles  # as in the first message
+    files: ModelFiles  # which the process has read
     served_name: str
     images: ImageConfig
     max_body_bytes: int  # without images
@@ -146,14 +144,6 @@ class Job:
             self.answer.set_result(answer)
 
 
-def _spawn(channel: socket.socket) -> subprocess.Popen[bytes]:
-    """Starts a process with `channel` as its standard input."""
-    # Each process tokenises one text at a time, so threads do not help.
-    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
-    command = [sys.executable, "-P", "-m", "gateway.prompts.worker"]
-    return subprocess.Popen(command, stdin=channel.fileno(), env=environment)
-
-
 def _message_of(jobs: Sequence[Job]) -> list[bytes]:
     """Returns some requests as a process's message; small ones as one piece, which takes one system call."""
     pieces = [packed([(job.kind, job.size, job.patient, job.owner) for job in jobs])]
@@ -173,28 +163,22 @@ class Died(Exception):
 class Process:
     """One running process; made by `spawn`."""
 
-    def __init__(
-        self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
+    def __init__(self, process: Fork, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._process = process
         self._reader = reader
         self._writer = writer
         self.leaving = False  # its memory has grown: it ends after its last answer
 
     @classmethod
-    async def spawn(cls, files: ModelFiles) -> Process:
-        """Starts a process that begins to read the model's files. Raises OSError if that fails."""
-        ours, theirs = socket.socketpair()
+    async def spawn(cls, server: ForkServer) -> Process:
+        """Starts a process that checks the model's files. Raises OSError if that fails."""
+        channel, fork = server.fork()
         try:
-            with theirs:
-                popen = await asyncio.to_thread(_spawn, theirs)
-            reader, writer = await asyncio.open_unix_connection(sock=ours)
+            reader, writer = await asyncio.open_unix_connection(sock=channel)
         except BaseException:
-            ours.close()
+            channel.close()
             raise
-        process = cls(popen, reader, writer)
-        await process._send([packed(files)])
-        return process
+        return cls(fork, reader, writer)
 
     async def begin(self, setup: WorkerSetup) -> None:
         """Waits until it can serve. Raises Died or TimeoutError if it cannot; it is then stopped.

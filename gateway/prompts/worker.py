@@ -1,6 +1,7 @@
 """A process that prepares requests, one at a time, within a bound on memory and on processor time.
 
-It is started with a socket as its standard input, on which it gets a `WorkerSetup` and then requests. What
+It is a fork of the process that this module starts as, and gets a `WorkerSetup` and then requests over a
+socket. What
 a template, a tokenizer or a parser does cannot be interrupted from within, so the limits are the kernel's:
 allocations beyond the bound fail, and a request that takes too long ends the process by SIGPROF. The
 gateway starts another.
@@ -9,6 +10,7 @@ gateway starts another.
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import pickle
 import re
@@ -21,6 +23,7 @@ from pathlib import Path
 from gateway.constraints.response_format import GrammarTakesLong, check_with
 from gateway.generation.model import load_served_model
 from gateway.processes.garbage import collect_rarely
+from gateway.prompts.fork_server import serve_forks
 from gateway.prompts.prepare import Preparer
 from gateway.prompts.process import (
     HEADER,
@@ -71,7 +74,7 @@ class _Grammars:
     """Compiles a request's grammars within a common limit of time."""
 
     def __init__(self) -> None:
-        self._process = GrammarProcess()
+        self._process = GrammarProcess(forks=True)
         self._process.start()
         self._is_patient = False
         self._end_s = 0.0  # of the process's processor time
@@ -146,12 +149,8 @@ def _has_grown(at_start: int) -> bool:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 > most and _used("VmRSS") > most
 
 
-def _read_files(incoming: io.BufferedReader[socket.SocketIO]) -> Tokenizer | OtherFiles | None:
-    """Returns the tokenizer that the first message names; None when the gateway is gone."""
-    data = _message(incoming)
-    if data is None:
-        return None
-    files: ModelFiles = pickle.loads(data)
+def _read_files(files: ModelFiles) -> Tokenizer | OtherFiles:
+    """Returns the tokenizer, of the files that the gateway has read."""
     tokenizer = None
     if not _changes(files):  # fast; and files that are half written may not be readable
         tokenizer = Tokenizer.from_dir(Path(files.tokenizer_dir), files.template_file)
@@ -165,30 +164,49 @@ def _changes(files: ModelFiles) -> str:
     return changes(files.parts, text_parts(files.tokenizer_dir, files.template_file)) if files.parts else ""
 
 
-def main() -> int:
-    """Runs until the gateway closes the socket. Returns the exit code."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # for the gateway, which may still need this process
-        signal.signal(number, signal.SIG_IGN)
-    with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE)
-    channel = socket.socket(fileno=0)
+def _run(channel: socket.socket, files: ModelFiles, read: Tokenizer | OtherFiles) -> int:
+    """Serves one process's channel until the gateway closes it. Returns the exit code.
+
+    `read`: what the process has that this one is a fork of.
+    """
     # Large enough that a small request takes one system call.
     incoming = io.BufferedReader(socket.SocketIO(channel, "r"), _BUFFER)
     try:
-        if (tokenizer := _read_files(incoming)) is None:
-            return 0
+        if isinstance(read, OtherFiles):
+            read = _read_files(files)
+        elif changed := _changes(files):
+            read = OtherFiles(changed)
         # Waits for as long as the engine loads.
         data = _message(incoming)
         if data is None:
             return 0
-        if isinstance(tokenizer, OtherFiles):
-            channel.sendall(b"".join(packed_answer(tokenizer)))
+        if isinstance(read, OtherFiles):
+            channel.sendall(b"".join(packed_answer(read)))
             return WRONG_IDENTITY_EXIT
-        _prepare_all(channel, incoming, pickle.loads(data), tokenizer)
+        _prepare_all(channel, incoming, pickle.loads(data), read)
     except MemoryError:
         return OUT_OF_MEMORY
     except (BrokenPipeError, ConnectionResetError):
         return 0  # the gateway is gone
+    return 0
+
+
+def main() -> int:
+    """Forks processes until the gateway closes the socket. Returns the exit code."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # for the gateway, which may still need this process
+        signal.signal(number, signal.SIG_IGN)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE)
+    control = socket.socket(fileno=0)
+    # Not buffered: what follows comes with sockets.
+    data = _message(io.BufferedReader(socket.SocketIO(control, "r"), 1))
+    if data is None:
+        return 0
+    files: ModelFiles = pickle.loads(data)
+    read = _read_files(files)
+    gc.collect()
+    gc.freeze()  # collections would write to pages that the forks share
+    serve_forks(control, lambda channel: _run(channel, files, read))
     return 0
 
 

@@ -9,13 +9,13 @@ that has been ended: within a few milliseconds.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import resource
 import signal
 import socket
 import struct
-import subprocess
 import sys
 import threading
 import time
@@ -41,9 +41,11 @@ _READY = b"R"
 class GrammarProcess:
     """One process, started when it is first needed. Any thread may ask; one grammar is compiled at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, forks: bool = False) -> None:
+        """`forks`: it begins as a fork of this process, which has read the libraries and has no threads."""
+        self._forks = forks
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: int | None = None  # its id
         self._channel: socket.socket | None = None
         self._is_up = False
         self.spent_s = 0.0  # processor time of all grammars that were compiled in time
@@ -96,8 +98,7 @@ class GrammarProcess:
         if self._channel is None:
             ours, theirs = socket.socketpair()
             with theirs:
-                command = [sys.executable, "-P", "-m", "moebius.grammar.process"]
-                self._process = subprocess.Popen(command, stdin=theirs.fileno())
+                self._process = _fork_with(theirs) if self._forks else _spawn_with(theirs)
             self._channel = ours
             self._is_up = False
         return self._channel
@@ -121,8 +122,9 @@ class GrammarProcess:
         process, channel, self._process, self._channel = self._process, self._channel, None, None
         if process is not None and channel is not None:
             channel.close()
-            process.kill()
-            process.wait()
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):  # another one has waited for it
+                os.kill(process, signal.SIGKILL)
+                os.waitpid(process, 0)
 
 
 class BudgetedCompiler:
@@ -154,6 +156,30 @@ def _received(channel: socket.socket, size: int) -> bytearray:
             raise ConnectionError("the other side is gone")
         view = view[count:]
     return data
+
+
+def _spawn_with(channel: socket.socket) -> int:
+    """Returns the id of a new process whose standard input is `channel`."""
+    command = [sys.executable, "-P", "-m", "moebius.grammar.process"]
+    actions = [(os.POSIX_SPAWN_DUP2, channel.fileno(), 0)]
+    return os.posix_spawn(sys.executable, command, os.environ, file_actions=actions)
+
+
+def _fork_with(channel: socket.socket) -> int:
+    """Returns the id of a fork whose standard input is `channel`, and which has none of the other files."""
+    process = os.fork()
+    if process == 0:
+        status = 1
+        try:
+            os.dup2(channel.fileno(), 0)
+            for number in map(int, os.listdir("/proc/self/fd")):
+                if number > 2:
+                    with contextlib.suppress(OSError):  # the listing's own
+                        os.close(number)
+            status = main()
+        finally:
+            os._exit(status)
+    return process
 
 
 def _answer_all(channel: socket.socket) -> None:

@@ -75,7 +75,10 @@ class Served:
 
     def prompt_processes(self) -> list[psutil.Process]:
         found = psutil.Process(self.stack.process.pid).children(recursive=True)
-        return [one for one in found if "gateway.prompts.worker" in one.cmdline()]
+        those = [one for one in found if "gateway.prompts.worker" in one.cmdline()]
+        # Without the one that they are forks of, and their own forks, which compile grammars.
+        (server,) = (one for one in those if one.parent() not in those)
+        return [one for one in those if one.parent() == server]
 
     def kill(self, *processes: psutil.Process) -> None:
         """kill -9."""

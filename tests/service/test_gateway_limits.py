@@ -195,9 +195,9 @@ def test_templates_are_bounded_in_time_and_memory(setup: Setup, word: str) -> No
 
 
 def prompt_processes() -> list[psutil.Process]:
-    """Returns the processes that this one's gateway reads requests in."""
+    """Returns the processes that this one's gateway reads requests in, and the one that they are forks of."""
     found = []
-    for child in psutil.Process().children():
+    for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
             found += [child] if "gateway.prompts.worker" in child.cmdline() else []
     return found

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import cache, partial
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 from numpy.typing import NDArray
 
 from moebius.checkpoint.errors import CheckpointError
@@ -66,6 +65,8 @@ class BlockType:
         output = np.empty((len(flat), self.weights), np.float32)
         decode = DECODERS.get(self.name)
         if decode is None:
+            from gguf import GGMLQuantizationType, quants  # here: most processes need none of it
+
             decode = partial(quants.dequantize, qtype=GGMLQuantizationType[self.name])
         for piece in self.pieces(len(flat)):
             output[piece] = decode(flat[piece])
@@ -74,6 +75,8 @@ class BlockType:
 
 @cache
 def _block_types() -> Mapping[int, BlockType]:
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
     found: dict[int, BlockType] = {}
     for name in (*FLOAT_TYPES, *INTEGER_TYPES, *QUANTISED_TYPES):
         if name in _NEWER_TYPES:
@@ -96,6 +99,8 @@ def block_type(number: int, tensor: str) -> BlockType:
     """Returns the type of that number. Raises CheckpointError naming the tensor and the types there are."""
     found = _block_types().get(number)
     if found is None:
+        from gguf import GGMLQuantizationType
+
         known = {kind.value: kind.name for kind in GGMLQuantizationType}
         raise unusable(known.get(number, number), tensor)
     return found

@@ -13,7 +13,6 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from gguf import GGMLQuantizationType, quants
 from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
@@ -33,6 +32,8 @@ class GridParts(NamedTuple):
 @cache
 def _grid(kind: str) -> Bytes:
     """Returns `[rows, 4 or 8]`: places of the grid's numbers among the magnitudes."""
+    from gguf import GGMLQuantizationType, quants  # here: most processes need none of it
+
     found = quants._type_traits[GGMLQuantizationType[kind]]
     found.init_grid()  # type: ignore[no-untyped-call]
     assert found.grid is not None
@@ -45,6 +46,8 @@ def _signs() -> Bytes:
     """Returns `[128, 8]`: signs of eight weights, of which seven bits are stored and the number of ones is
     even.
     """
+    from gguf import quants
+
     return _bits(np.frombuffer(quants.IQ2_XXS.ksigns, np.uint8))
 
 
@@ -155,6 +158,8 @@ def take_grid_part(kind: str, role: str, blocks: Bytes, output: NDArray[np.gener
 
     Raises ValueError for arrays of other sizes.
     """
+    from gguf import GGMLQuantizationType, quants
+
     nbytes = quants._type_traits[GGMLQuantizationType[kind]].type_size
     if blocks.shape[1] % nbytes:
         raise ValueError(f"rows of {blocks.shape[1]} bytes; they have to be whole blocks of {nbytes} bytes")

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import psutil
 import pytest
 
+from gateway.prompts.fork_server import ForkServer
 from gateway.prompts.pool import PromptPool
 from gateway.prompts.process import SMALL_BYTES, Died, ModelFiles, WorkerSetup
 from gateway.schemas.errors import ApiError
@@ -31,14 +32,31 @@ from tests.helpers.tiny_tokenizer import byte_level_tokenizer, write_tokenizer
 
 
 def children() -> set[int]:
-    """Returns prompt processes of this test process."""
+    """Returns prompt processes of this test process: what the server forks."""
     found = set()
+    for child in servers():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found |= {each.pid for each in child.children() if "gateway.prompts.worker" in each.cmdline()}
+    return found
+
+
+async def forked(count: int) -> set[int]:
+    """Returns `children` once there are that many: their server has to read the libraries first."""
+    async with asyncio.timeout(60):
+        while len(found := children()) < count:  # noqa: ASYNC110 - it looks by itself
+            await asyncio.sleep(0.02)
+    return found
+
+
+def servers() -> list[psutil.Process]:
+    """Returns those that this test process's prompt processes are forks of."""
+    found = []
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):  # one that has ended, a moment ago or unnoticed yet
             # Popen returns a moment before the kernel shows the new program's arguments.
             while not (command := child.cmdline()) and child.status() != psutil.STATUS_ZOMBIE:
                 time.sleep(0.001)
-            found |= {child.pid} if "gateway.prompts.worker" in command else set()
+            found += [child] if "gateway.prompts.worker" in command else []
     return found
 
 
@@ -62,8 +80,7 @@ async def test_processes_are_there_before_the_engine(tmp_path: Path) -> None:
     pool = PromptPool(2, 8)
     try:
         await pool.spawn(files)
-        early = children()
-        assert len(early) == 2
+        early = await forked(2)
         await pool.start(setup)
         assert children() == early
         assert await token_count(pool) == 3
@@ -79,7 +96,7 @@ async def test_one_that_died_while_the_engine_loaded_is_replaced(tmp_path: Path)
     pool = PromptPool(2, 8)
     try:
         await pool.spawn(files)
-        killed, kept = sorted(children())
+        killed, kept = sorted(await forked(2))
         os.kill(killed, signal.SIGKILL)
         await pool.start(setup)
         assert kept in children()
@@ -88,6 +105,27 @@ async def test_one_that_died_while_the_engine_loaded_is_replaced(tmp_path: Path)
         assert await token_count(pool) == 3
     finally:
         await pool.close()
+
+
+async def test_processes_outlive_their_server_and_get_another_one(tmp_path: Path) -> None:
+    """The kernel may end it for memory, and a debugger may stop it: neither costs a request."""
+    _, setup = setup_for(tmp_path)
+    pool = PromptPool(1, 8)
+    try:
+        await pool.start(setup)
+        for number in (signal.SIGKILL, signal.SIGSTOP):
+            before = servers()
+            os.kill(before[0].pid, number)
+            if number == signal.SIGKILL:
+                before[0].wait(60)
+            assert await token_count(pool) == 3
+            (running,) = pool._running.values()
+            await running.stop()
+            assert await token_count(pool) == 3
+            assert servers() != before
+    finally:
+        await pool.close()
+    assert not servers()
 
 
 @pytest.mark.parametrize("left", [0, 1])
@@ -117,6 +155,7 @@ async def test_a_process_that_finds_another_tokenizer_does_not_serve(tmp_path: P
             assert await token_count(pool) == 3
             assert await pool.prepare("tokenize", [large]) == expected
         pool._running[left]._process.kill()
+        pool._running[left]._process.wait()
         with pytest.raises(ApiError, match=r"tokenizer\.json has changed") as caught:
             await pool.prepare("tokenize", [large])
         assert (caught.value.status, caught.value.code) == (503, "model_files_changed")
@@ -150,9 +189,10 @@ async def test_a_gateway_that_ends_before_the_engine_leaves_no_process(tmp_path:
     files, _ = setup_for(tmp_path)
     pool = PromptPool(1, 8)
     await pool.spawn(files)
-    assert len(children()) == 1
+    await forked(1)
     await pool.close()
     assert children() == set()
+    assert not servers()
 
 
 class FakeProcess:
@@ -162,7 +202,7 @@ class FakeProcess:
     groups: ClassVar[list[int]] = []  # sizes, in order
 
     @classmethod
-    async def spawn(cls, _files: ModelFiles) -> FakeProcess:
+    async def spawn(cls, _server: ForkServer) -> FakeProcess:
         return cls()
 
     async def begin(self, _setup: WorkerSetup) -> None:

@@ -26,9 +26,10 @@ LIGHT = [
 ]
 
 
-def test_a_process_says_what_this_one_would() -> None:
-    """Grammars and refusals are those of `compiled`."""
-    process = GrammarProcess()
+@pytest.mark.parametrize("forks", [False, True])
+def test_a_process_says_what_this_one_would(forks: bool) -> None:
+    """Grammars and refusals are those of `compiled`, whichever way it is started."""
+    process = GrammarProcess(forks)
     try:
         for constraint in LIGHT:
             assert process.compiled(constraint) == compiled(constraint)
@@ -48,24 +49,25 @@ def test_a_grammar_that_takes_long_is_refused() -> None:
     try:
         process.compiled(LIGHT[0])
         assert process._process is not None
-        started = process._process.pid
+        started = process._process
         for _ in range(3):
             with pytest.raises(OverBudget, match="more than 1 s of processor time"):
                 process.compiled(HEAVY, QUICK_S)
             process.compiled(LIGHT[0])
-        assert process._process.pid == started
+        assert process._process == started
     finally:
         process.close()
 
 
+@pytest.mark.parametrize("forks", [False, True])
 @pytest.mark.parametrize("who", ["starts", "compiles"])
-def test_a_process_that_was_killed_is_replaced(who: str) -> None:
+def test_a_process_that_was_killed_is_replaced(who: str, forks: bool) -> None:
     """Grammars after a kill, as the kernel kills for memory, are compiled, each answer its own."""
-    process = GrammarProcess()
+    process = GrammarProcess(forks)
     try:
         process.compiled(LIGHT[0])
         assert process._process is not None
-        victim = psutil.Process(process._process.pid)
+        victim = psutil.Process(process._process)
         victim = victim if who == "starts" else victim.children()[0]
         os.kill(victim.pid, signal.SIGKILL)
         victim.wait()
@@ -75,12 +77,13 @@ def test_a_process_that_was_killed_is_replaced(who: str) -> None:
         process.close()
 
 
-def test_nothing_is_left() -> None:
+@pytest.mark.parametrize("forks", [False, True])
+def test_nothing_is_left(forks: bool) -> None:
     """Both processes end with the one that asks, or when they are closed."""
-    process = GrammarProcess()
+    process = GrammarProcess(forks)
     process.compiled(LIGHT[0])
     assert process._process is not None
-    parent = psutil.Process(process._process.pid)
+    parent = psutil.Process(process._process)
     family = [parent, *parent.children()]
     process.close()
     assert psutil.wait_procs(family, timeout=60)[1] == []

@@ -1,0 +1,173 @@
+"""A process that has read the libraries and the model's files, and is forked for each process for prompts.
+
+A fork starts within milliseconds and shares that memory. The server has no threads, so that forking it is
+safe; the gateway, which has some, gets each fork's exit status from it, over a socket of the fork's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import selectors
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+
+_FORK = b"F"  # comes with two sockets: the new process's channel, and the one that its status goes to
+_STATUS = struct.Struct("!i")
+_KILL_S = 5.0  # a server that has not ended a process by then is itself ended
+
+
+class Fork:
+    """A forked process, with the methods of a `Popen` that the gateway uses; made by `ForkServer.fork`."""
+
+    def __init__(self, report: socket.socket, server: subprocess.Popen[bytes]) -> None:
+        self._report, self._server = report, server
+        self._lock = threading.Lock()
+        self._status: int | None = None
+
+    def poll(self) -> int | None:
+        """Returns the exit status if it has ended (negative: by that signal), else None."""
+        if self._status is None:
+            poll = select.poll()
+            poll.register(self._report, select.POLLIN)
+            if not poll.poll(0):
+                return None
+        return self.wait()
+
+    def wait(self) -> int:
+        """Waits for the end; returns the exit status, which is the server's where that has ended before."""
+        with self._lock:
+            if self._status is None:
+                try:
+                    data = self._report.recv(_STATUS.size)
+                except TimeoutError:  # stopped, or it still reads files: another one may do better
+                    self._server.kill()
+                    data = b""
+                self._status = _STATUS.unpack(data)[0] if data else self._server.wait()
+                self._report.close()
+            return self._status
+
+    def kill(self) -> None:
+        """Ends it at once; the server does so, which alone knows that the process id is still its own."""
+        with contextlib.suppress(OSError):  # it has ended
+            self._report.settimeout(_KILL_S)
+            self._report.shutdown(socket.SHUT_WR)
+
+
+class ForkServer:
+    """The gateway's side of the server. It ends with its last reference, or with the gateway."""
+
+    def __init__(self, module: str, message: bytes) -> None:
+        """Starts `python -m module` with a socket as its standard input, on which it gets `message` and then
+        serves by `serve_forks`. Raises OSError."""
+        self._control, theirs = socket.socketpair()
+        # Each process tokenises one text at a time, so threads do not help; and forks would not have them.
+        environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
+        with theirs:
+            command = [sys.executable, "-P", "-m", module]
+            self._process = subprocess.Popen(command, stdin=theirs.fileno(), env=environment)
+        self._control.sendall(message)
+
+    @property
+    def ended(self) -> bool:
+        """Returns whether another one has to be started."""
+        return self._process.poll() is not None
+
+    def fork(self) -> tuple[socket.socket, Fork]:
+        """Returns the channel of a new process, and the process. Raises OSError when the server has ended."""
+        channel, theirs = socket.socketpair()
+        report, reported = socket.socketpair()
+        with theirs, reported:
+            try:
+                socket.send_fds(self._control, [_FORK], [theirs.fileno(), reported.fileno()])
+            except OSError:
+                channel.close()
+                report.close()
+                raise
+        return channel, Fork(report, self._process)
+
+    def close(self) -> None:
+        """Ends the server, and waits for that; its forks end as they would without it."""
+        self._control.close()
+        self._process.kill()
+        self._process.wait()
+
+
+def serve_forks(control: socket.socket, run: Callable[[socket.socket], int]) -> None:
+    """Forks a process whenever the gateway asks for one, until the gateway is gone.
+
+    Args:
+        control: where the gateway asks.
+        run: what a process does with its channel; its result is the exit status.
+    """
+    reports: dict[int, socket.socket] = {}  # by process id
+    waker, woken = socket.socketpair()
+    for end in (waker, woken):
+        end.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(woken.fileno(), warn_on_full_buffer=False)
+    with selectors.DefaultSelector() as selector, waker, woken:
+        selector.register(control, selectors.EVENT_READ)
+        selector.register(waker, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fileobj is control:
+                    message, sockets, _, _ = socket.recv_fds(control, len(_FORK), 2)
+                    if not message:
+                        return
+                    channel, report = (socket.socket(fileno=number) for number in sockets)
+                    inherited = [control, waker, woken, report, *reports.values()]
+                    process = _fork(channel, inherited, selector, run)
+                    reports[process] = report
+                    selector.register(report, selectors.EVENT_READ, process)
+                elif key.fileobj is waker:
+                    waker.recv(1024)
+                elif key.data in reports:  # the gateway has closed it: the process is to end
+                    os.kill(key.data, signal.SIGKILL)
+                    selector.unregister(key.fileobj)
+            _report_ended(reports, selector)
+
+
+def _fork(
+    channel: socket.socket,
+    inherited: list[socket.socket],
+    selector: selectors.BaseSelector,
+    run: Callable[[socket.socket], int],
+) -> int:
+    """Returns the id of a new process that runs with `channel`, and without what is the server's own."""
+    process = os.fork()
+    if process == 0:
+        status = 1
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            selector.close()
+            for each in inherited:
+                each.close()
+            status = run(channel)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    channel.close()
+    return process
+
+
+def _report_ended(reports: dict[int, socket.socket], selector: selectors.BaseSelector) -> None:
+    """Sends the exit status of each process that has ended, for which the gateway may wait."""
+    while reports:
+        process, status = os.waitpid(-1, os.WNOHANG)
+        if process == 0:
+            return
+        with reports.pop(process) as report:
+            with contextlib.suppress(KeyError):  # it was killed, and is not listened to any more
+                selector.unregister(report)
+            with contextlib.suppress(OSError):  # the gateway is gone
+                report.sendall(_STATUS.pack(os.waitstatus_to_exitcode(status)))
