@@ -104,9 +104,8 @@ def _described(directory: Path, overrides: ModelOverrides) -> ModelConfig:
         raise hf.error("model_type", hf.string("model_type"), known_families(hf.string("model_type")))
     config = _apply_overrides(hf, family.read(hf), overrides)
     vision = read_vision(hf, family, wanted=not overrides.language_model_only)
-    if not config.routed:
-        raise ModelConfigError(f"{source}: no layer has experts; only mixture-of-experts models are served")
-    _check_router(hf, next(iter(config.routed.values())).router)
+    if config.routed:
+        _check_router(hf, next(iter(config.routed.values())).router)
     if overrides.mtp_heads:
         config = with_heads(config, overrides.mtp_heads, source)
     return replace(config, vision=vision, unread_keys=hf.unread)

@@ -43,7 +43,9 @@ def test_tokens_count_against_the_key(url: tuple[str, Path], stream: bool) -> No
         body = {**BODY, "stream": stream}
         return httpx.post(f"{base}/v1/completions", json=body, headers=headers, timeout=60)
 
-    assert [post(limited).status_code for _ in range(3)] == [200, 200, 429]
+    assert [post(limited).status_code for _ in range(2)] == [200, 200]
+    # The last tokens of a stream are counted once it has ended, which its client may see first.
+    assert 429 in (post(limited).status_code for _ in range(3))
     refused = post(limited)
     assert refused.json()["error"]["code"] == "rate_limit_exceeded"
     assert "12 tokens per minute" in refused.json()["error"]["message"]

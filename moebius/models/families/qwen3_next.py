@@ -156,7 +156,11 @@ def gguf_linear_attention(keys: MetadataKeys, config: Config) -> Config:
     keys.skip("full_attention_interval", "ssm.inner_size")
     own = keys.layers_with("ssm_a")
     kinds = [LINEAR if layer in own else FULL for layer in range(config["num_hidden_layers"])]
-    return rotated(keys, config) | {"layer_types": kinds, "linear_value_head_dim": heads.value_dim}
+    # A file says how many layers of prediction it has, or has none.
+    predicting = {"num_nextn_predict_layers": config.get("num_nextn_predict_layers", 0)}
+    return (
+        rotated(keys, config) | predicting | {"layer_types": kinds, "linear_value_head_dim": heads.value_dim}
+    )
 
 
 # The layer of multi-token prediction that is published is one that attends.

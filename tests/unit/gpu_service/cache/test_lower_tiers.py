@@ -521,13 +521,16 @@ def test_random_histories_never_give_a_request_another_prefix(
 ) -> None:
     """With evictions, failing disks, aborts, flushes and steps in flight; no page or slot is ever lost."""
     machine = TierMachine(7, tmp_path, has_states)
-    for number in range(steps):
+    tiers = machine.tiers
+    for number in range(8 * steps):
         machine.step()
         if number % 10 == 0:
             machine.check_integrity()
+        # Threads copy meanwhile: on a busy machine it takes more steps until a copy fails.
+        if number >= steps and tiers.num_failed and min(tiers.hit_tokens["ram"], tiers.hit_tokens["disk"]):
+            break
     machine.close()
-    hits = machine.tiers.hit_tokens
     assert machine.checked > steps / 200
-    assert hits["ram"] > 0
-    assert hits["disk"] > 0
-    assert machine.tiers.num_failed > 0
+    assert tiers.hit_tokens["ram"] > 0
+    assert tiers.hit_tokens["disk"] > 0
+    assert tiers.num_failed > 0
