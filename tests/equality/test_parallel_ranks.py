@@ -45,7 +45,7 @@ def truth(tmp_path_factory: pytest.TempPathFactory) -> Truth:
     [
         # Those for `make test-all` divide what others here divide in more ways.
         pytest.param("qwen3_bias_tied", 2, 1, {}, marks=pytest.mark.full),
-        ("qwen3_bias_tied", 4, 1, {"gpu_experts_ratio": 0.5}),
+        pytest.param("qwen3_bias_tied", 4, 1, {"gpu_experts_ratio": 0.5}, marks=pytest.mark.full),
         pytest.param("qwen3_bias_tied", 1, 2, {}, marks=pytest.mark.full),
         ("qwen3_bias_tied", 2, 2, {"overlap_scheduling": False}),
         pytest.param("glm4_shared", 2, 2, {"gpu_experts_ratio": 0.5}, marks=pytest.mark.full),

@@ -44,7 +44,7 @@ def build(sanitizer: str) -> Path:
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("sanitizer", ["address", "thread"])
+@pytest.mark.parametrize("sanitizer", ["address", pytest.param("thread", marks=pytest.mark.full)])
 def test_fuzz_under_sanitizer(sanitizer: str, pytestconfig: pytest.Config) -> None:
     """The program exits with 0: no sanitizer report, no wrong result, no lost task of the pool."""
     program = build(sanitizer)

@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import openai
+import pytest
 
 from tests.drills.checkpoint import FLAGS, write_checkpoint
 from tests.helpers.stack import Stack, running_stack
@@ -32,6 +33,8 @@ def lines(model: str) -> bytes:
     )
 
 
+# A kill and a restart of the gateway alone are in test_gateway_batches_killed.py.
+@pytest.mark.full
 def test_a_restart_goes_on_with_a_batch(tmp_path: Path) -> None:
     """What a stopped server has not answered, its successor on another port does, and each line once; before
     the first file nothing is in the user's state."""
