@@ -22,8 +22,10 @@ from gpu_service.cache.tiers.payloads import Bytes, Payloads
 
 # Rest after a piece, by the time that it took.
 _REST = 3.0
-# Weight of the latest copy in a tier's speed.
-_LATEST = 0.3
+# What counts of earlier copies in a tier's speed, with each copy.
+_EARLIER = 0.7
+# How long a speed is believed without another copy, seconds: one slow moment must not rule a tier out.
+_BELIEVED_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,28 @@ class LoadItem:
     record: DiskRecord | None  # None: it is in the RAM tier
 
 
+class Speed:
+    """Bytes per second of late: of what was copied in all, so that small copies count for little."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._bytes = self._seconds = 0.0
+        self._copied_at = 0.0
+
+    def add(self, nbytes: int, seconds: float) -> None:
+        """A copy has ended."""
+        self._bytes = _EARLIER * self._bytes + nbytes
+        self._seconds = _EARLIER * self._seconds + seconds
+        self._copied_at = self._clock()
+
+    @property
+    def now(self) -> float | None:
+        """None: nothing was copied lately."""
+        if self._clock() - self._copied_at > _BELIEVED_S or not self._bytes:
+            return None
+        return self._bytes / max(1e-9, self._seconds)
+
+
 class Mover:
     """`store` and `load` return at once; the rest is as its caller orders it."""
 
@@ -60,9 +84,7 @@ class Mover:
         # Each thread has its own.
         self._load_scratch, self._store_scratch = payloads.scratch(largest), payloads.scratch(largest)
         self._rest: Future[None] | None = None
-        # Bytes per second, measured.
-        self.ram_speed: float | None = None
-        self.disk_speed: float | None = None
+        self.ram_speed, self.disk_speed = Speed(), Speed()
 
     @property
     def may_store(self) -> bool:
@@ -131,7 +153,7 @@ class Mover:
             if run:
                 part = items[count : count + run]
                 self._payloads.write_pages([item.place for item in part], [item.views[0] for item in part])
-                self._measured("ram", run * self._payloads.page_bytes, begin)
+                self.ram_speed.add(run * self._payloads.page_bytes, time.monotonic() - begin)
                 count += run
             elif self._load_one(items[count], begin):
                 count += 1
@@ -155,13 +177,9 @@ class Mover:
             self._payloads.write_pages([item.place], [payload])
         else:
             self._payloads.write_state(item.place, payload)
-        self._measured("ram" if item.record is None else "disk", nbytes, begin)
+        speed = self.ram_speed if item.record is None else self.disk_speed
+        speed.add(nbytes, time.monotonic() - begin)
         return True
-
-    def _measured(self, tier: str, nbytes: int, begin: float) -> None:
-        speed = nbytes / max(1e-9, time.monotonic() - begin)
-        known = getattr(self, f"{tier}_speed")
-        setattr(self, f"{tier}_speed", speed if known is None else known + _LATEST * (speed - known))
 
 
 def _pages_in_ram(items: Sequence[LoadItem], first: int) -> int:

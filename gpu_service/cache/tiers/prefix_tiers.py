@@ -319,9 +319,8 @@ class PrefixTiers:
             return True
         seconds = 0.0
         for key in prefix.keys:
-            speed = (
-                self.mover.ram_speed if self.ram is not None and key in self.ram else self.mover.disk_speed
-            )
+            is_in_ram = self.ram is not None and key in self.ram
+            speed = (self.mover.ram_speed if is_in_ram else self.mover.disk_speed).now
             nbytes = self.payloads.state_bytes if is_state(key) else self.payloads.page_bytes
             seconds += nbytes / speed if speed else 0.0
         return seconds <= a_token * prefix.saved_tokens

@@ -25,6 +25,7 @@ from gpu_service.cache.request_states import RequestStates, StatePool
 from gpu_service.cache.tiers import disk_file
 from gpu_service.cache.tiers.digests import identity_digest, page_digests, root_digest, state_key
 from gpu_service.cache.tiers.disk_tier import DiskTier
+from gpu_service.cache.tiers.mover import Speed
 from gpu_service.cache.tiers.payloads import DevicePayloads, HostPayloads
 from gpu_service.cache.tiers.prefix_tiers import PrefixTiers
 from gpu_service.cache.tiers.ram_segment import RamSegment, slots_within
@@ -71,6 +72,19 @@ def test_names_depend_on_all_tokens_before_them_and_on_who_may_share() -> None:
     for other in others:
         assert not set(page_digests(other, tokens, PAGE)) & set(chain)
     assert not set(page_digests(root, tokens + 1, PAGE)) & set(chain)
+
+
+def test_one_slow_copy_does_not_rule_out_a_tier() -> None:
+    """A speed counts bytes rather than copies, and is forgotten when nothing was copied for a while."""
+    now = [100.0]
+    speed = Speed(lambda: now[0])
+    assert speed.now is None
+    speed.add(1_000, 1.0)
+    assert speed.now == 1_000
+    speed.add(1_000_000, 1.0)
+    assert (speed.now or 0) > 500_000
+    now[0] += 3600
+    assert speed.now is None
 
 
 def test_ram_gives_up_the_end_of_what_was_used_least_lately() -> None:

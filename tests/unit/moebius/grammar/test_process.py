@@ -14,6 +14,7 @@ from moebius.grammar.process import QUICK_S, BudgetedCompiler, GrammarProcess
 from protos.engine_pb2 import Choice, Constraint
 from tests.helpers.constraints import new_compiler
 from tests.helpers.heavy_grammars import heavy_gbnf
+from tests.helpers.new_process import run_in_new_process
 
 HEAVY = Constraint(ebnf=heavy_gbnf())
 LIGHT = [
@@ -29,6 +30,10 @@ LIGHT = [
 @pytest.mark.parametrize("forks", [False, True])
 def test_a_process_says_what_this_one_would(forks: bool) -> None:
     """Grammars and refusals are those of `compiled`, whichever way it is started."""
+    run_in_new_process(_says_the_same, forks)
+
+
+def _says_the_same(forks: bool) -> None:
     process = GrammarProcess(forks)
     try:
         for constraint in LIGHT:
@@ -63,6 +68,10 @@ def test_a_grammar_that_takes_long_is_refused() -> None:
 @pytest.mark.parametrize("who", ["starts", "compiles"])
 def test_a_process_that_was_killed_is_replaced(who: str, forks: bool) -> None:
     """Grammars after a kill, as the kernel kills for memory, are compiled, each answer its own."""
+    run_in_new_process(_is_replaced, who, forks)
+
+
+def _is_replaced(who: str, forks: bool) -> None:
     process = GrammarProcess(forks)
     try:
         process.compiled(LIGHT[0])
@@ -80,6 +89,10 @@ def test_a_process_that_was_killed_is_replaced(who: str, forks: bool) -> None:
 @pytest.mark.parametrize("forks", [False, True])
 def test_nothing_is_left(forks: bool) -> None:
     """Both processes end with the one that asks, or when they are closed."""
+    run_in_new_process(_leaves_nothing, forks)
+
+
+def _leaves_nothing(forks: bool) -> None:
     process = GrammarProcess(forks)
     process.compiled(LIGHT[0])
     assert process._process is not None
