@@ -114,6 +114,8 @@ class Request:
     priority: int = 0
     cache_namespace: str = ""
     fairness_id: str = ""  # whose request it is: clients get equal shares
+    keep_prefix_s: float = 0.0  # For how long its pages outlive others in the prefix cache.
+    arrived_s: float = 0.0  # When it arrived, by rank 0's monotonic clock.
     arrival: int = 0
     trace_context: dict[str, str] = field(default_factory=dict)
     # Of the trace that the call belongs to, hex, also when that is not recorded; filled by the servicer.

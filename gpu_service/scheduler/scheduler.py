@@ -76,6 +76,7 @@ class Scheduler:
         request.arrival = self._arrivals
         self._arrivals += 1
         self.shares.came(request)
+        self.cache.tree.advance(request.arrived_s)
         bisect.insort(self.waiting, request, key=seniority)
 
     def abort(self, request_id: str) -> list[Request]:
