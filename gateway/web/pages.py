@@ -21,6 +21,7 @@ _POLICY = "; ".join(
         "default-src 'none'",
         "script-src 'self'",
         "style-src 'self'",
+        "font-src 'self'",  # of formulas
         "img-src 'self' data: blob:",
         "connect-src 'self'",
         "manifest-src 'self'",

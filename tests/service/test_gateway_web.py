@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import time
 from collections.abc import Iterator
@@ -19,6 +20,8 @@ from tests.helpers.gateway_server import gateway_config, running_gateway
 from tests.helpers.tiny_tokenizer import byte_level_tokenizer, write_tokenizer
 
 KEY = "a-secret"
+VENDOR = STATIC / "vendor"
+OWN = sorted(path for path in STATIC.iterdir() if path.is_file())
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +54,7 @@ def references(text: str) -> set[str]:
 
 def test_nothing_is_loaded_from_elsewhere_or_from_the_root() -> None:
     """Every address in the files is relative and there: the page works offline, and below any prefix."""
-    for path in STATIC.iterdir():
+    for path in OWN:
         text = path.read_text()
         for reference in references(text):
             assert not re.match(r"[a-z]+:|/", reference), f"{path.name}: {reference}"
@@ -71,9 +74,24 @@ def test_nothing_is_loaded_from_elsewhere_or_from_the_root() -> None:
             assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)[a-z]", text), path
 
 
+def test_libraries_are_as_their_authors_published_them() -> None:
+    """Each file of vendor/ has the hash that `make vendor` wrote, and each library its licence."""
+    sums = dict(line.split("  ")[::-1] for line in (VENDOR / "SHA256SUMS").read_text().splitlines())
+    paths = {str(path.relative_to(VENDOR)): path for path in VENDOR.rglob("*") if path.is_file()}
+    found = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in paths.items()}
+    found.pop("SHA256SUMS")
+    assert found == sums
+    assert all((folder / "LICENSE").exists() for folder in VENDOR.iterdir() if folder.is_dir())
+
+
 def test_pages_need_no_key_and_say_what_browsers_may_do(url: str) -> None:
     """Files are open, with a policy that allows this origin only; a copy that is right is not sent again."""
-    names = ["", "docs", *(f"web/{path.name}" for path in STATIC.iterdir())]
+    names = [
+        "",
+        "docs",
+        *(f"web/{path.name}" for path in OWN),
+        "web/vendor/katex/fonts/KaTeX_Main-Regular.woff2",
+    ]
     for name in names:
         answer = httpx.get(f"{url}/{name}")
         assert answer.status_code == 200, name
