@@ -36,6 +36,13 @@ export async function copyText(text) {
   area.remove();
 }
 
+/** Gives the user a text as a file. */
+export function saveFile(name, type, text) {
+  const address = URL.createObjectURL(new Blob([text], { type }));
+  element("a", { href: address, download: name }).click();
+  setTimeout(() => URL.revokeObjectURL(address), 60_000); // the download may start late
+}
+
 /** A button that copies the result of `read` and says so. */
 export function copyButton(read, label = "Copy") {
   const button = element("button", { type: "button", class: "quiet copy" }, label);
