@@ -143,7 +143,7 @@ class McpServers:
         return await asyncio.gather(*(self._listed(index, url) for index, url in enumerate(self._urls)))
 
     async def _listed(self, index: int, url: str) -> dict[str, Any]:
-        listed = {"name": server_name(url), "error": None, "tools": []}
+        listed: dict[str, Any] = {"name": server_name(url), "error": None, "tools": []}
         try:
             async with self._session(url) as session:
                 tools = tools_of(await _all_tools(session), index)
@@ -224,7 +224,8 @@ def text_of(result: dict[str, Any]) -> str:
     for part in result.get("content") or ():
         if not isinstance(part, dict):
             continue
-        resource = part.get("resource") if isinstance(part.get("resource"), dict) else part
+        inner = part.get("resource")
+        resource: dict[str, Any] = inner if isinstance(inner, dict) else part
         text = part.get("text") or resource.get("text")
         kind = f"{part.get('type', 'content')} {resource.get('mimeType', '')} {resource.get('uri', '')}"
         parts.append(text if isinstance(text, str) else f"[{' '.join(kind.split())}]")

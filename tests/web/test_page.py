@@ -389,6 +389,10 @@ def test_the_live_view(page: Browser, script: Script) -> None:
     assert "80 %" in page.text("#live-view tbody tr")
     page.until(lambda: "2 (100)" in page.text("#live-view section"))
     assert page.count("#replica") == 0
+    assert page.count("#live-view .idle") == 0
+    script.live["requests"] = {**script.live["requests"], "running": 0, "waiting": 0}
+    script.live["steps"] = {"count": 1234, "seconds": 5.0}
+    page.until(lambda: "1,234 forward passes" in page.text("#live-view .idle"))
     script.live["replicas"] = 2
     page.until(lambda: page.count("#replica") == 1)
     page.type("#replica", "2")

@@ -14,8 +14,9 @@ const RETRY_MS = 3000;
 const api = new Api();
 
 /** A sentence above the page, with a button if `offer` has its text and action; empty: none. */
-function notice(text, offer = null) {
+function notice(text, offer = null, isError = !offer) {
   const node = byId("notice");
+  node.classList.toggle("error", isError);
   const button = offer && element("button", { type: "button", class: "quiet", onclick: offer.action }, offer.text);
   const close = element("button", { type: "button", class: "quiet", "aria-label": "Close this message", onclick: () => notice("") }, "✕");
   node.replaceChildren(...(text ? [element("span", {}, text), button, close].filter(Boolean) : []));
@@ -111,7 +112,10 @@ byId("menu").addEventListener("click", () => {
 
 byId("open-settings").addEventListener("click", () => settings.open());
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => live.heat.redraw());
-window.addEventListener("hashchange", showView);
+window.addEventListener("hashchange", () => {
+  notice(""); // it was about the other view
+  showView();
+});
 showView();
 findModel();
 await chat.start();

@@ -1,5 +1,6 @@
 // A block of code: its language, a button that copies, and colours where the language is known.
 
+import { diagramButton } from "./diagram.js";
 import { copyButton, element } from "./dom.js";
 import { loadedHighlighter } from "./libraries.js";
 
@@ -20,8 +21,10 @@ function colour(highlighter, node, language, text) {
   node.replaceChildren(...scoped(emitter.root).childNodes);
 }
 
-/** `buttons`: further ones for the block's head. */
-export function codeBlock({ language, text, isClosed }, buttons = []) {
+/** Returns the node of a block; one of Mermaid can be drawn. */
+export function codeBlock({ language, text, isClosed }) {
+  const drawing = element("div");
+  const buttons = language === "mermaid" && isClosed ? [diagramButton(text, drawing)] : [];
   const code = element("code", {}, text);
   const head = element("div", { class: "code-head" }, element("span", {}, language || "text"), element("span", { class: "buttons" }, buttons, copyButton(() => text)));
   // Wide code scrolls, which by keyboard requires that it can have the focus.
@@ -31,5 +34,5 @@ export function codeBlock({ language, text, isClosed }, buttons = []) {
     const highlighter = loadedHighlighter(draw);
     if (highlighter) draw(highlighter);
   }
-  return element("div", { class: "code" }, head, pre);
+  return element("div", { class: "code" }, head, pre, drawing);
 }

@@ -22,6 +22,12 @@ export function svg(tag, attributes = {}, ...children) {
 
 export const byId = (id) => document.getElementById(id);
 
+/** Whether the page is shown in dark colours. */
+export function isDark() {
+  const { theme } = document.documentElement.dataset;
+  return theme === "dark" || (theme !== "light" && matchMedia("(prefers-color-scheme: dark)").matches);
+}
+
 /** Copies text also on a page that came over plain HTTP, which has no clipboard interface. */
 export async function copyText(text) {
   if (navigator.clipboard && window.isSecureContext) {

@@ -19,7 +19,7 @@ export function messageNode(message, actions) {
   return node;
 }
 
-function button(text, action, label = text) {
+function button(text, action, label = null) {
   return element("button", { type: "button", class: "quiet", "aria-label": label, onclick: action }, text);
 }
 
@@ -55,18 +55,22 @@ function editInPlace(node, message, actions) {
   field.focus();
 }
 
+const views = new WeakMap(); // message -> its rendered texts, which stay when the message is shown again
+
+function viewsOf(message) {
+  if (!views.has(message)) views.set(message, [0, 1].map(() => new MarkdownView(element("div", { class: "markdown" }))));
+  return views.get(message);
+}
+
 function fillAssistant(node, message, actions) {
   const thought = element("details", { class: "reasoning", hidden: true });
   const summary = element("summary", {}, "Reasoning");
-  const thoughtText = element("div", { class: "markdown" });
-  thought.append(summary, thoughtText);
-  const text = element("div", { class: "markdown" });
+  const [thoughtView, view] = viewsOf(message);
+  thought.append(summary, thoughtView.node);
   const calls = element("div", { class: "calls" });
   const progress = element("p", { class: "progress muted", hidden: true });
   const end = element("p", { class: "end" });
-  const thoughtView = new MarkdownView(thoughtText);
-  const view = new MarkdownView(text);
-  node.append(element("h2", {}, NAMES.assistant), thought, text, calls, progress, end);
+  node.append(element("h2", {}, NAMES.assistant), thought, view.node, calls, progress, end);
   node.showProgress = (words) => {
     progress.textContent = words;
     progress.hidden = !words;

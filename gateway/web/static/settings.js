@@ -3,6 +3,7 @@
 import { byId, element } from "./dom.js";
 import { NUMBERS, requestFields } from "./fields.js";
 import { Presets } from "./presets.js";
+import { recall, remember } from "./store.js";
 
 const TEXTS = ["system", "stop", "tools", "extra"];
 
@@ -27,6 +28,7 @@ export class Settings {
   async open() {
     this.#fill(this.chat.settings);
     this.presets.show("");
+    byId("draw-diagrams").checked = recall("diagrams", false);
     byId("set-key").value = this.page.api.key;
     this.error.textContent = "";
     this.dialog.showModal();
@@ -72,6 +74,7 @@ export class Settings {
     }
     const key = byId("set-key").value.trim();
     if (key !== this.page.api.key) this.page.api.setKey(key, byId("keep-key").checked);
+    remember("diagrams", byId("draw-diagrams").checked);
     this.chat.saveSettings(made);
     return true;
   }

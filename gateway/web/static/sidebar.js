@@ -83,7 +83,7 @@ export class Sidebar {
       const found = imported(await file.text());
       const numTaken = await this.chat.take(found);
       const known = found.length - numTaken;
-      this.page.notice(`Imported ${numTaken} of ${found.length} conversations${known ? `; ${known} were here already` : ""}.`);
+      this.page.notice(`Imported ${numTaken} of ${found.length} conversations${known ? `; ${known} were here already` : ""}.`, null, false);
     } catch (error) {
       this.page.notice(`${file.name}: ${error.message}`);
     }
