@@ -58,7 +58,7 @@ def test_nothing_is_loaded_from_elsewhere_or_from_the_root() -> None:
         text = path.read_text()
         for reference in references(text):
             assert not re.match(r"[a-z]+:|/", reference), f"{path.name}: {reference}"
-            is_root = path.name in {"index.html", "docs.html"}  # served at / and /docs, the others below /web/
+            is_root = path.name in {"index.html", "docs.html"}  # the others are below /web/
             place = STATIC.parent if is_root else STATIC
             name = reference.replace("web/", "static/") if is_root else reference
             if name not in {"docs", "openapi.json"}:

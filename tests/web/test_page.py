@@ -288,7 +288,9 @@ def test_a_phone_and_a_keyboard(page: Browser, script: Script) -> None:
     script.answers = [contents("word " * 200 + "\n\n```\n" + "x" * 400 + "\n```\n")]
     page.resize(380, 700)
     say(page, "Hello")
-    assert page.run("return document.documentElement.scrollWidth <= innerWidth")
+    for width in (380, 320):
+        page.show_at(width, 700)
+        assert page.run("return [document.documentElement.scrollWidth, innerWidth]") == [width, width]
     assert page.count("#sidebar") == 0
     page.click("#menu")
     page.until(lambda: page.count("#sidebar") == 1)
