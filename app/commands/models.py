@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from app.commands.download import download
 from app.hub import HubModel, fetch_model, hub_model, in_cache
 from moebius.checkpoint.errors import CheckpointError, refuse_pointer
 from moebius.checkpoint.gguf.files import is_gguf
@@ -187,35 +188,7 @@ def models() -> None:
     """Checkpoints made or fetched here."""
 
 
-@app.command()
-def download(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where the files are kept")],
-    base_url: Annotated[str, typer.Option(help="URL of the directory that holds them")],
-    checksums: Annotated[
-        Path, typer.Option(help="Their SHA-256 and names, as sha256sum writes them", metavar="FILE")
-    ],
-    token_file: Annotated[
-        Path | None, typer.Option(help="File with a bearer token for that host", metavar="FILE")
-    ] = None,
-) -> None:
-    """Download a checkpoint's files by URL. Goes on where a download broke off, and compares digests."""
-    from app.checkpoint_download import Download, read_checksums
-    from app.demo_model import rich_progress
-
-    wanted = read_checksums(checksums)
-    try:
-        token = token_file.read_text(encoding="utf-8").strip() if token_file else ""
-    except OSError as error:
-        raise UserError(f"--token-file {token_file}: {error.strerror}") from None
-    with rich_progress() as progress:
-
-        def waiting() -> None:
-            print(
-                f"{directory}: another process downloads there; waiting for it", file=sys.stderr, flush=True
-            )
-
-        fetched = Download(directory, base_url, token, progress).run(wanted, waiting)
-    print(f"{directory}: {len(wanted)} files, {fetched} of them fetched now")
+app.command("download")(download)
 
 
 @app.command()

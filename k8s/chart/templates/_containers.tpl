@@ -246,7 +246,7 @@ metadata:
     {{- end }}
 spec:
   {{- include "moebius.podBase" $root | nindent 2 }}
-  {{- include "moebius.scheduling" (dict "root" $root "own" $root.Values.engine) | nindent 2 }}
+  {{- include "moebius.scheduling" (dict "root" $root "own" $root.Values.engine "component" (ternary "engine-worker" "engine" (eq $role "worker"))) | nindent 2 }}
   {{- include "moebius.affinity" (dict "own" $root.Values.engine "root" $root "component" (ternary "engine-worker" "engine" (eq $role "worker")) "apart" true) | nindent 2 }}
   {{- with $root.Values.engine.runtimeClassName }}
   runtimeClassName: {{ . }}
