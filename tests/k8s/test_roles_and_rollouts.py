@@ -172,7 +172,7 @@ def test_one_job_writes_and_all_others_wait_and_read() -> None:
 
 
 def test_each_pod_has_kernels_of_its_own() -> None:
-    """perPod: a claim is made for each Pod of the engine, leaders and workers; nobody else asks for it."""
+    """perPod: a claim is made for each Pod of the engine, leaders and workers; no other Pod has it."""
     for nodes, kind in ((1, "StatefulSet"), (2, "LeaderWorkerSet")):
         cache = {"type": "perPod", "sizeMiB": 512, "storageClassName": "fast"}
         manifests = release({"engine": {"gpus": 1, "nodes": nodes, "jitCache": cache}, "replicas": 2})
