@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from app.short_names import full_name
 from moebius.errors import UserError
 
 # `owner/name`, of GGUF files with the one that is wanted: `owner/name:Q4_K_M`.
@@ -53,8 +54,9 @@ class HubModel:
 
 
 def hub_model(given: str) -> HubModel | None:
-    """Returns what `given` names on the hub; None when it is a path, or no name that the hub could have."""
-    match = _ID.fullmatch(given)
+    """Returns what `given` names on the hub, by a short name of ours, too; None when it is a path, or no name
+    that the hub could have."""
+    match = _ID.fullmatch(full_name(given))
     if match is None or given.endswith(".gguf") or Path(given).expanduser().exists():
         return None
     return HubModel(match[1], match[2] or "")

@@ -14,6 +14,7 @@ import typer
 
 from app.commands.download import download
 from app.hub import HubModel, fetch_model, hub_model, in_cache
+from app.short_names import hint
 from moebius.checkpoint.errors import CheckpointError, refuse_pointer
 from moebius.checkpoint.gguf.files import is_gguf
 from moebius.config import MoebiusConfig
@@ -121,7 +122,7 @@ def _check(given: str, path: Path, setting: str = "MODEL") -> None:
     if not path.is_dir():
         raise UserError(
             f"{setting} {given!r}: there is no such directory, and no such .gguf file; a model of the "
-            "Hugging Face hub is named owner/name"
+            f"Hugging Face hub is named owner/name{hint(given)}"
         )
     try:
         refuse_pointer(path / "config.json")
@@ -193,7 +194,10 @@ app.command("download")(download)
 
 @app.command()
 def fetch(
-    model: Annotated[str, typer.Argument(metavar="NAME", help="owner/name, of GGUF files owner/name:Q4_K_M")],
+    model: Annotated[
+        str,
+        typer.Argument(metavar="NAME", help="owner/name or a short name, of GGUF files owner/name:Q4_K_M"),
+    ],
     revision: Annotated[str, typer.Option(help="Branch, tag or commit; empty: main")] = "",
     offline: Annotated[bool, typer.Option("--offline", help="Only say where it was downloaded to")] = False,
 ) -> None:
@@ -202,7 +206,9 @@ def fetch(
 
     named = hub_model(model)
     if named is None:
-        raise UserError(f"{model!r} is not a model name of the Hugging Face hub; allowed: owner/name")
+        raise UserError(
+            f"{model!r} is not a model name of the Hugging Face hub; allowed: owner/name{hint(model)}"
+        )
     with _download_progress() as progress:
         place = fetch_model(named, revision, offline, progress, check=check_described)
     print(place)
