@@ -271,7 +271,7 @@ def test_an_ingress_leads_to_the_service() -> None:
 
 @pytest.mark.parametrize("mode", ["grouped", "individual"])
 def test_claims_of_cpus_are_what_containers_request(mode: str) -> None:
-    """Of a group a claim takes as many CPUs as its container requests (dra-driver-cpu counts both); single
+    """A claim takes as many CPUs of a group as its container requests (dra-driver-cpu counts both); single
     CPUs are as many devices."""
     dra = {"enabled": True, "cpuDeviceMode": mode}
     manifests = release({"experts": {"numa": "kubelet", "cpus": 12}, "dra": dra})

@@ -346,8 +346,8 @@ def test_files_are_looked_at_once_a_second(
 
 
 def test_when_certificates_expire_is_a_metric(authority: Authority, tmp_path: Path) -> None:
-    """Of each use the earliest end of the certificates that are there now; of a process without any, none. Of
-    several gateway processes the earliest is shown, not a sum."""
+    """It is the earliest end of the certificates for each use; of a process without any there is none, and of
+    several gateway processes the earliest counts, not a sum."""
     name = "moebius:certificate_expiry_timestamp_seconds"
     registry = CollectorRegistry()
     registry.register(CertificateCollector())
