@@ -29,6 +29,7 @@ from app.commands import (
     serve,
     show,
     translate,
+    upkeep,
     watch,
 )
 from app.exits import exit_with
@@ -43,7 +44,19 @@ COMMANDS = {
         *("ps", "status", "logs", "stop", "top", "profile", "bench", "doctor", "topology", "experts"),
         *("verify",),
     ),
-    "Prepare": ("models", "pull", "list", "show", "rm", "keys", "translate", "demo-model", "version"),
+    "Prepare": (
+        "models",
+        "pull",
+        "list",
+        "show",
+        "rm",
+        "disk",
+        "keys",
+        "translate",
+        "update",
+        "demo-model",
+        "version",
+    ),
     "One process alone": ("gateway", "gpu", "expert", "ranks"),
 }
 
@@ -138,7 +151,7 @@ TOPICS = {
     "telemetry": "Telemetry (telemetry)",
 }
 
-for module in (serve, plan, chat, demo, host, doctor, watch, translate, daily, show):
+for module in (serve, plan, chat, demo, host, doctor, watch, translate, daily, show, upkeep):
     module.register(app)
 app.add_typer(bench.app, name="bench")
 app.add_typer(models.app, name="models")
