@@ -20,7 +20,8 @@ from gpu_service.core.parallel import ParallelContext
 from gpu_service.core.partition import stage_layers
 from gpu_service.layers.gated_streams import NGramRows
 from gpu_service.layers.linear import Linear, StoredWeight
-from gpu_service.loader.load import shape_weights
+from gpu_service.loader.load import row_bytes, shape_weights
+from gpu_service.loader.names import expected_names
 from gpu_service.memory.device_memory import MemoryUse
 from gpu_service.memory.plan import (
     ExpertMemory,
@@ -199,13 +200,8 @@ def _tables(model: CausalLM) -> list[nn.Parameter]:
 
 
 def _largest_tensor_bytes(model: CausalLM) -> int:
-    """Returns the bytes of the largest tensor that a checkpoint stores as one; tables of n-grams are in
-    parts.
-    """
-    tables = [module for module in model.modules() if isinstance(module, NGramRows)]
-    known = {id(table.weight) for table in tables}
-    sizes = [_nbytes(tensor) for tensor in model.parameters() if id(tensor) not in known]
-    return max(*sizes, *(_nbytes(table.weight) // table.num_parts for table in tables), 0)
+    """Returns the bytes of the largest part of a rank that a checkpoint stores as one."""
+    return max(target.rows.size * row_bytes(target) for target in expected_names(model).values())
 
 
 def _read_tensors(model: CausalLM) -> list[nn.Parameter]:

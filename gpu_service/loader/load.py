@@ -1,6 +1,6 @@
 """Fills a model and its vision tower from a checkpoint, and checks that nothing is missing or left over.
 
-Which rows a name fills comes from the modules (`loader/names.py`), which tensors hold them from the
+Which rows a name fills comes from the declared weights (`loader/names.py`), which tensors hold them from the
 checkpoint (`find_sources`). Peak memory is the model plus one tensor: nothing is mapped, and routed experts
 are never read. A rank of several reads its rows and columns only; what is left over is found by all stages
 together. Towers stay in floating point in every published checkpoint.
@@ -19,10 +19,10 @@ from typing import Literal
 import structlog
 import torch
 
+from gpu_service.core.partition import stage_layers
 from gpu_service.device import dtype_name
 from gpu_service.device.stream import stream_of
-from gpu_service.layers.gated_streams import NGramRows
-from gpu_service.layers.linear import StoredWeight
+from gpu_service.layers.linear import Scaled, StoredWeight
 from gpu_service.loader.names import Target, expected_names, wanted_name
 from gpu_service.loader.packed_sources import PackedSource, keep_packed
 from gpu_service.loader.sources import (
@@ -50,8 +50,11 @@ from moebius.checkpoint.weight_schemes import FLOATS, WeightScheme
 from moebius.config import ModelConfigSection
 from moebius.models.checkpoint import check_mtp_layers, open_index
 from moebius.models.config import ModelConfig
+from moebius.models.layers.ranks import ShardRange
+from moebius.models.layers.weights import Weight
 from moebius.models.registry import vision_family
 from moebius.models.tied_head import is_stored_as_head
+from moebius.models.weights import model_weights
 from moebius.process.progress import Progress, phase
 
 _log = structlog.get_logger(__name__)
@@ -107,16 +110,14 @@ class _Search:
     def locate(self, name: str, target: Target) -> None:
         """Find the source of one expected name, or note what is wrong with it."""
         info = self.finder.tensors.get(name)
-        # The parameter of a weight that is kept is bytes, and has been since memory was planned.
-        counts = not (_is_packed(target) or target.module.get_parameter(target.parameter).is_floating_point())
-        is_table = isinstance(target.module, NGramRows) and target.module.weight_scale is not None
-        is_fp8 = is_table and target.parameter == "weight"
-        allowed_types = INTEGERS if counts else (FP8,) if is_fp8 else FLOATS
+        weight = target.weight
+        is_fp8 = weight.scale in self.expected
+        allowed_types = INTEGERS if weight.dtype == "int32" else (FP8,) if is_fp8 else FLOATS
         if info is not None and info.dtype in allowed_types:
             self._take_plain(name, info, target)
         elif len(target.shape) == 2 and self._is_quantised(name):
             self._take_quantised(name, target)
-        elif info is None and target.parameter in getattr(target.module, "zero_if_missing", ()):
+        elif info is None and weight.may_be_missing:
             self.sources[name] = ZeroSource()
         elif info is None:
             self.problems["missing"].append(name)
@@ -171,8 +172,7 @@ class _Search:
         return is_bias and info.dtype in FLOATS and not read_slice(info).any()
 
 
-# How tables of n-grams are called below their module, and 8-bit floats in headers.
-_TABLE_PART, FP8 = ".ngram_embedding.shard_", "F8_E4M3"
+FP8 = "F8_E4M3"
 _FLOAT_DTYPES = ("F32", "F16", "BF16")
 
 
@@ -259,7 +259,7 @@ def load_weights(model: CausalLM, directory: str | Path, form: DenseForm = "dequ
     before the first weight is read; the model is unusable after an error.
     """
     expected, sources = _find(model, directory, form)
-    weights = sum(target.rows.size * _row_bytes(target) for target in expected.values())
+    weights = sum(target.rows.size * row_bytes(target) for target in expected.values())
     with phase("loading dense weights", weights, "GB") as progress:
         _fill_all([(target, sources[name]) for name, target in expected.items()], model.device, progress)
     _check_no_meta(model)
@@ -276,16 +276,13 @@ def _held_bytes(model: CausalLM) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
 
-def _row_bytes(target: Target) -> int:
+def row_bytes(target: Target) -> int:
     """Returns the bytes of the part that this process has of a row of the parameter."""
-    parameter = target.module.get_parameter(target.parameter)
-    return parameter.nbytes // target.shape[0] if _is_packed(target) else parameter[:1].nbytes
-
-
-def _is_packed(target: Target) -> bool:
-    """Returns whether it is the weight of a module that holds it as it is stored."""
-    kept = isinstance(target.module, StoredWeight) and bool(target.module.packed_parts)
-    return kept and target.parameter == "weight"
+    module = target.module
+    parameter = module.get_parameter(target.parameter)
+    if isinstance(module, StoredWeight) and module.packed_parts and target.parameter == "weight":
+        return parameter.nbytes // module.weight_shape[0]
+    return parameter[:1].nbytes
 
 
 def _fill_all(work: Sequence[tuple[Target, WeightSource]], device: torch.device, progress: Progress) -> None:
@@ -293,7 +290,7 @@ def _fill_all(work: Sequence[tuple[Target, WeightSource]], device: torch.device,
     threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
     is_kept = any(isinstance(source, PackedSource) for _, source in work)
     dense_threads = host_kernels.dense_threads(torch.get_num_threads()) if is_kept else None
-    left = iter(sorted(work, key=lambda pair: -pair[0].rows.size * _row_bytes(pair[0])))
+    left = iter(sorted(work, key=lambda pair: -pair[0].rows.size * row_bytes(pair[0])))
     lock, active = threading.Lock(), stream_of(device)
 
     def fill_some(workers: ThreadPoolExecutor) -> None:
@@ -311,7 +308,7 @@ def _fill_all(work: Sequence[tuple[Target, WeightSource]], device: torch.device,
                     with lock:  # the other threads need not read the rest
                         list(left)
                     raise
-                progress.advance(target.rows.size * _row_bytes(target))
+                progress.advance(target.rows.size * row_bytes(target))
 
     # Two pools: a thread that fills waits for those that dequantise blocks of one matrix for it.
     with ThreadPoolExecutor(threads, "dense") as fillers, ThreadPoolExecutor(threads, "blocks") as workers:
@@ -322,7 +319,8 @@ def _fill_all(work: Sequence[tuple[Target, WeightSource]], device: torch.device,
 def shape_weights(model: CausalLM, chosen: ModelConfigSection) -> None:
     """Give every parameter the type that `load_weights` will, so that memory can be planned; raises as it."""
     form = dense_form(chosen, model.device)
-    if form != "dequantised" or any(isinstance(module, NGramRows) for module in model.modules()):
+    weights = model_weights(model.config, stage_layers(model.config, model.parallel))
+    if form != "dequantised" or any(weight.scale for weight in weights):
         _find(model, chosen.model, form)
 
 
@@ -342,8 +340,8 @@ def _find(
     """
     index = open_index(directory)
     present = _present(index, model)
-    _keep_fp8_tables(model, present)
     expected = expected_names(model)
+    _keep_scaled(expected, present)
     sources = find_sources(index.directory, present, expected, read_schemes(directory))
     if form == "fp8":
         keep_stored_fp8(expected, sources)
@@ -352,12 +350,19 @@ def _find(
     return expected, sources
 
 
-def _keep_fp8_tables(model: CausalLM, present: Mapping[str, TensorInfo]) -> None:
-    """Tables of n-grams that are stored in fp8 stay in it."""
-    tables = [module for module in model.modules() if isinstance(module, NGramRows)]
-    if any(_TABLE_PART in name and info.dtype == FP8 for name, info in present.items()):
-        for table in tables:
-            table.keep_fp8()
+def _keep_scaled(expected: dict[str, Target], present: Mapping[str, TensorInfo]) -> None:
+    """Keeps weights that are stored in 8 bits with one scale, and expects that."""
+    scaled = [target for target in expected.values() if target.weight.scale]
+    if not any(info.dtype == FP8 for target in scaled if (info := present.get(target.weight.name))):
+        return
+    for target in scaled:
+        scale, module = target.weight.scale, target.module
+        assert isinstance(module, Scaled)
+        if scale not in expected:
+            module.keep_fp8()
+            weight = Weight(scale, (1,), "float32")
+            parameter = scale.rpartition(".")[2]
+            expected[scale] = Target(module, parameter, weight, ShardRange.whole(1), None, 0)
 
 
 def _present(index: CheckpointIndex, model: CausalLM) -> dict[str, TensorInfo]:

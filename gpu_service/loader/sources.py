@@ -21,7 +21,7 @@ from torch import nn
 
 from gpu_service.device import dtype_name
 from gpu_service.device.stream import own_pages
-from gpu_service.layers.linear import HostMemory, Linear
+from gpu_service.layers.linear import Linear
 from gpu_service.loader.names import Target
 from gpu_service.ops.linear import GROUP
 from moebius import _kernels
@@ -85,9 +85,9 @@ def target_rows(target: Target, parameter: str, device: torch.device) -> torch.T
     first to ask.
     """
     with _making:
-        found, module = target.module.get_parameter(parameter), target.module
+        found = target.module.get_parameter(parameter)
         if found.is_meta:
-            if isinstance(module, HostMemory) and parameter in module.host_parameters:
+            if target.weight.on_host and device.type != "cpu":
                 memory = own_pages(found.shape, found.dtype)
             else:
                 # Rows that no tensor fills (a padded vocabulary) must be finite.
