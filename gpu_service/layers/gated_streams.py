@@ -98,11 +98,6 @@ class NGramRows(nn.Module):
         self._dtype, self._device = made.dtype, made.device
         self._group = made.parallel.tensor_group
 
-    @property
-    def host_parameters(self) -> tuple[str, ...]:
-        """See `linear.HostMemory`."""
-        return () if self._device.type == "cpu" else ("weight",)
-
     def pack(self) -> None:
         """Lets the GPU read the table; the loader calls it once."""
         if self._device.type == "cuda":

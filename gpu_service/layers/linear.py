@@ -32,15 +32,6 @@ class Packed(Protocol):
 
 
 @runtime_checkable
-class HostMemory(Protocol):
-    """A module some of whose parameters stay in the host's memory when the model computes elsewhere."""
-
-    @property
-    def host_parameters(self) -> tuple[str, ...]:
-        """Their names; none where the model computes on the host."""
-
-
-@runtime_checkable
 class Scaled(Protocol):
     """A module whose weight may stay in 8 bits with one scale of all its values, `Weight.scale`."""
 

@@ -27,8 +27,6 @@ from moebius.models.weights import EMBEDDING, HEAD, model_weights, outside_weigh
 class Target:
     """Where (a part of) one checkpoint tensor goes; filled by `expected_names`."""
 
-    module: nn.Module
-    parameter: str
     weight: Weight
     # The part of it that is read; None: a tensor of one dimension.
     rows: ShardRange
@@ -39,6 +37,11 @@ class Target:
     def shape(self) -> tuple[int, ...]:
         """Shape of the checkpoint's tensor."""
         return self.weight.shape
+
+    @property
+    def parameter(self) -> str:
+        """Canonical name of the parameter that it fills."""
+        return self.weight.parameter
 
 
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
@@ -100,17 +103,20 @@ def _module(canonical: str) -> str:
     return canonical.rpartition(".")[0]
 
 
-def expected_names(model: CausalLM) -> dict[str, Target]:
+def expected_names(config: ModelConfig, parallel: ParallelContext = SOLO) -> dict[str, Target]:
     """Returns where every declared weight of a model, or of a rank's part of one, goes, by canonical name."""
-    stage, parallel = stage_layers(model.config, model.parallel), model.parallel
     expected: dict[str, Target] = {}
     filled: dict[str, int] = {}
-    for weight in model_weights(model.config, stage):
-        # A stage counts its own layers.
-        path = _LAYER.sub(lambda match: f"model.layers.{int(match[1]) - stage.start}.", weight.parameter)
-        module, _, parameter = path.rpartition(".")
+    for weight in model_weights(config, stage_layers(config, parallel)):
         rows, cols = weight.parts(parallel.tp_rank, parallel.tp_size)
-        begin = filled.get(path, 0)
-        filled[path] = begin + rows.size
-        expected[weight.name] = Target(model.get_submodule(module), parameter, weight, rows, cols, begin)
+        begin = filled.get(weight.parameter, 0)
+        filled[weight.parameter] = begin + rows.size
+        expected[weight.name] = Target(weight, rows, cols, begin)
     return expected
+
+
+def module_of(model: CausalLM, name: str) -> nn.Module:
+    """Returns the module of a parameter by its canonical name: a stage counts its own layers."""
+    first = stage_layers(model.config, model.parallel).start
+    path = _LAYER.sub(lambda match: f"model.layers.{int(match[1]) - first}.", name)
+    return model.get_submodule(_module(path))

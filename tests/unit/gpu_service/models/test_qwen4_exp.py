@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from gpu_service.device import TORCH_DTYPES
 from gpu_service.layers.composition import Composition
 from gpu_service.layers.gated_streams import NGramRows
 from gpu_service.loader.names import Target
-from gpu_service.loader.sources import target_rows
+from gpu_service.loader.sources import LoadContext, target_rows
 from gpu_service.memory.plan import StepSize, activation_bytes, parameter_bytes
 from gpu_service.models.compose import build_model
 from gpu_service.ops import examples
@@ -39,6 +40,7 @@ from gpu_service.ops.triton.kv import mean_index_keys as triton_mean_index_keys
 from gpu_service.ops.triton.ngrams import ngram_rows as triton_ngram_rows
 from gpu_service.ops.triton.ngrams import table_rows as triton_table_rows
 from moebius.checkpoint.errors import CheckpointError
+from moebius.checkpoint.reader import SliceReader
 from moebius.models.config import ModelConfig, ModelConfigError
 from moebius.models.layers.gqa import GQA, BlockIndexer
 from moebius.models.layers.layer import Layer, cached
@@ -393,8 +395,10 @@ def test_next_to_a_gpu_tables_stay_in_the_hosts_memory(tmp_path: Path) -> None:
     declared = tuple(table_weights(replace(SIZES, parts=1), 60))
     table = NGramRows(made.weights(declared).under("ngram_embedding"), 0, made)
     whole, columns = ShardRange.whole(60), ShardRange.whole(SIZES.row_dim)
-    target = Target(table, "weight", declared[0], whole, columns, 0)
-    values = target_rows(target, "weight", torch.device("cuda"))
+    target = Target(declared[0], whole, columns, 0)
+    with SliceReader() as reader, ThreadPoolExecutor(1) as workers:
+        context = LoadContext(reader, lambda name: table, workers, 1)
+        values = target_rows(target, context, torch.device("cuda"))
     assert values.device.type == table.weight.device.type == "cpu"
     assert table.weight.data_ptr() % 4096 == 0
     assert not values.any()

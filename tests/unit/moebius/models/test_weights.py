@@ -11,7 +11,7 @@ from _pytest.mark.structures import ParameterSet
 
 from gpu_service.core.parallel import ParallelContext
 from gpu_service.core.partition import stage_layers
-from gpu_service.loader.names import expected_names, wanted_name
+from gpu_service.loader.names import expected_names, module_of, wanted_name
 from gpu_service.models.compose import build_model
 from moebius.errors import ConfigError
 from moebius.models.checkpoint import open_index
@@ -78,12 +78,12 @@ def test_stages_share_a_models_weights(name: str, tmp_path: Path) -> None:
     for stage in range(2):
         parallel = ParallelContext(stage=stage, num_stages=2)
         model = build_model(config, device="meta", parallel=parallel)
-        expected = expected_names(model)
+        expected = expected_names(config, parallel)
         assert set(expected) == {
             weight.name for weight in model_weights(config, stage_layers(config, parallel))
         }
         for target in expected.values():
-            target.module.get_parameter(target.parameter)
+            module_of(model, target.parameter).get_parameter(target.parameter.rpartition(".")[2])
         found.append(set(expected))
     assert found[0] | found[1] == everything
     shared = {"model.embed_tokens.weight"} if config.tie_word_embeddings else set()
