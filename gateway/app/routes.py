@@ -102,6 +102,7 @@ async def retrieve_model(request: Request, model_id: str) -> dict[str, Any]:
 
 
 @router.get("/health", response_class=Response)
+@router.get("/v1/health", response_class=Response)
 async def health() -> Response:
     """Answers 200 with an empty body while this process runs; says nothing of the engine."""
     return Response(status_code=200)
