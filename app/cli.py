@@ -28,6 +28,7 @@ from app.commands import (
     plan,
     serve,
     show,
+    sleep,
     translate,
     watch,
 )
@@ -38,7 +39,7 @@ from moebius.config.loader import sections
 
 # Headings of `moebius --help`, in the order in which a newcomer meets the commands.
 COMMANDS = {
-    "Serve": ("demo", "plan", "serve", "run", "chat"),
+    "Serve": ("demo", "plan", "serve", "run", "chat", "sleep", "wake"),
     "Look": (
         *("ps", "status", "logs", "stop", "top", "profile", "bench", "doctor", "topology", "experts"),
         *("verify",),
@@ -138,7 +139,7 @@ TOPICS = {
     "telemetry": "Telemetry (telemetry)",
 }
 
-for module in (serve, plan, chat, demo, host, doctor, watch, translate, daily, show):
+for module in (serve, plan, chat, demo, host, doctor, watch, translate, daily, show, sleep):
     module.register(app)
 app.add_typer(bench.app, name="bench")
 app.add_typer(models.app, name="models")
