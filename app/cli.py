@@ -39,7 +39,7 @@ from moebius.config.loader import sections
 
 # Headings of `moebius --help`, in the order in which a newcomer meets the commands.
 COMMANDS = {
-    "Serve": ("demo", "plan", "serve", "run", "chat", "sleep", "wake"),
+    "Serve": ("demo", "plan", "serve", "run", "chat", "sleep", "wake", "reload"),
     "Look": (
         *("ps", "status", "logs", "stop", "top", "profile", "bench", "doctor", "topology", "experts"),
         *("verify",),

@@ -452,9 +452,11 @@ def run_follower(config: MoebiusConfig) -> int:
     this waits, and when it falls asleep `_SLEEPS` is returned.
     """
     rank, mark = config.parallel.rank, SleepMark(config.model.sleep_file)
-    while mark.exists:
-        time.sleep(_POLL_S)
-    note_imports()
+    if mark.exists:
+        while mark.exists:
+            time.sleep(_POLL_S)
+    else:
+        note_imports()
     built = build_engine(config, NullObserver(), lambda deltas: None)
 
     # What a handler does may interrupt itself, so it takes no locks: another thread does the work.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -31,7 +31,7 @@ def register(app: typer.Typer) -> None:
     _add_engines(app)
 
     @app.command()
-    @with_settings(needs_device=True)
+    @with_settings(needs_device=True, several=_serve_several)
     def serve(config: MoebiusConfig, dry_run: DryRun = False, print_config: PrintConfig = False) -> None:
         """Start all processes of a model, and keep them running."""
         import structlog
@@ -63,6 +63,12 @@ def register(app: typer.Typer) -> None:
                     print(examples(serve_plan.base_url, name, keys.required), flush=True)
                     print(container_note(serve_plan.config.gateway.host), end="", flush=True)
             supervisor.run()
+
+
+def _serve_several(path: str, flags: dict[str, Any], own: dict[str, Any]) -> None:
+    from app.swap.run import serve_models
+
+    serve_models(path, flags, dry_run=bool(own["dry_run"]))
 
 
 def serve_options() -> dict[str, bool]:

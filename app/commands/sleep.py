@@ -1,14 +1,16 @@
-"""`moebius sleep` and `moebius wake`: give back the memory of a running server's GPUs, and load it again."""
+"""`moebius sleep`, `wake` and `reload`: what a running server's models have in memory."""
 
 from __future__ import annotations
 
 import time
-from typing import Annotated, Any
+from typing import Annotated
+from urllib.parse import urlencode
 
 import typer
 
 from app.cli_options import ApiKey, ApiKeyFile, CaFile, ClientCertFile, ClientKeyFile
 
+_Model = Annotated[str, typer.Option("--model", help="Of several models, which [default: all, or the first]")]
 _Url = Annotated[str, typer.Argument(metavar="URL", help="Gateway")]
 _DEFAULT_URL = "http://127.0.0.1:8000"
 
@@ -19,6 +21,7 @@ def register(app: typer.Typer) -> None:
     @app.command()
     def sleep(
         server: _Url = _DEFAULT_URL,
+        model: _Model = "",
         force: Annotated[bool, typer.Option("--force", help="End running requests with an error")] = False,
         api_key: ApiKey = "",
         api_key_file: ApiKeyFile = "",
@@ -30,14 +33,15 @@ def register(app: typer.Typer) -> None:
 
         Running requests are waited for. The next request wakes it, or `moebius wake`.
         """
-        path = f"/sleep?mode={'abort' if force else 'wait'}"
         tls = (ca_file, client_cert_file, client_key_file)
-        _, seconds = _posted(server, path, (api_key, api_key_file), tls)
+        mode = "abort" if force else "wait"
+        seconds = _posted(server, "/sleep", {"mode": mode, "model": model}, (api_key, api_key_file), tls)
         print(f"{server}: asleep after {seconds:.1f} s")
 
     @app.command()
     def wake(
         server: _Url = _DEFAULT_URL,
+        model: _Model = "",
         api_key: ApiKey = "",
         api_key_file: ApiKeyFile = "",
         ca_file: CaFile = "",
@@ -46,19 +50,38 @@ def register(app: typer.Typer) -> None:
     ) -> None:
         """Wake a sleeping server. Returns once its model is loaded."""
         tls = (ca_file, client_cert_file, client_key_file)
-        _, seconds = _posted(server, "/wake_up", (api_key, api_key_file), tls)
+        seconds = _posted(server, "/wake_up", {"model": model}, (api_key, api_key_file), tls)
         print(f"{server}: awake after {seconds:.1f} s")
+
+    @app.command()
+    def reload(
+        server: _Url = _DEFAULT_URL,
+        model: _Model = "",
+        api_key: ApiKey = "",
+        api_key_file: ApiKeyFile = "",
+        ca_file: CaFile = "",
+        client_cert_file: ClientCertFile = "",
+        client_key_file: ClientKeyFile = "",
+    ) -> None:
+        """Read a model's changed files again. For servers of a file with `models`.
+
+        Running requests end with the old weights, later ones wait for the new ones.
+        """
+        tls = (ca_file, client_cert_file, client_key_file)
+        seconds = _posted(server, "/reload", {"model": model}, (api_key, api_key_file), tls)
+        print(f"{server}: reloaded after {seconds:.1f} s")
 
 
 def _posted(
-    server: str, path: str, key: tuple[str, str], tls: tuple[str, str, str]
-) -> tuple[dict[str, Any], float]:
-    """Returns what the server answers, and after how many seconds. Raises UserError."""
+    server: str, path: str, query: dict[str, str], key: tuple[str, str], tls: tuple[str, str, str]
+) -> float:
+    """Returns after how many seconds the server has answered. Raises UserError."""
     from app.client import ApiClient, ClientTls
     from moebius.network.api_keys import client_key
 
     client, begin = ApiClient(server, client_key(*key), tls=ClientTls(*tls)), time.monotonic()
     try:
-        return client.post_json(path), time.monotonic() - begin
+        client.post_json(f"{path}?{urlencode({name: value for name, value in query.items() if value})}")
+        return time.monotonic() - begin
     finally:
         client.close()
