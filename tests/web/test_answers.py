@@ -159,7 +159,7 @@ def test_images_in_a_conversation_of_another_model(page: Browser, script: Script
     assert script.bodies == []
 
 
-MCP = [
+MCP: list[dict[str, Any]] = [
     {
         "name": "tools.example/mcp",
         "error": None,
@@ -180,8 +180,7 @@ def test_mcp_tools(page: Browser, script: Script) -> None:
     """Tools are sent only where they are chosen; a call runs when its button is pressed, and is shown."""
     script.mcp = MCP
     call = {"index": 0, "id": "a1", "function": {"name": "mcp1_weather", "arguments": '{"city": "Oslo"}'}}
-    calls: list[dict[str, Any]] = [{"tool_calls": [call]}]
-    script.answers = [contents("x"), calls, contents("Cold.")]
+    script.answers = [contents("x"), [{"tool_calls": [call]}], contents("Cold.")]
     say(page, "Without")
     assert "tools" not in script.bodies[0]
     page.click("#open-settings")
