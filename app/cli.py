@@ -28,6 +28,7 @@ from app.commands import (
     plan,
     serve,
     show,
+    sleep,
     translate,
     upkeep,
     watch,
@@ -41,7 +42,7 @@ from moebius.errors import all_problems
 
 # Headings of `moebius --help`, in the order in which a newcomer meets the commands.
 COMMANDS = {
-    "Serve": ("demo", "plan", "serve", "run", "chat"),
+    "Serve": ("demo", "plan", "serve", "run", "chat", "sleep", "wake", "reload"),
     "Look": (
         *("ps", "status", "logs", "stop", "top", "profile", "bench", "doctor", "topology", "experts"),
         *("verify",),
@@ -153,7 +154,7 @@ TOPICS = {
     "telemetry": "Telemetry (telemetry)",
 }
 
-for module in (serve, plan, chat, demo, host, doctor, watch, translate, daily, show, upkeep):
+for module in (serve, plan, chat, demo, host, doctor, watch, translate, daily, show, upkeep, sleep):
     module.register(app)
 app.add_typer(bench.app, name="bench")
 app.add_typer(models.app, name="models")

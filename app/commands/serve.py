@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -34,7 +34,7 @@ def register(app: typer.Typer) -> None:
     _add_engines(app)
 
     @app.command()
-    @with_settings(needs_device=True)
+    @with_settings(needs_device=True, several=_serve_several)
     def serve(config: MoebiusConfig, dry_run: DryRun = False, print_config: PrintConfig = False) -> None:
         """Start all processes of a model, and keep them running."""
         import structlog
@@ -92,6 +92,12 @@ def planned(config: MoebiusConfig) -> ServePlan:
     from app.supervisor.plan import plan_processes
 
     return plan_processes(with_filled_gpus(config))
+
+
+def _serve_several(path: str, flags: dict[str, Any], own: dict[str, Any]) -> None:
+    from app.swap.run import serve_models
+
+    serve_models(path, flags, dry_run=bool(own["dry_run"]))
 
 
 def serve_options() -> dict[str, bool]:

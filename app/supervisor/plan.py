@@ -63,6 +63,8 @@ ENGINE_HEALTH = "moebius.engine.v1.Engine"
 EXPERT_HEALTH = "moebius.expert.v1.Expert"
 # In the run directory: what the processes have read. It goes with the supervisor.
 IDENTITY_FILE = "identity.json"
+# There, too: exists while the engine sleeps.
+SLEEP_FILE = "asleep.json"
 # A process drains for `stop_timeout_s`; then it tells whom it cannot serve, and closes what it has open.
 STOP_MARGIN_S = 10.0
 # Rank 0 tells the other ranks to end, in order, before anybody else does.
@@ -149,7 +151,10 @@ def plan_ranks(config: MoebiusConfig) -> ServePlan:
     leader = own if settings.host_index == 0 else f"{config.parallel.rank_address.rpartition(':')[0]}:{port}"
     directory = state_dir / f"ranks-{settings.host_index}-{Path(port).stem}"
     config = _replace(
-        config, "model", identity_file=config.model.identity_file or str(directory / IDENTITY_FILE)
+        config,
+        "model",
+        identity_file=config.model.identity_file or str(directory / IDENTITY_FILE),
+        sleep_file=config.model.sleep_file or str(directory / SLEEP_FILE),
     )
     ranks = place_ranks(config, find_gpus(), known_cores(config.experts).nodes)
     members = [_rank_member(config, placed, GrpcProbe(leader, ENGINE_HEALTH), "ranks") for placed in ranks]
@@ -367,6 +372,7 @@ def _shared_settings(config: MoebiusConfig, directory: Path, num_experts: int) -
         "model",
         model=str(model),
         identity_file=config.model.identity_file or str(directory / IDENTITY_FILE),
+        sleep_file=config.model.sleep_file or str(directory / SLEEP_FILE),
         expert_checkpoint=_absolute(config.model.expert_checkpoint),
         served_model_name=config.model.served_model_name or served_name(model),
     )

@@ -31,6 +31,7 @@ from gateway.app.native_routes import router as native_router
 from gateway.app.openapi import install_openapi
 from gateway.app.response_routes import router as response_router
 from gateway.app.routes import create_chat_completion, create_completion, live_router, router
+from gateway.app.sleep_routes import router as sleep_router
 from gateway.app.state import Gateway
 from gateway.app.translated_routes import router as api_router
 from gateway.processes.shared import Shared
@@ -59,9 +60,11 @@ from moebius.network.web_origins import ANY, WebOrigins, origin_pattern
 logger = structlog.get_logger(__name__)
 
 # Probes, metrics and documentation stay open, as load balancers and scrapers bring no key.
-_OPEN_PATHS = frozenset({"/", "/health", "/ping", "/ready", "/metrics", "/version", "/openapi.json", "/docs"})
+_OPEN_PATHS = frozenset(
+    {"/", "/health", "/v1/health", "/ping", "/ready", "/metrics", "/version", "/openapi.json", "/docs"}
+)
 _OPEN_PREFIX = "/web/"  # the page's own files: the data that they show needs the key
-_QUIET_PATHS = frozenset({"/health", "/ping", "/ready", "/metrics", "/v1/live"})  # polled
+_QUIET_PATHS = frozenset({"/health", "/v1/health", "/ping", "/ready", "/metrics", "/v1/live"})  # polled
 _MAX_REQUEST_ID = 128
 _SCHEMAS: tuple[type[BaseModel], ...] = (
     ChatCompletionRequest,
@@ -79,6 +82,7 @@ _ROUTERS = (
     embedding_router,
     native_router,
     cache_router,
+    sleep_router,
     file_router,
     batch_router,
     message_batch_router,
@@ -126,7 +130,8 @@ class RequestContextMiddleware:
                 )
 
 
-def _is_open(path: str) -> bool:
+def is_open(path: str) -> bool:
+    """Returns whether a path needs no API key."""
     return path in _OPEN_PATHS or path.startswith(_OPEN_PREFIX)
 
 
@@ -209,7 +214,7 @@ def _add_middleware(app: FastAPI, config: MoebiusConfig, gateway: Gateway) -> No
         app.add_middleware(
             KeyMiddleware,
             keys=keys,
-            is_open=_is_open,
+            is_open=is_open,
             defaults=limits,
             metrics=gateway.metrics,
             table=gateway.shared.keys,
@@ -228,7 +233,7 @@ def _add_middleware(app: FastAPI, config: MoebiusConfig, gateway: Gateway) -> No
     app.add_middleware(
         OriginMiddleware,
         rules=WebOrigins(config.gateway.host, config.gateway.allowed_hosts, origins),
-        needs_key=lambda path: keys.required and not _is_open(path),
+        needs_key=lambda path: keys.required and not is_open(path),
     )
     app.add_middleware(RequestContextMiddleware)  # around all others, so every answer has an id
     app.add_middleware(TracingMiddleware)

@@ -73,6 +73,14 @@ class SupervisorConfig(Section):
         gt=0,
         description="Seconds that running requests may continue after SIGTERM; then they get an error",
     )
+    max_loaded_models: int = Field(
+        default=1, ge=1, description="Of several models, how many have memory of GPUs at once; others sleep"
+    )
+    model_residency_s: float = Field(
+        default=10.0,
+        ge=0,
+        description="Seconds that a busy model stays loaded before it makes room for one that is asked for",
+    )
     hang_timeout_s: float = Field(
         default=30.0,
         ge=1,
