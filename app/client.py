@@ -134,6 +134,18 @@ class ApiClient:
         document: dict[str, Any] = response.json()
         return document
 
+    def post_json(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """What POST of `path` answers, however long that takes. Raises UserError."""
+        try:
+            response = self._http.post(
+                path, json=body, timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
+            )
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise self._unreachable(error) from None
+        self._check(response)
+        document: dict[str, Any] = response.json()
+        return document
+
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[StreamPiece]:
         """POSTs `body` with streaming and usage switched on; yields the events as they arrive."""
         for event in self.events(path, body):

@@ -26,6 +26,7 @@ from gateway.generation.model import ServedModel, load_served_model
 from gateway.processes.shared import Shared, alone
 from gateway.prompts.pool import PromptPool
 from gateway.prompts.process import ModelFiles, WorkerSetup
+from gateway.replicas.patience import SleepRules
 from gateway.replicas.replica_set import ReplicaSet
 from gateway.schemas.errors import ApiError, bad_request
 from gateway.telemetry.batches import BatchMetrics
@@ -40,6 +41,7 @@ from gateway.transport.streaming import run_until_disconnect
 from moebius.config import MoebiusConfig
 from moebius.errors import StartupError, UserError, WrongIdentity
 from moebius.models.identity import IdentityRecord
+from moebius.process.sleep_mark import ASLEEP, SleepMark
 from protos import engine_pb2
 
 logger = structlog.get_logger(__name__)
@@ -110,7 +112,13 @@ class Gateway:
         `app`: answers the requests of batches; without it none are run.
         """
         settings = self.config.gateway
-        self._engine = ReplicaSet(settings.engines or (settings.engine_address,), self.metrics.replicas)
+        sleep = SleepRules(
+            SleepMark(self.config.model.sleep_file),
+            self.config.gpu.wake_on_request,
+            self.config.supervisor.ready_timeout_s,
+        )
+        addresses = settings.engines or (settings.engine_address,)
+        self._engine = ReplicaSet(addresses, self.metrics.replicas, sleep=sleep)
         await self._engine.open()
         self._responses = ResponseStore.of(settings)
         self._connecting = asyncio.create_task(self._connect())
@@ -323,7 +331,11 @@ class Gateway:
         others = "" if self.shared.why_not_ready is None else await self.shared.why_not_ready()
         if others:
             raise ApiError(503, others, code="engine_unavailable", retry_after_s=1)
-        reason = await self.engine.why_not_serving()
+        is_marked = self.engine.sleep.mark.exists
+        if is_marked and not self.engine.sleep.wakes_on_request:
+            raise ApiError(503, ASLEEP, code="engine_asleep")
+        # What falls asleep is gone for some seconds, which requests wait for.
+        reason = "" if is_marked else await self.engine.why_not_serving()
         if reason:
             # The reason why processes cannot be restarted: changed files.
             record = IdentityRecord(self.config.model.identity_file)

@@ -53,8 +53,8 @@ class ModelConfigSection(Section):
     )
     dense_weights: Literal["auto", "dequantise", "keep"] = Field(
         default="auto",
-        description="Quantised dense layers: dequantise while loading, or keep them as stored (on a CPU all "
-        "that packed formats hold, on a GPU fp8); auto: keep on a CPU",
+        description="Dense layers that are quantised, or bfloat16 on a CPU: convert while loading, or keep "
+        "them as stored (on a CPU all that packed formats hold, on a GPU fp8); auto: keep on a CPU",
     )
     experts_per_token: int | None = Field(
         default=None, ge=1, description="Routed experts that each token uses; unset: as the checkpoint says"
@@ -68,6 +68,10 @@ class ModelConfigSection(Section):
     identity_file: str = Field(
         default="",
         description="Digests of the files read, compared at each restart of a process; empty: serve has one",
+    )
+    sleep_file: str = Field(
+        default="",
+        description="Exists while the engine sleeps, which goes on after a restart; empty: serve has one",
     )
     language_model_only: bool = Field(
         default=False, description="Do not load the vision tower; requests with images are refused"
@@ -183,6 +187,14 @@ class GpuConfig(SpeculationSettings):
     )
     random_seed: int = Field(
         default=0, ge=0, description="Seed for requests without one, mixed with their id"
+    )
+    sleep_after_s: float = Field(
+        default=0.0,
+        ge=0,
+        description="Seconds without requests after which the engine gives back all GPU memory; 0: never",
+    )
+    wake_on_request: bool = Field(
+        default=True, description="Requests wake a sleeping engine and wait for it; else they are refused"
     )
     gpu_metrics_port: int = Field(
         default=0, ge=0, le=65535, description="Port of gpu_service's metrics and probes; 0: none"
