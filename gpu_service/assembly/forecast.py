@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from gpu_service.assembly.kv_memory import CacheShape, SharedKvMemory, cache_shape
-from gpu_service.assembly.rank_plan import RankPlan
+from gpu_service.assembly.rank_plan import RankPlan, shared_num_seqs
 from gpu_service.assembly.vision import vision_memory
 from gpu_service.cache.request_states import all_states_bytes
 from gpu_service.core.parallel import ParallelContext
@@ -88,6 +88,9 @@ class Forecast:
         ]
         for model in self._models if has_weights(chosen.model) else ():
             shape_weights(model, chosen)
+        if not on_gpu:
+            gpu = config.gpu.model_copy(update={"max_num_seqs": self.shared_num_seqs(config)})
+            config = config.model_copy(update={"gpu": gpu})
         self._shapes = [
             cache_shape(config.gpu, model.config, model.rank_layers, device) for model in self._models
         ]
@@ -137,6 +140,14 @@ class Forecast:
             RankPlan(config, model, empty, held, self._vision, rank.dense_bytes)
             for model, held, rank in zip(self._models, experts, self.ranks, strict=True)
         ]
+
+    def shared_num_seqs(self, config: MoebiusConfig) -> int:
+        """Returns what engines on a CPU choose for `max_num_seqs` where it is unset."""
+        return min(shared_num_seqs(config, model) for model in self._models)
+
+    def state_bytes(self, config: MoebiusConfig) -> int:
+        """Returns the bytes of all states on the rank that has most."""
+        return max(all_states_bytes(config.gpu, model.rank_layers, model.dtype) for model in self._models)
 
     def shared_pages(self, config: MoebiusConfig) -> int:
         """Returns the number of pages of the pool of an engine on a CPU."""
