@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from gpu_service.attention.base import AttentionBackend, AttentionLayer
+from gpu_service.cache.kv_cache import KVCache
 from gpu_service.core.step import ForwardInputs
 from gpu_service.layers.composition import Composition
 from gpu_service.layers.context import ForwardContext
@@ -20,6 +21,7 @@ from gpu_service.ops.activation import GATE_ACTIVATIONS
 from gpu_service.ops.kv import mean_index_keys
 from gpu_service.ops.norm import rms_norm
 from gpu_service.ops.rope import RopeTable, Unrotated, apply_rope, qk_norm_rope, query_scales
+from moebius import _kernels
 from moebius.models.layers import gqa as blocks
 from moebius.models.layers.gqa import GQA, FullWidthQkNorm
 from moebius.models.layers.layer import Places
@@ -138,6 +140,8 @@ class GQAttention(nn.Module):
         self._norm_after_rope = spec.qk_norm is not None and spec.qk_norm.after_rope
         self._gate_weights = GATE_ACTIVATIONS["sigmoid" if spec.gate is None else spec.gate.activation]
         self._group, self._dtype = made.parallel.tensor_group, made.dtype
+        # As `host_weights` gives them away.
+        self._wide_sinks: torch.Tensor | None = None
 
     def read_seam(self, seam: Seam, inputs: ForwardInputs) -> tuple[torch.Tensor, ...] | None:
         """With queries, keys and values, see `ReadsSeam`."""
@@ -204,6 +208,45 @@ class GQAttention(nn.Module):
             attended = attended.view(*weights.shape, self._value_dim).mul_(weights.unsqueeze(-1)).flatten(1)
         output: torch.Tensor = self.o_proj(attended)
         return output
+
+    def host_weights(self, cache: KVCache, rotation: int, sight: int) -> _kernels.AttentionWeights | None:
+        """Returns the layer as `_kernels.DecoderLayers` computes it; None: there is more to do than it does.
+
+        `rotation` and `sight`: the indices of the rotary table and of what rows see among those of a step.
+        """
+        spec, norms = self._spec, self._fused_norms()
+        qkv, output = self.qkv_proj.projection, self.o_proj.projection
+        plain_values = spec.value_dim == spec.head_dim and spec.value_scale == 1.0 and not spec.value_norm
+        is_plain = plain_values and spec.gate is None and spec.blocks is None and not spec.keys_are_values
+        if spec.rope is None or spec.rope.query_growth or norms is None or not is_plain:
+            return None
+        weights = [weight for weight in norms[:2] if weight is not None]
+        if qkv is None or output is None or any(weight.dtype != self._dtype for weight in weights):
+            return None
+        if self.sinks is not None:
+            self._wide_sinks = self.sinks.float().contiguous()
+        addresses = [0 if weight is None else weight.data_ptr() for weight in (*norms[:2], self._wide_sinks)]
+        return _kernels.AttentionWeights(
+            qkv=qkv,
+            output=output,
+            query_norm=addresses[0],
+            key_norm=addresses[1],
+            norm_eps=norms[2],
+            sinks=addresses[2],
+            pages=cache.pages(self.layer_id).data_ptr(),
+            page_size=cache.page_size,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            scale=spec.scale,
+            rotation=rotation,
+            sight=sight,
+        )
+
+    @property
+    def sight(self) -> tuple[int | None, int | None]:
+        """The layer's window and chunk, see `AttentionLayer`."""
+        return self._spec.window, self._spec.chunk
 
     def _cached_value(self, projected: torch.Tensor) -> torch.Tensor:
         """Returns `[T, num_kv_heads, head_dim]` of projected values: normed, scaled, padded to a

@@ -9,8 +9,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from gpu_service.cache.kv_cache import KVCache
 from gpu_service.core.parallel import ParallelContext
 from gpu_service.core.step import ForwardInputs
+from gpu_service.layers.attention import GQAttention
 from gpu_service.layers.composition import Composition, LayerParts
 from gpu_service.layers.context import ForwardContext
 from gpu_service.layers.linear import ReadsSeam, Seam, StoredWeight
@@ -19,6 +21,7 @@ from gpu_service.layers.norm import Norm, RMSNorm, make_norm
 from gpu_service.layers.rank_weights import RankWeights
 from gpu_service.ops.rope import RopeTable, query_scales, rope_table, section_axes
 from gpu_service.ops.rope_frequencies import inverse_frequencies
+from moebius import _kernels
 from moebius.models.layers.layer import Layer
 from moebius.models.layers.residual import NormedStream, Sequential, Shortcut
 from moebius.models.layers.rope import RopeConfig
@@ -227,6 +230,35 @@ class DecoderLayer(nn.Module):
         self.post_mlp_layernorm = norm("post_mlp_layernorm")
         self.layer_scalar = own.optional("layer_scalar")
         self._scale = residual.scale
+
+    @property
+    def sight(self) -> tuple[int | None, int | None] | None:
+        """The window and the chunk of a layer that attends with grouped queries; None: it does not."""
+        attention = self._modules[self._attention_name]
+        return attention.sight if isinstance(attention, GQAttention) else None
+
+    def host_weights(self, cache: KVCache, rotation: int, sight: int) -> _kernels.LayerWeights | None:
+        """Returns the layer as `_kernels.DecoderLayers` computes it; None: it is another kind of layer.
+
+        Arguments as `GQAttention.host_weights`.
+        """
+        attention, mlp = self._modules[self._attention_name], self.mlp
+        norms = self.input_layernorm, self.post_attention_layernorm
+        after = self.post_self_attn_layernorm, self.post_mlp_layernorm, self.layer_scalar
+        if self._scale != 1.0 or any(part is not None for part in after):
+            return None
+        if not isinstance(attention, GQAttention) or not all(isinstance(norm, RMSNorm) for norm in norms):
+            return None
+        attends = attention.host_weights(cache, rotation, sight)
+        dense, router, layer_id = None, None, 0
+        if isinstance(mlp, MoE) and (found := mlp.host_weights()) is not None:
+            (dense, router), layer_id = found, mlp.layer_id
+        elif isinstance(mlp, MLP):
+            dense = mlp.host_weights()
+        if attends is None or (dense is None and router is None):
+            return None
+        first, second = (norm.host_weights() for norm in norms if isinstance(norm, RMSNorm))
+        return _kernels.LayerWeights(first, attends, second, dense, router, layer_id)
 
     def forward(
         self, stream: ResidualStream, rope: RopeTable | None, context: ForwardContext

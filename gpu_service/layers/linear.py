@@ -22,6 +22,9 @@ from gpu_service.ops.packed_weight import PackedPart, PackedWeight, packed_bytes
 from moebius import _kernels
 from moebius.models.layers.recurrent import GatedDeltaNet
 
+# A weight as `_kernels.DecoderLayers` multiplies by it, and the address of its bias, 0: none.
+Projection = tuple[_kernels.DenseMatrix, int]
+
 
 @runtime_checkable
 class Packed(Protocol):
@@ -118,6 +121,13 @@ class Linear(StoredWeight):
         if self.weight_scales is None:
             return linear(hidden_states, self.weight, bias)
         return fp8_linear(hidden_states, self.weight, self.weight_scales, self._first_column, bias)
+
+    @property
+    def projection(self) -> Projection | None:
+        """The kept weight and its bias; None: it is not kept, or its outputs have another order."""
+        if self.packed is None or self._output_order is not None:
+            return None
+        return self.packed.matrix, 0 if self._wide_bias is None else self._wide_bias.data_ptr()
 
     def after_seam(self, seam: Seam) -> tuple[torch.Tensor, ...] | None:
         """Returns what `add_norm_linear` returns, the product being `forward`'s; None: of weights kept as

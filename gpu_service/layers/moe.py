@@ -24,8 +24,10 @@ from gpu_service.layers.linear import Linear, RowParallelLinear, Seam
 from gpu_service.layers.norm import ScaledRMSNorm, make_norm
 from gpu_service.layers.rank_weights import RankWeights
 from gpu_service.ops.activation import CLAMPED_ACTIVATIONS, GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
+from gpu_service.ops.host_kernels import routing_rule
 from gpu_service.ops.linear import add_norm_linear, add_norm_route, linear
 from gpu_service.ops.router import choose_by_kind, route, weigh_chosen, zero_experts
+from moebius import _kernels
 from moebius.checkpoint.errors import CheckpointError
 from moebius.models.layers import ffn as specs
 from moebius.models.layers.ffn import Dense
@@ -55,6 +57,13 @@ class MLP(nn.Module):
             self._activation = partial(GATED_ACTIVATIONS[activation], alpha=spec.alpha, limit=spec.limit)
         elif spec.limit != math.inf:
             self._activation = partial(CLAMPED_ACTIVATIONS[activation], limit=spec.limit)
+
+    def host_weights(self) -> _kernels.MlpWeights | None:
+        """Returns the block as `_kernels.DecoderLayers` computes it; None: that computes another one."""
+        gate_up, down = self.gate_up_proj.projection, self.down_proj.projection
+        if gate_up is None or down is None or self._activation is not GATED_ACTIVATIONS["silu"]:
+            return None
+        return _kernels.MlpWeights(gate_up, down)
 
     def read_seam(self, seam: Seam, inputs: ForwardInputs) -> tuple[torch.Tensor, ...] | None:
         """With gate and up, see `ReadsSeam`."""
@@ -87,6 +96,20 @@ class Router(nn.Module):
         self.tid2eid = own.optional("tid2eid")
         self.expert_scales = own.optional("expert_scales")
         self._config = config
+        # As `host_weights` gives it away.
+        self._wide_bias: torch.Tensor | None = None
+
+    def host_weights(self) -> _kernels.RouterWeights | None:
+        """Returns the router as `_kernels.DecoderLayers` computes it; None: it chooses in another way."""
+        rule, weight, correction = routing_rule(self._config), self.weight, self.e_score_correction_bias
+        kinds = (torch.float32, torch.bfloat16)
+        has_more = self.tid2eid is not None or self.expert_scales is not None
+        if rule is None or has_more or weight.dtype not in kinds or not weight.is_contiguous():
+            return None
+        self._wide_bias = None if self.bias is None else self.bias.float()
+        bias = 0 if self._wide_bias is None else self._wide_bias.data_ptr()
+        chosen_by = 0 if correction is None else correction.data_ptr()
+        return _kernels.RouterWeights(weight.data_ptr(), weight.dtype == kinds[1], bias, chosen_by, rule)
 
     def pack(self) -> None:
         """Checks what was loaded; the loader calls it once. Raises CheckpointError for an unknown expert."""
@@ -205,6 +228,20 @@ class MoE(nn.Module):
         self._adds_zero_experts = parallel.tp_rank == 0
         # Called with rows, ids and weights that the experts are about to be given; `moebius verify` sets it.
         self.on_routed: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] | None = None
+
+    def host_weights(self) -> tuple[_kernels.MlpWeights | None, _kernels.RouterWeights] | None:
+        """Returns the always active experts (None: there are none) and the router as
+        `_kernels.DecoderLayers` computes them; None: the block does more than it.
+        """
+        spaces = self.fc1_latent_proj is not None or self._num_experts is not None or self._weighs_inputs
+        gated = self.shared_expert_gate is not None or self._output_scale != 1.0
+        if type(self) is not MoE or spaces or gated or not isinstance(self.gate, Router):
+            return None
+        router = self.gate.host_weights()
+        shared = None if self.shared_experts is None else self.shared_experts.host_weights()
+        if router is None or (shared is None) != (self.shared_experts is None):
+            return None
+        return shared, router
 
     def read_seam(self, seam: Seam, inputs: ForwardInputs) -> tuple[torch.Tensor, ...] | None:
         """Returns weights and ids of the chosen, of a model with one router; see `ReadsSeam`."""

@@ -9,6 +9,7 @@ from torch.nn import functional
 from gpu_service.core.parallel import Collectives
 from gpu_service.layers.rank_weights import RankWeights
 from gpu_service.ops.norm import fused_add_rms_norm, rms_norm
+from moebius import _kernels
 from moebius.models.layers import norms
 
 
@@ -49,6 +50,10 @@ class RMSNorm(Norm):
         May overwrite the update.
         """
         return fused_add_rms_norm(update, residual, self.weight, self.eps)
+
+    def host_weights(self) -> _kernels.NormWeights:
+        """Returns the norm as `_kernels.DecoderLayers` computes it."""
+        return _kernels.NormWeights(self.weight.data_ptr(), self.weight.dtype == torch.bfloat16, self.eps)
 
 
 class OnePlusWeightRMSNorm(RMSNorm):

@@ -20,7 +20,7 @@ from gpu_service.loader.sources import (
     names_of_parameters,
 )
 from gpu_service.ops.packed_weight import PackedPart
-from moebius.checkpoint.kept_matrix import KeptMatrix, kept_matrix
+from moebius.checkpoint.kept_matrix import KeptMatrix, kept_floats, kept_matrix
 from moebius.kernels.weight_formats import PANEL_COLUMNS
 from moebius.models.layers.ranks import ShardRange
 
@@ -83,6 +83,8 @@ def _kept(source: WeightSource, target: Target) -> KeptMatrix | None:
         from moebius.checkpoint.gguf.kept import kept_blocks
 
         found = kept_blocks(source.info)
+    elif isinstance(source, PlainSource):
+        found = kept_floats(source.info)
     if found is None or found.matrix.shape != target.shape:
         return None
     cols = target.cols or ShardRange.whole(found.matrix.shape[1])

@@ -22,6 +22,7 @@ from gpu_service.layers.decoder import (
 )
 from gpu_service.layers.deferral import DeferralRule
 from gpu_service.layers.gated_streams import StreamMixer
+from gpu_service.layers.host_layers import HostRuns
 from gpu_service.layers.hyper_connections import HyperHead, HyperStreams
 from gpu_service.layers.linear import Linear, Packed
 from gpu_service.layers.mtp import MtpLayer
@@ -91,6 +92,7 @@ class Backbone(nn.Module):
             self._embedding_scale = torch.tensor(config.embedding_scale, device="cpu").to(dtype).item()
         # Of this stage's layers, those that every token passes: layers of multi-token prediction are last.
         self._num_passed = len(layers) - (config.num_mtp_heads if last else 0)
+        self._host_runs = HostRuns(layers[: self._num_passed], self._first_layer, self._rotary_of)
         # Which experts are added a layer late; None: none. Set before the first step.
         self.deferral: DeferralRule | None = None
 
@@ -108,7 +110,14 @@ class Backbone(nn.Module):
         overflow = context.first_overflow
         if overflow is not None and self._parallel.is_first_stage:
             _note(overflow, stream, EMBEDDING)
+        runs, done = self._host_runs.of_step(context), self._first_layer
         for index, layer in enumerate(islice(self.layers, self._num_passed), self._first_layer):
+            if index < done:
+                continue
+            run = runs.get(index)
+            if run is not None and run.forward(stream, ropes, context):
+                done = run.end
+                continue
             rotary = self._rotary_of[index]
             stream = layer(stream, None if rotary is None else ropes[rotary], context)
             if images is not None and images.reaches(index):
