@@ -78,7 +78,7 @@ def _memory(facts: Facts, bandwidth: Mapping[int, float]) -> Finding:
 
 @dataclass(frozen=True)
 class Versions:
-    """Of what is installed beside us; "": it is not. Filled by `read_versions`."""
+    """The versions of libraries beside us, "" of one that is not installed; filled by `read_versions`."""
 
     torch: str
     cuda: str  # That torch was built for.

@@ -60,7 +60,8 @@ STILL = {
     "gpu_service/parallel/group.py",
     "gpu_service/server/profiler.py",
     "gpu_service/vision/features.py",
-    # Values of settings, and options of other servers.
+    # Values of settings, and options and parts of other servers.
+    "gateway/app/sleep_routes.py",
     "moebius/config/__init__.py",
     "moebius/other_servers/llama_cpp.py",
     "moebius/other_servers/values.py",

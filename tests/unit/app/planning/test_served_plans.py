@@ -160,7 +160,7 @@ def test_what_a_refusal_proposes_is_served(
     case.serve(monkeypatch, tmp_path, serve_command(change.applied(case.config), change.plan))
 
 
-def test_a_model_is_told_the_quantisation_that_fits(directory: Directory) -> None:
+def test_a_smaller_quantisation_is_named(directory: Directory) -> None:
     """Where not even int4 fits, the type of GGUF that does is named; where none does, none."""
     config, gpu = settings(directory("qwen3-235b-a22b")), GPU_MODELS["RTX 4090"]
     found = {
