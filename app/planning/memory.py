@@ -347,6 +347,16 @@ def chosen_residency(config: MoebiusConfig, geometry: MoeGeometry) -> Residency:
     return Residency(placed.resident, geometry.num_experts, False, "")
 
 
+def nothing_resident(geometry: MoeGeometry) -> Residency:
+    """Returns the residency of a GPU without experts."""
+    return Residency(dict.fromkeys(geometry.moe_layers, ()), geometry.num_experts, False, "")
+
+
+def all_resident(config: MoebiusConfig, geometry: MoeGeometry) -> Residency:
+    """Returns the residency of GPUs that hold every expert."""
+    return _even(config, geometry, geometry.num_experts)
+
+
 def filled_residency(
     config: MoebiusConfig, geometry: MoeGeometry, fits: Callable[[Residency], bool]
 ) -> Residency:
@@ -355,7 +365,7 @@ def filled_residency(
     `fits` must be monotone: what fits with more experts fits with fewer, but for all of them, beside which
     nothing is streamed.
     """
-    everything = _even(config, geometry, geometry.num_experts)
+    everything = all_resident(config, geometry)
     if fits(everything):
         return everything
     low, high = 0, geometry.num_experts - 1

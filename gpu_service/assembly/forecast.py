@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from gpu_service.assembly.kv_memory import CacheShape, SharedKvMemory, cache_shape
-from gpu_service.assembly.rank_plan import RankPlan
+from gpu_service.assembly.rank_plan import RankPlan, shared_num_seqs
 from gpu_service.assembly.vision import vision_memory
 from gpu_service.cache.request_states import all_states_bytes
 from gpu_service.core.parallel import ParallelContext
@@ -76,6 +76,9 @@ class Forecast:
         for context in contexts:
             check_divisible(self.model_config, context)
         self._held = [plan_weights(chosen, self.model_config, context, device) for context in contexts]
+        if not on_gpu:
+            gpu = config.gpu.model_copy(update={"max_num_seqs": self.shared_num_seqs(config)})
+            config = config.model_copy(update={"gpu": gpu})
         self._shapes = [
             cache_shape(config.gpu, self.model_config, held.rank_layers, device) for held in self._held
         ]
@@ -125,6 +128,15 @@ class Forecast:
             RankPlan(config, held, empty, memory, self._vision)
             for held, memory in zip(self._held, experts, strict=True)
         ]
+
+    def shared_num_seqs(self, config: MoebiusConfig) -> int:
+        """Returns what engines on a CPU choose for `max_num_seqs` where it is unset."""
+        return min(shared_num_seqs(config, self.model_config, held.rank_layers) for held in self._held)
+
+    def state_bytes(self, config: MoebiusConfig) -> int:
+        """Returns the bytes of all states on the rank that has most."""
+        dtype = TORCH_DTYPES[self.model_config.dtype]
+        return max(all_states_bytes(config.gpu, held.rank_layers, dtype) for held in self._held)
 
     def shared_pages(self, config: MoebiusConfig) -> int:
         """Returns the number of pages of the pool of an engine on a CPU."""

@@ -202,7 +202,7 @@ class MemoryPlan:
     """Filled by `plan_memory`, bytes; the line of the KV cache is what the others leave."""
 
     total: int
-    # gpu_memory_utilization of `total`, or what other processes leave of it.
+    # What settings allow of `total`, or what other processes leave of it.
     budget: int
     lines: tuple[MemoryLine, ...]
     page_bytes: int  # One page over all layers of this rank.
@@ -293,7 +293,7 @@ def plan_memory(
 
 def _budget(config: MoebiusConfig, use: MemoryUse) -> int:
     """Raises UserError when other processes hold so much that nothing could be planned with."""
-    wanted = int(config.gpu.gpu_memory_utilization * use.total)
+    wanted = config.gpu.usable_bytes(use.total)
     # What is used already is partly this process's own context, which the plan counts as well.
     others = max(0, use.total - use.free - use.reserved - CUDA_CONTEXT)
     return min(wanted, use.total - others)
@@ -330,9 +330,13 @@ def _with_kv(plan: MemoryPlan, config: MoebiusConfig, needed_pages: int) -> Memo
 
 
 def _share(plan: MemoryPlan, config: MoebiusConfig) -> str:
-    utilization = config.gpu.gpu_memory_utilization
-    text = f"gpu_memory_utilization {utilization:g} of {gib(plan.total)} GiB"
-    return text if plan.budget >= int(utilization * plan.total) else f"{text}, less what other processes hold"
+    gpu = config.gpu
+    text = f"gpu_memory_utilization {gpu.gpu_memory_utilization:g}"
+    if gpu.gpu_memory_gib is not None:
+        text = f"gpu_memory_gib {gpu.gpu_memory_gib:g}"
+    text = f"{text} of {gib(plan.total)} GiB"
+    usable = gpu.usable_bytes(plan.total)
+    return text if plan.budget >= usable else f"{text}, less what other processes hold"
 
 
 # Copies of all slots at full length are the most pages that requests and the prefix cache can make use of.

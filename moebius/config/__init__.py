@@ -123,6 +123,11 @@ class GpuConfig(SpeculationSettings):
     gpu_memory_utilization: float = Field(
         default=0.9, gt=0, le=1, description="Share of each GPU's memory that the engine may use"
     )
+    gpu_memory_gib: float | None = Field(
+        default=None,
+        gt=0,
+        description="Memory of each GPU that the engine may use, GiB; unset: gpu_memory_utilization of it",
+    )
     attention_backend: Literal["auto", "flashinfer", "triton", "cpu", "torch"] = Field(
         default="auto", description="Attention kernels; auto: the first of these that is installed"
     )
@@ -136,7 +141,7 @@ class GpuConfig(SpeculationSettings):
     max_num_seqs: int | None = Field(
         default=None,
         ge=1,
-        description="Sequences computed in one step; unset: 64, fewer if a GPU has no room for their states",
+        description="Sequences computed in one step; unset: 64, fewer if their states take too much memory",
     )
     max_num_batched_tokens: int | None = Field(
         default=None,
@@ -204,6 +209,12 @@ class GpuConfig(SpeculationSettings):
     def kv_offload_bytes(self) -> int:
         """RAM for prefixes below the device; 0 without prefix caching, too."""
         return int(self.kv_offload_gib * 2**30) if self.prefix_caching else 0
+
+    def usable_bytes(self, total: int) -> int:
+        """Returns what the engine may use of a GPU of `total` bytes."""
+        if self.gpu_memory_gib is not None:
+            return min(int(self.gpu_memory_gib * 2**30), total)
+        return int(self.gpu_memory_utilization * total)
 
     @property
     def num_seqs(self) -> int:

@@ -243,6 +243,17 @@ def test_other_processes_are_respected(model: CausalLM) -> None:
     assert plan(model, settings(), half).budget <= H200 - 69 * GIB
 
 
+def test_a_bound_in_gib_takes_the_place_of_a_share(model: CausalLM) -> None:
+    """The engine plans with as much as it is given, at most what there is, and names the bound it lacks."""
+    assert plan(model, settings(gpu_memory_gib="24")).budget == 24 * GIB
+    assert plan(model, settings(gpu_memory_gib="999")).budget == H200
+    with pytest.raises(UserError, match=r"gpu_memory_gib 2 of 140\.00 GiB\)"):
+        plan(model, settings(gpu_memory_gib="2"))
+    crowded = FakeMemory(H200, context=130 * GIB)
+    with pytest.raises(UserError, match="less what other processes hold"):
+        plan(model, settings(gpu_memory_gib="60", num_pages="100000"), crowded)
+
+
 def test_a_wanted_pool_is_given_or_refused(model: CausalLM) -> None:
     """kv_cache_gib and num_pages are promises, not limits."""
     page = page_bytes(model.config.layers, 16, torch.bfloat16, TORCH_DTYPES[model.config.dtype])
