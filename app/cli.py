@@ -30,6 +30,7 @@ from app.commands import (
     show,
     sleep,
     translate,
+    upkeep,
     watch,
 )
 from app.exits import exit_with
@@ -44,7 +45,19 @@ COMMANDS = {
         *("ps", "status", "logs", "stop", "top", "profile", "bench", "doctor", "topology", "experts"),
         *("verify",),
     ),
-    "Prepare": ("models", "pull", "list", "show", "rm", "keys", "translate", "demo-model", "version"),
+    "Prepare": (
+        "models",
+        "pull",
+        "list",
+        "show",
+        "rm",
+        "disk",
+        "keys",
+        "translate",
+        "update",
+        "demo-model",
+        "version",
+    ),
     "One process alone": ("gateway", "gpu", "expert", "ranks"),
 }
 
@@ -139,7 +152,7 @@ TOPICS = {
     "telemetry": "Telemetry (telemetry)",
 }
 
-for module in (serve, plan, chat, demo, host, doctor, watch, translate, daily, show, sleep):
+for module in (serve, plan, chat, demo, host, doctor, watch, translate, daily, show, sleep, upkeep):
     module.register(app)
 app.add_typer(bench.app, name="bench")
 app.add_typer(models.app, name="models")

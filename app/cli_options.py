@@ -159,8 +159,8 @@ def _model_parameter(wanted: bool) -> list[inspect.Parameter]:
     if not wanted:
         return []
     help_text = (
-        "Checkpoint directory in Hugging Face format, GGUF file, name on the Hugging Face hub (owner/name), "
-        "or `demo` for the demo model"
+        "Checkpoint directory in Hugging Face format, GGUF file, name on the Hugging Face hub (owner/name) "
+        "or short name of a recipe (qwen3-coder-30b), or `demo` for the demo model"
     )
     annotation = Annotated[str | None, typer.Argument(metavar="MODEL", help=help_text)]
     return [_keyword(MODEL_LEAF, annotation)]

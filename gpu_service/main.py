@@ -53,6 +53,7 @@ from moebius.process.operations import Answers, LoopWatch, ProcessState, registr
 from moebius.process.progress import note_imports, take_phases
 from moebius.process.sleep_mark import FORCED, SleepMark, start_over
 from moebius.telemetry import configure_logging, configure_tracing, enable_reflection, export_metrics
+from moebius.telemetry.certificates import CertificateCollector
 from protos import engine_pb2, engine_pb2_grpc, vllm_engine_pb2_grpc
 
 _log = structlog.get_logger(__name__)
@@ -86,6 +87,7 @@ def run(config: MoebiusConfig) -> int:
         watch = LoopWatch(config.supervisor.hang_timeout_s)
         answers = Answers(registry_text, lambda: watch.judged(state))
         host, allowed = config.telemetry.metrics_host, config.gateway.allowed_hosts
+        REGISTRY.register(CertificateCollector())
         metrics = start_operations(config.gpu.gpu_metrics_port, host, answers, allowed)
         end_metrics = export_metrics(config.telemetry, "moebius-gpu", REGISTRY.collect, _attributes(config))
         status, in_order = _run(config, state, watch)
@@ -119,7 +121,7 @@ def _attributes(config: MoebiusConfig) -> dict[str, int]:
 
 def _run(config: MoebiusConfig, state: ProcessState, watch: LoopWatch) -> tuple[int, bool]:
     if config.parallel.rank > 0:
-        return run_follower(config), True
+        return run_follower(config, state), True
     return uvloop.run(_serve(config, state, watch))
 
 
@@ -443,10 +445,10 @@ def _warm_up(
         watch_metrics.export(built.watch, name)
 
 
-def run_follower(config: MoebiusConfig) -> int:
+def run_follower(config: MoebiusConfig, state: ProcessState) -> int:
     """Runs a rank that serves no client: it repeats what rank 0 does until rank 0 ends.
 
-    Loads this rank's part and runs it to the end; returns the exit status.
+    Loads this rank's part and runs it to the end; returns the exit status. `state` says when it has loaded.
 
     A group that is lost ends the process from within (`parallel.join.end_process`). While the engine sleeps
     this waits, and when it falls asleep `_SLEEPS` is returned.
@@ -470,6 +472,7 @@ def run_follower(config: MoebiusConfig) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: signals.put(number))
     built.engine.start()
+    state.not_ready = ""
     _log.info("ready", rank=rank, phases=take_phases())
     # Returns when rank 0 has sent the end.
     built.engine.join()

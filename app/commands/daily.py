@@ -100,8 +100,9 @@ def _add_models(app: typer.Typer) -> None:
     ) -> None:
         """Delete a downloaded model from the Hugging Face cache."""
         from app.cached_models import cached_models, remove_model
+        from app.short_names import full_name
 
-        models = cached_models()
+        models, name = cached_models(), full_name(name)
         found = next((model for model in models if model.name == name), None)
         if found is None:
             listed = ", ".join(model.name for model in models[:20]) or "none"

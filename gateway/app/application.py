@@ -25,6 +25,7 @@ from gateway.app.cache_routes import router as cache_router
 from gateway.app.conversation_routes import router as conversation_router
 from gateway.app.embedding_routes import router as embedding_router
 from gateway.app.file_routes import router as file_router
+from gateway.app.mcp_routes import router as mcp_router
 from gateway.app.message_batch_routes import router as message_batch_router
 from gateway.app.native_routes import router as native_router
 from gateway.app.openapi import install_openapi
@@ -36,6 +37,7 @@ from gateway.app.translated_routes import router as api_router
 from gateway.processes.shared import Shared
 from gateway.schemas.batches import MessageBatchRequest
 from gateway.schemas.errors import MESSAGES_PATH, install_error_handlers
+from gateway.schemas.mcp import McpCall
 from gateway.schemas.requests import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -47,6 +49,7 @@ from gateway.transport.admission import DrainMiddleware
 from gateway.transport.keys import KeyMiddleware, OriginMiddleware
 from gateway.transport.streaming import ClientGone
 from gateway.web.live import LiveFigures
+from gateway.web.mcp import McpServers
 from gateway.web.pages import page_router
 from moebius import __version__
 from moebius.config import MoebiusConfig
@@ -67,6 +70,7 @@ _SCHEMAS: tuple[type[BaseModel], ...] = (
     TokenizeRequest,
     DetokenizeRequest,
     MessageBatchRequest,
+    McpCall,
 )
 _ROUTERS = (
     router,
@@ -179,6 +183,10 @@ def create_app(
     for one in _ROUTERS:
         app.include_router(one)
     app.include_router(page_router(config.gateway.web_page))
+    if config.gateway.web_page:
+        servers, kib = config.gateway.web_mcp_servers, config.gateway.web_mcp_result_kib
+        app.state.mcp_servers = McpServers(servers, config.gateway.web_mcp_timeout_s, kib * 1024)
+        app.include_router(mcp_router)
     if config.gateway.live_view:
         app.state.live_figures = LiveFigures(lambda replica: gateway.engine.live(replica))
         app.include_router(live_router)

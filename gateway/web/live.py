@@ -78,7 +78,7 @@ def live_object(live: engine_pb2.GetLiveResponse) -> dict[str, Any]:
 
 def cache_tiers(live: engine_pb2.GetLiveResponse) -> list[dict[str, Any]]:
     """Returns what each tier of the prefix cache holds, the fastest first."""
-    names = ("name", "tokens", "bytes", "total_bytes", "hit_tokens")
+    names = ("name", "tokens", "kept_tokens", "bytes", "total_bytes", "hit_tokens")
     return [{name: getattr(tier, name) for name in names} for tier in live.tiers]
 
 

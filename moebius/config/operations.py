@@ -16,10 +16,10 @@ class Section(BaseModel):
 class SpeculationSettings(Section):
     """The engine's, of speculative decoding (docs/speculation.md); part of its section."""
 
-    speculative_method: Literal["off", "auto", "ngram", "mtp"] = Field(
+    speculative_method: Literal["off", "auto", "ngram", "mtp", "ngram+mtp"] = Field(
         default="off",
         description="Where draft tokens come from: the request's own text (ngram), or the model's MTP layers "
-        "(mtp; auto: if the checkpoint has them)",
+        "(mtp; auto: if the checkpoint has them), or whichever is accepted more often (ngram+mtp)",
     )
     num_draft_tokens: int = Field(
         default=3, ge=1, le=16, description="Draft tokens of each request in a step, at most"
@@ -50,7 +50,7 @@ class SpeculationSettings(Section):
 
         What auto wants, `served_model.with_drafts` decides.
         """
-        return self.num_draft_tokens if self.speculative_method == "mtp" else 0
+        return self.num_draft_tokens if "mtp" in self.speculative_method else 0
 
 
 class SupervisorConfig(Section):
