@@ -130,4 +130,4 @@ def update_command(found: Installation, wheel: Wheel | None) -> list[str]:
         return ["uv", "tool", "install", "--force", what] if wheel else ["uv", "tool", "upgrade", what]
     if importlib.util.find_spec("pip") is None:
         return ["uv", "pip", "install", "--python", sys.executable, "--upgrade", what]
-    return [sys.executable, "-m", "pip", "install", "--upgrade", what]
+    return [sys.executable, "-P", "-m", "pip", "install", "--upgrade", what]

@@ -61,7 +61,7 @@ def _add_disk(app: typer.Typer) -> None:
             Path | None, typer.Option(metavar="DIR", help="Where `serve` keeps its run file")
         ] = None,
     ) -> None:
-        """List what Moebius keeps on this host: where, how much, and what removes it."""
+        """List what is kept on this host, and what removes it."""
         from app.commands.daily import print_table
         from app.disk_use import disk_places
         from app.supervisor.plan import default_state_dir

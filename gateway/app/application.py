@@ -60,9 +60,11 @@ from moebius.network.web_origins import ANY, WebOrigins, origin_pattern
 logger = structlog.get_logger(__name__)
 
 # Probes, metrics and documentation stay open, as load balancers and scrapers bring no key.
-_OPEN_PATHS = frozenset({"/", "/health", "/ping", "/ready", "/metrics", "/version", "/openapi.json", "/docs"})
+_OPEN_PATHS = frozenset(
+    {"/", "/health", "/v1/health", "/ping", "/ready", "/metrics", "/version", "/openapi.json", "/docs"}
+)
 _OPEN_PREFIX = "/web/"  # the page's own files: the data that they show needs the key
-_QUIET_PATHS = frozenset({"/health", "/ping", "/ready", "/metrics", "/v1/live"})  # polled
+_QUIET_PATHS = frozenset({"/health", "/v1/health", "/ping", "/ready", "/metrics", "/v1/live"})  # polled
 _MAX_REQUEST_ID = 128
 _SCHEMAS: tuple[type[BaseModel], ...] = (
     ChatCompletionRequest,

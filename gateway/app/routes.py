@@ -110,6 +110,7 @@ async def _card(gateway: Gateway, model: ServedModel) -> dict[str, Any]:
 
 
 @router.get("/health", response_class=Response)
+@router.get("/v1/health", response_class=Response)
 async def health() -> Response:
     """Answers 200 with an empty body while this process runs; says nothing of the engine."""
     return Response(status_code=200)

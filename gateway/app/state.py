@@ -68,12 +68,13 @@ class Gateway:
         self.metrics = GatewayMetrics()
         self.genai = GenAiMetrics()
         self.admission = Admission(config.gateway.max_queued_requests, self.metrics, self.shared.places)
-        self._bodies = BodyReceiver(self._max_body_bytes)
+        self._bodies = BodyReceiver(self.max_body_bytes)
         self._prompts = PromptPool(config.gateway.prompt_workers, config.gateway.max_queued_requests)
         self.warnings = RepeatedWarnings()
         self.drain = Drain()
         check_store(config.gateway)
         check_directory(config.gateway)
+        self.large_bodies = 0  # bodies of large batches that are being received
         self.batches = BatchStore.of(config.gateway)  # None: no directory is configured
         self._runner: BatchRunner | None = None
         self._responses: ResponseStore | None = None
@@ -85,7 +86,8 @@ class Gateway:
         self._refusal = ""  # the files that differ from those of other processes
 
     @property
-    def _max_body_bytes(self) -> int:
+    def max_body_bytes(self) -> int:
+        """Returns the bytes that a body without images may have."""
         return int(self.config.gateway.max_body_mib * _MIB)
 
     @property
@@ -122,7 +124,7 @@ class Gateway:
         self._connecting = asyncio.create_task(self._connect())
         if self.batches is not None and app is not None:
             slots = Slots(settings.batch_requests, settings.workers, lambda: self.admission.in_flight)
-            longest = self._max_body_bytes + _LINE_EXTRA
+            longest = self.max_body_bytes + _LINE_EXTRA
             metrics = BatchMetrics(self.metrics.registry, COUNTERS)
             means = Means(InternalClient(app), slots, self._read_lines, longest, self.drain, metrics)
             self._runner = BatchRunner(self.batches, means, lambda: self.is_ready)
@@ -255,7 +257,7 @@ class Gateway:
             parsers=self._parsers,
             responses=self.responses,
             images=self.config.images,
-            max_body_bytes=self._max_body_bytes,
+            max_body_bytes=self.max_body_bytes,
             memory_bytes=int(settings.prompt_memory_gib * 2**30),
             cpu_s=settings.prompt_timeout_s,
             strict_parameters=settings.strict_parameters,
@@ -288,8 +290,16 @@ class Gateway:
 
     async def _read_lines(self, data: bytes, owner: str) -> bytes:
         """Reads lines of a batch; see `gateway.apis.batch_lines.read_lines`. Raises ApiError."""
+        return await self._answer("batch_lines", data, owner)
+
+    async def read_messages(self, data: bytes, owner: str) -> bytes:
+        """Reads some requests of a batch; see `gateway.apis.batch_lines.read_messages`. Raises ApiError."""
+        return await self._answer("message_batch", data, owner)
+
+    async def _answer(self, kind: Kind, data: bytes, owner: str) -> bytes:
+        """Returns what a prompt process makes of the data. Raises ApiError."""
         self.model()
-        answer = await self._prompts.prepare("batch_lines", [data], owner)
+        answer = await self._prompts.prepare(kind, [data], owner)
         assert isinstance(answer, bytes)
         return answer
 

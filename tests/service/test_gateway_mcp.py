@@ -152,7 +152,7 @@ def test_tools_are_listed_and_called(tools: tuple[McpScript, httpx.Client], stre
 
 
 def test_results_of_all_kinds_become_text(tools: tuple[McpScript, httpx.Client]) -> None:
-    """Of what is no text its kind is named; a tool's own failure is said; structured results are JSON."""
+    """A part that is no text is named by its kind; failures are marked; structured results are JSON."""
     script, client = tools
     call = {"tool": "mcp1_weather_today", "arguments": {}}
     image = {"type": "image", "mimeType": "image/png", "data": "AAAA"}

@@ -42,7 +42,7 @@ def test_progress_is_shown_while_waiting(page: Browser, script: Script) -> None:
             {"waited": None, "stalled": 0.1, "usage": {"completion_tokens": 7}, "rate": 2.04},
             "7 tokens, 2.0 tokens/s",
         ),
-        ({"waited": None, "stalled": 0.1, "usage": {"completion_tokens": 1}}, "1 tokens"),
+        ({"waited": None, "stalled": 0.1, "usage": {"completion_tokens": 1}}, "1 token"),
         ({"waited": None, "stalled": 0.1}, ""),
         ({"waited": None, "stalled": 9.0, "load": LOAD}, "No new token for 9 s"),
     ],
@@ -79,9 +79,7 @@ def test_a_server_that_is_away_comes_back(page: Browser, script: Script) -> None
     """The page says why nothing can be asked, and by itself when it can."""
     script.is_away = True
     page.run("location.reload()")
-    page.until(
-        lambda: "the engine is loading This page tries again" in page.text("#notice").replace(". ", " ")
-    )
+    page.until(lambda: "the engine is loading. This page tries again" in page.text("#notice"))
     script.is_away = False
     page.until(lambda: page.text("#model") == MODEL)
     assert page.count("#notice") == 0

@@ -122,6 +122,22 @@ def test_damaged_conversations_are_refused(page: Browser, message: dict[str, Any
     assert said in found
 
 
+def test_files_cannot_choose_for_the_user(page: Browser, script: Script) -> None:
+    """An import takes only settings that the page has, and no choice of tools of MCP servers."""
+    script.answers = [contents("x")]
+    settings = {"system": "Be brief", "numbers": {"temperature": 0.5, "messages": [], "top_p": "1"}}
+    one = {"id": "a", "title": "t", "messages": [], "settings": {**settings, "mcp": ["mcp1_f"], "stop": 3}}
+    file = {"format": "moebius-conversations", "version": 1, "conversations": [one]}
+    assert give_file(page, json.dumps(file)) == "Imported 1 of 1 conversations."
+    page.click("#conversations .title")
+    say(page, "Hello")
+    body = script.bodies[0]
+    assert [message["role"] for message in body["messages"]] == ["system", "user"]
+    assert body["temperature"] == 0.5
+    assert not {"top_p", "stop", "tools"} & body.keys()
+    assert not any("mcp" in path for path in script.paths)
+
+
 def test_a_removal_can_be_undone(page: Browser, script: Script) -> None:
     """The conversation comes back with its messages."""
     script.answers = [contents("one")]

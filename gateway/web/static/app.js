@@ -61,7 +61,7 @@ async function findModel() {
     notice("");
   } catch (error) {
     if (error instanceof ApiFailure && error.status === 401) return askForKey();
-    notice(`${error.message} This page tries again every ${RETRY_MS / 1000} seconds.`);
+    notice(`${error.message.replace(/[.]?$/, ".")} This page tries again every ${RETRY_MS / 1000} seconds.`);
     retry = setTimeout(findModel, RETRY_MS);
   }
 }

@@ -1,6 +1,6 @@
 // Conversations as files: JSON that can be imported again, and Markdown for people. Pure text, no page.
 
-import { NO_SETTINGS } from "./fields.js";
+import { NO_SETTINGS, NUMBERS } from "./fields.js";
 
 const FORMAT = "moebius-conversations";
 const VERSION = 1;
@@ -39,15 +39,13 @@ function need(isRight, what) {
 const isText = (value) => typeof value === "string";
 const isObject = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
 
-/** Takes over what the page knows, and nothing else. */
+/** Takes over what the page knows, and nothing else; not the choice of MCP tools, which the user makes here. */
 function conversation(found) {
   need(isObject(found) && isText(found.id) && found.id, "'id' is no text");
   need(Array.isArray(found.messages), "'messages' is no list");
-  const settings = { ...NO_SETTINGS };
-  for (const [name, usual] of Object.entries(NO_SETTINGS)) {
-    const value = found.settings?.[name];
-    if (typeof value === typeof usual && Array.isArray(value) === Array.isArray(usual) && value !== null) settings[name] = value;
-  }
+  const settings = { ...NO_SETTINGS, numbers: {} };
+  for (const name of ["system", "stop", "tools", "extra"]) if (isText(found.settings?.[name])) settings[name] = found.settings[name];
+  for (const [name] of NUMBERS) if (Number.isFinite(found.settings?.numbers?.[name])) settings.numbers[name] = found.settings.numbers[name];
   const title = isText(found.title) ? found.title.slice(0, 60) : "";
   const updated = Number.isFinite(found.updated) ? found.updated : 0;
   return { id: found.id, title, updated, settings, messages: found.messages.map(message) };

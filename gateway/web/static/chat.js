@@ -222,26 +222,32 @@ export class Chat {
   async #answer(begun = null) {
     const { current } = this;
     const running = new AbortController();
-    this.running = running;
-    let body;
-    try {
-      body = await this.#body(current, begun);
-    } catch (error) {
-      this.running = null;
-      this.#showAll();
-      this.page.notice(error.message);
-      return;
-    }
     const message = begun ?? { role: "assistant", content: "", reasoning: "", toolCalls: [] };
     for (const name of ["times", "error", "stopped", "finish", "usage"]) delete message[name];
     if (!begun) current.messages.push(message);
+    this.running = running;
     this.page.notice("");
     this.#showAll();
     this.composer.focus();
     announce("Answering");
     this.#keep(current); // the question outlives a page that is closed now
+    let body;
+    try {
+      body = await this.#body(current, begun);
+    } catch (error) {
+      return this.#refuse(error, current, begun ? null : message);
+    }
     await this.#receive(body, new Answer(message), running, current);
-    await this.#ended(current, message);
+    return this.#ended(current, message);
+  }
+
+  /** Says why nothing is asked; the answer that was to come goes away. */
+  #refuse(error, current, message) {
+    if (message) current.messages = current.messages.filter((one) => one !== message);
+    this.running = null;
+    this.#keep(current);
+    this.#showAll();
+    this.page.notice(error.message);
   }
 
   /** Fills the answer from the server; what goes wrong stands in the message. */

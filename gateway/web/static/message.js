@@ -98,7 +98,7 @@ function finishAssistant(node, message, actions, end) {
   const row = element("div", { class: "actions" });
   const buttons = [button("Regenerate", actions.again, "Regenerate this answer")];
   // Only the last message can be continued, and only its content: reasoning that was cut off cannot.
-  const isCut = (problem || message.finish === "length") && message.content && !message.toolCalls.length;
+  const isCut = problem && message.content && !message.toolCalls.length;
   if (actions.isLast && isCut) buttons.unshift(button("Continue", actions.goOn, "Continue this answer"));
   row.append(...buttons, copyButton(() => message.content));
   if (actions.isLast && message.toolCalls.length && !message.stopped && !message.error) node.append(resultsForm(message, actions));

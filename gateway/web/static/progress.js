@@ -8,15 +8,15 @@ const ASK_EVERY_S = 3;
 const STALL_S = 5; // without a token
 const ANNOUNCE_EVERY_S = 30;
 
-const requests = (count) => `${count} ${count === 1 ? "request" : "requests"}`;
+const counted = (count, what) => `${count} ${what}${count === 1 ? "" : "s"}`;
 
 /** The sentence for people; `load` is `requests` of /v1/live, or null. */
 export function progressText({ waited, stalled, usage, rate, load }) {
-  const others = load ? `; this server has ${requests(load.running)} running and ${load.waiting} queued` : "";
+  const others = load ? `; this server has ${counted(load.running, "request")} running and ${load.waiting} queued` : "";
   if (waited !== null) return `Waiting for the first token: ${Math.floor(waited)} s${others}`;
   if (stalled >= STALL_S) return `No new token for ${Math.floor(stalled)} s${others}`;
   if (!usage?.completion_tokens) return "";
-  return `${usage.completion_tokens} tokens${rate ? `, ${rate.toFixed(1)} tokens/s` : ""}`;
+  return `${counted(usage.completion_tokens, "token")}${rate ? `, ${rate.toFixed(1)} tokens/s` : ""}`;
 }
 
 export class Progress {

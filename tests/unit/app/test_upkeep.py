@@ -40,7 +40,7 @@ def wheel_file(directory: Path, name: str = f"moebius-9.9.9-{TAG}-{TAG}-manylinu
     ],
 )
 def test_an_installation_is_known_by_what_it_leaves(mark: str, noted: str, kind: str, tmp_path: Path) -> None:
-    """Each installer leaves a file of its own; one that follows a clone is a clone, whoever made it."""
+    """Each installer leaves a file of its own; one that follows a clone is a clone, by any of them."""
     (tmp_path / mark).write_text("")
     found = installation(tmp_path, noted)
     assert found.kind == kind
