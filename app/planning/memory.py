@@ -76,9 +76,8 @@ def _declared(directory: str | Path, geometry: MoeGeometry, layer: int) -> Store
         finder.declared(f"{LAYER_PREFIXES[0]}{layer}.{template.name.format(expert=0)}")
         for template in (layout.up, layout.down)
     )
-    inner, hidden = geometry.moe_intermediate_size, geometry.hidden_size
-    size = (1 + geometry.is_gated) * _declared_bytes(up, inner, hidden, geometry)
-    size += _declared_bytes(down, hidden, inner, geometry)
+    schemes = {"gate": up, "up": up, "down": down}
+    size = sum(_declared_bytes(schemes[name], *shape, geometry) for name, shape in geometry.matrices.items())
     rows = [role.out_step for role in up.roles if role.out_step and role.role != "scales"]
     columns = [role.in_step for role in down.roles if role.in_step]
     gate_up = _declared_format(up, geometry)

@@ -326,7 +326,7 @@ def make_work(
         attention_width=sum(mixer.score_width for mixer in mixers(model.layers)) // ranks,
         expert_bytes=expert_bytes,
         resident_expert_bytes=expert_bytes / ranks,
-        expert_weights=(2 + geometry.is_gated) * geometry.hidden_size * geometry.moe_intermediate_size,
+        expert_weights=sum(rows * columns for rows, columns in geometry.matrices.values()),
         expert_times=measured_times(config, geometry, formats, model.dtype, hardware),
         resident_share=residency.share,
         servers=num_servers(config, hardware.sockets),

@@ -14,7 +14,8 @@ import structlog
 import torch
 
 from gpu_service.assembly.kv_memory import DeviceKvMemory, KvMemory, SharedKvMemory, cache_shape
-from gpu_service.loader.load import shape_weights
+from gpu_service.loader.held import HeldWeights
+from gpu_service.loader.load import plan_weights
 from gpu_service.memory.device_memory import MemoryUse, gib, make_device_memory
 from gpu_service.memory.ledger import MemoryLedger
 from gpu_service.memory.plan import (
@@ -23,13 +24,10 @@ from gpu_service.memory.plan import (
     MemoryShort,
     VisionMemory,
     most_chunk_tokens,
-    parameter_bytes,
     plan_memory,
 )
 from gpu_service.models.common import CausalLM
-from gpu_service.models.compose import build_model
 from gpu_service.parallel.group import RankGroup
-from moebius.checkpoint.index import has_weights
 from moebius.config import DEFAULT_BATCHED_TOKENS, DEFAULT_NUM_SEQS, MoebiusConfig
 from moebius.errors import UserError
 
@@ -224,26 +222,26 @@ _log = structlog.get_logger(__name__)
 
 
 class RankPlan:
-    """Plans one rank; `model` is its part as `config` composes it, memory or not."""
+    """Plans one rank."""
 
     def __init__(
         self,
         config: MoebiusConfig,
-        model: CausalLM,
+        held: HeldWeights,
         use: MemoryUse,
         experts: ExpertMemory,
         vision: VisionMemory | None = None,
-        dense_bytes: int | None = None,
     ) -> None:
-        """`use`: the device before loading; `dense_bytes`: `parameter_bytes(model)` where it is known."""
+        """`held`: its weights under `config`; `use`: the device before loading."""
         self._config = config
         self._use = use
         self._experts = experts
         self._vision = vision
-        # By how dense weights are kept: the model, and its bytes, which hundreds of trials ask for.
-        held = parameter_bytes(model) if dense_bytes is None else dense_bytes
-        self._models = {config.model.dense_weights: (model, held)}
-        self._parallel, self._longest = model.parallel, model.config.max_model_len
+        # By how dense weights are kept, their bytes, which hundreds of trials ask for.
+        self._dense_bytes = {config.model.dense_weights: held.device_bytes}
+        self._model, self._parallel, self._layers = held.config, held.parallel, held.rank_layers
+        self._longest = held.config.max_model_len
+        self._device = torch.device("cpu" if held.on_cpu else "meta")
 
     def make(self, config: MoebiusConfig) -> MemoryPlan:
         """Returns the ledger under these settings. Raises MemoryShort: it cannot fit; as `prefill_chunk`."""
@@ -268,12 +266,12 @@ class RankPlan:
         Where expert servers compute a part of each step, longer steps gain nothing: they stay short, and long
         prompts have steps of their own (`prefill_chunk`).
         """
-        wanted, (model, _) = config.gpu.max_num_batched_tokens, self._models[config.model.dense_weights]
+        wanted = config.gpu.max_num_batched_tokens
         if wanted is not None:
             return wanted
         if not self._experts.is_everything:
             return DEFAULT_BATCHED_TOKENS
-        most = most_chunk_tokens(model.config, self._parallel)
+        most = most_chunk_tokens(self._model, self._parallel)
         if self._use.total < _SMALL_GPU_BYTES:
             most = min(most, _SMALL_GPU_TOKENS)
         for tokens in _BATCHED_TOKENS:
@@ -289,8 +287,7 @@ class RankPlan:
 
         Raises UserError for a value that is impossible whatever the memory.
         """
-        gpu, (model, _) = config.gpu, self._models[config.model.dense_weights]
-        most = most_chunk_tokens(model.config, self._parallel)
+        gpu, most = config.gpu, most_chunk_tokens(self._model, self._parallel)
         if not self._experts.ring_bytes:
             return 0
         wanted = gpu.prefill_chunk_max
@@ -333,30 +330,24 @@ class RankPlan:
         return True
 
     def _plan(self, trial: Trial) -> MemoryPlan:
-        (model, dense_bytes), longest = self._model(trial.config), trial.config.model.max_model_len
-        page_bytes = cache_shape(
-            trial.config.gpu, model.config, model.rank_layers, torch.device("meta")
-        ).page_bytes
+        dense_bytes, longest = self._held_bytes(trial.config), trial.config.model.max_model_len
+        shape = cache_shape(trial.config.gpu, self._model, self._layers, torch.device("meta"))
         held = replace(self._experts, count=trial.num_experts)
         # Weights do not depend on it.
-        config = model.config.with_max_model_len(longest or self._longest)
+        config = self._model.with_max_model_len(longest or self._longest)
         return plan_memory(
-            trial.config, config, dense_bytes, self._use, page_bytes, held, self._parallel, self._vision
+            trial.config, config, dense_bytes, self._use, shape.page_bytes, held, self._parallel, self._vision
         )
 
-    def _model(self, config: MoebiusConfig) -> tuple[CausalLM, int]:
-        """Composes the model again where dense weights are kept otherwise.
-
-        Raises UserError where they cannot be.
+    def _held_bytes(self, config: MoebiusConfig) -> int:
+        """Returns the bytes of dense weights as the settings keep them. Raises UserError where they cannot be
+        kept so.
         """
         key = config.model.dense_weights
-        if key not in self._models:
-            composed, _ = self._models[self._config.model.dense_weights]
-            model = build_model(composed.config, device=torch.device("meta"), parallel=self._parallel)
-            if has_weights(config.model.model):
-                shape_weights(model, config.model)
-            self._models[key] = model, parameter_bytes(model)
-        return self._models[key]
+        if key not in self._dense_bytes:
+            held = plan_weights(config.model, self._model, self._parallel, self._device)
+            self._dense_bytes[key] = held.device_bytes
+        return self._dense_bytes[key]
 
 
 def make_kv_memory(
@@ -378,7 +369,7 @@ def make_kv_memory(
             config, cache_shape(config.gpu, model.config, model.rank_layers, device)
         ), config
     before = memory.use()
-    rank = RankPlan(config, model, before, experts, vision)
+    rank = RankPlan(config, _held(config, model), before, experts, vision)
     chosen = with_num_seqs(config, group.minimum("max_num_seqs", rank.num_seqs()))
     tokens = group.minimum("max_num_batched_tokens", rank.batched_tokens(chosen))
     chosen = _with_gpu(chosen, max_num_batched_tokens=tokens)
@@ -403,8 +394,12 @@ def has_room_to_stream(
 ) -> bool:
     """Returns whether the ring of `experts` fits with all else, on every rank; all of them call it."""
     memory = make_device_memory(device)
-    fits = memory is None or RankPlan(config, model, memory.use(), experts, vision).fits()
+    fits = memory is None or RankPlan(config, _held(config, model), memory.use(), experts, vision).fits()
     return group.minimum("room to stream", int(fits)) == 1
+
+
+def _held(config: MoebiusConfig, model: CausalLM) -> HeldWeights:
+    return plan_weights(config.model, model.config, model.parallel, model.device)
 
 
 def with_num_seqs(config: MoebiusConfig, count: int) -> MoebiusConfig:

@@ -1,15 +1,13 @@
 """The plan of one rank's memory, made before anything is loaded, and the KV pool that is left at the end.
 
-Weights are exact (the model is composed without memory first). The rest are upper estimates of what the
+Weights are exact (layers declare them). The rest are upper estimates of what the
 layers allocate at their largest step; the KV pool is sized by a measurement, not by them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-import torch
 from torch import nn
 
 from gpu_service.attention.base import MAX_BLOCK_SCORES
@@ -18,7 +16,6 @@ from gpu_service.core.parallel import SOLO, ParallelContext
 from gpu_service.core.partition import all_stages_layers, rank_layers
 from gpu_service.device import TORCH_DTYPES
 from gpu_service.experts.resident.panels import PAIRS_BYTES, UNPACK_FROM, UNPACKED_BYTES, pair_bytes
-from gpu_service.layers.linear import HostMemory
 from gpu_service.memory.device_memory import MemoryUse, gib
 from moebius.config import GpuConfig, MoebiusConfig
 from moebius.errors import UserError
@@ -99,24 +96,9 @@ def most_chunk_tokens(config: ModelConfig, parallel: ParallelContext) -> int:
 
 
 def parameter_bytes(model: nn.Module) -> int:
-    """Returns the bytes of parameters and buffers where the model computes, with memory or on the meta
-    device.
-    """
-    on_host = {id(tensor) for tensor in host_parameters(model)}
-    held = (tensor for tensor in _distinct(model) if id(tensor) not in on_host)
-    return sum(tensor.numel() * tensor.element_size() for tensor in held)
-
-
-def host_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Returns those that stay in the host's memory when the model computes on a GPU."""
-    modules = (module for module in model.modules() if isinstance(module, HostMemory))
-    return [module.get_parameter(name) for module in modules for name in module.host_parameters]
-
-
-def _distinct(model: nn.Module) -> Iterable[torch.Tensor]:
-    seen: dict[int, torch.Tensor] = {id(tensor): tensor for tensor in model.parameters()}
-    seen |= {id(tensor): tensor for tensor in model.buffers()}
-    return seen.values()
+    """Returns the bytes of parameters and buffers, with memory or on the meta device."""
+    held = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return sum(tensor.numel() * tensor.element_size() for tensor in held.values())
 
 
 def activation_bytes(

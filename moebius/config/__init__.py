@@ -69,6 +69,10 @@ class ModelConfigSection(Section):
         default="",
         description="Digests of the files read, compared at each restart of a process; empty: serve has one",
     )
+    sleep_file: str = Field(
+        default="",
+        description="Exists while the engine sleeps, which goes on after a restart; empty: serve has one",
+    )
     language_model_only: bool = Field(
         default=False, description="Do not load the vision tower; requests with images are refused"
     )
@@ -183,6 +187,14 @@ class GpuConfig(SpeculationSettings):
     )
     random_seed: int = Field(
         default=0, ge=0, description="Seed for requests without one, mixed with their id"
+    )
+    sleep_after_s: float = Field(
+        default=0.0,
+        ge=0,
+        description="Seconds without requests after which the engine gives back all GPU memory; 0: never",
+    )
+    wake_on_request: bool = Field(
+        default=True, description="Requests wake a sleeping engine and wait for it; else they are refused"
     )
     gpu_metrics_port: int = Field(
         default=0, ge=0, le=65535, description="Port of gpu_service's metrics and probes; 0: none"

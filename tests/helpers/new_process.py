@@ -1,14 +1,16 @@
-"""What a test has to do in a process of its own."""
+"""What tests have to do in a process of its own."""
 
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 
 
-def run_in_new_process(function: Callable[..., None], *arguments: object) -> None:
-    """Runs a function of a module in a process that has done nothing else, so has no threads and no locks
-    that a fork of it would find taken. Raises what it raises."""
+@contextmanager
+def new_process() -> Iterator[Callable[..., None]]:
+    """Yields what runs a function of a module in a process that does nothing else, so has no threads and no
+    locks that a fork of it would find taken. It raises what the function raises."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        pool.submit(function, *arguments).result()
+        yield lambda function, *arguments: pool.submit(function, *arguments).result()

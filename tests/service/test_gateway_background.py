@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,14 +48,15 @@ def ended(client: openai.OpenAI, response_id: str) -> Any:
 
 def test_background(gateway: AgentGateway, client: openai.OpenAI) -> None:
     """A response is queued at once, in progress while it is generated, then as any other."""
-    gateway.says(GREEDY, delay_s=0.05)
+    held = threading.Event()
+    gateway.says(GREEDY, held=held)
     response = client.responses.create(model=MODEL, input="Tell me.", background=True, temperature=0)
     assert (response.status, response.background, response.output) == ("queued", True, [])
-    seen = set()
-    while (found := client.responses.retrieve(response.id)).status in ("queued", "in_progress"):
-        seen.add(found.status)
+    while (found := client.responses.retrieve(response.id)).status == "queued":
         time.sleep(0.02)
-    assert "in_progress" in seen
+    assert found.status == "in_progress"
+    held.set()
+    found = ended(client, response.id)
     assert (found.status, found.output_text) == ("completed", GREEDY)
     assert found.usage is not None
     client.responses.create(model=MODEL, input="More.", previous_response_id=response.id)

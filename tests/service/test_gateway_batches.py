@@ -20,6 +20,7 @@ import pytest
 from gateway.batches.files import Upload
 from gateway.batches.outcomes import usage_of
 from gateway.transport.internal import TokenUsage
+from moebius.config import GatewayConfig
 from moebius.network.api_keys import KeyLimits, add_key
 from tests.helpers.agent_gateway import GREEDY, AgentGateway, agent_gateway
 from tests.helpers.fake_engine import MODEL, FakeEngine, Script
@@ -223,15 +224,18 @@ def test_refused_requests(client: openai.OpenAI) -> None:
 
 def test_cancel(gateway: AgentGateway, client: openai.OpenAI) -> None:
     """A cancelled batch keeps what was answered, finishes what runs, and says of the rest that it did not."""
-    gateway.engine.script = Script(delay_s=0.02)
+    held = threading.Event()
     batch = created(client, jsonl([line(number) for number in range(300)]))
-    while client.batches.retrieve(batch.id).request_counts.completed == 0:  # type: ignore[union-attr]
-        time.sleep(0.05)
+    while len(gateway.engine.seen.requests) <= GatewayConfig().batch_requests:  # one more: some are answered
+        time.sleep(0.001)
+    gateway.engine.script = Script(held=held)  # what comes now runs when the batch is cancelled
     assert client.batches.cancel(batch.id).status == "cancelling"
+    held.set()
     batch = finished(client, batch.id)
     assert (batch.status, batch.request_counts.total) == ("cancelled", 300)
     done, rest = contents(client, batch.output_file_id), contents(client, batch.error_file_id)
     assert len({one["custom_id"] for one in done + rest}) == 300 == len(done + rest)
+    assert done
     assert {one["error"]["code"] for one in rest} == {"batch_cancelled"}
     with pytest.raises(openai.BadRequestError):
         client.batches.cancel(batch.id)
@@ -291,7 +295,7 @@ def test_what_is_deleted_frees_the_disk(tmp_path: Path) -> None:
     with agent_gateway(tmp_path, batch_dir=str(tmp_path / "b")) as gateway:
         client = client_of(gateway)
         batch = finished(client, created(client, jsonl([line(1), line(2, {"messages": []})])).id)
-        end = time.monotonic() + 30
+        end = time.monotonic() + 60
         while any((tmp_path / "b" / "unfinished").iterdir()):  # it is closed just after its status
             assert time.monotonic() < end
             time.sleep(0.02)
@@ -362,14 +366,15 @@ def test_metrics(tmp_path: Path) -> None:
     with agent_gateway(tmp_path, batch_dir=str(tmp_path / "b"), batch_requests=2) as gateway:
         client = client_of(gateway)
         assert sample(gateway, in_progress) == sample(gateway, waiting) == 0
-        gateway.says(GREEDY, delay_s=0.1)
+        held = threading.Event()
+        gateway.says(GREEDY, held=held)
         wrong = line("wrong", {"model": MODEL, "messages": [MESSAGE], "temperature": 99})
         batch = created(client, jsonl([line(1), line(2), line(3), line(4), wrong]))
         end = time.monotonic() + 60
         while sample(gateway, running) < 2:
             assert time.monotonic() < end
         assert (sample(gateway, in_progress), sample(gateway, waiting)) == (1, 3)
-        gateway.engine.script = Script(text=GREEDY)
+        held.set()
         finished(client, batch.id)
         ended = 'moebius:gateway_batch_requests_total{result="%s"}'
         counts = [sample(gateway, ended % name) for name in ("succeeded", "errored", "canceled", "expired")]
@@ -460,14 +465,63 @@ def test_message_batches(gateway: AgentGateway) -> None:
         batches.create(requests=[asked(1, stream=True)])
 
 
+def test_message_batches_above_the_size_of_other_bodies(tmp_path: Path) -> None:
+    """Anthropic allows a batch more than a request: it arrives in pieces, groups and requests across their
+    borders, is checked like a small one with places in the whole, and is bounded like a file."""
+    sizes: dict[str, Any] = {
+        "max_body_mib": 0.25,
+        "batch_file_mib": 4,
+        "batch_dir": str(tmp_path / "batches"),
+    }
+    with agent_gateway(tmp_path, **sizes) as gateway:
+        gateway.says(GREEDY)
+        client = anthropic.Anthropic(base_url=gateway.url, api_key="none", max_retries=0, timeout=60)
+        batches = client.messages.batches
+
+        def asked(number: int, text: str = "é" * 20_000, **fields: Any) -> Any:
+            params = {"model": MODEL, "max_tokens": 5, "messages": [{"role": "user", "content": text}]}
+            return {"custom_id": f"m{number}", "params": params | fields}
+
+        many = [asked(number) for number in range(60)]
+        with pytest.raises(anthropic.BadRequestError, match="'m7' more than once"):
+            batches.create(requests=[*many, asked(7)])
+        with pytest.raises(anthropic.BadRequestError, match=r"requests\[59\].params.stream"):
+            batches.create(requests=[*many[:59], asked(59, stream=True)])
+        with pytest.raises(anthropic.APIStatusError, match=r"batch_file_mib") as refused:
+            batches.create(requests=[asked(1, "x" * 5 * 2**20)])
+        assert refused.value.status_code == 413
+        with pytest.raises(
+            anthropic.APIStatusError, match=r"larger than 0.25 MiB \(max_body_mib\)"
+        ) as refused:
+            batches.create(requests=[asked(1, "x" * 2**19)])
+        assert refused.value.status_code == 413
+        begun = json.dumps({"requests": many[:20]}).encode().removesuffix(b"]}")
+        for tail in (b"", b", 1]}", b" {}]}", b"]} {}", b'], "more": 1}'):
+            answer = httpx.post(f"{gateway.url}/v1/messages/batches", content=begun + tail, timeout=60)
+            assert answer.status_code == 400, tail
+            assert "above max_body_mib" in answer.json()["error"]["message"]
+        batch = batches.create(
+            requests=[asked(number, "Hi" if number % 2 else "é" * 20_000) for number in range(40)]
+        )
+        assert batch.request_counts.processing == 40
+        end = time.monotonic() + 120
+        while (batch := batches.retrieve(batch.id)).processing_status != "ended":
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        assert {one.custom_id for one in batches.results(batch.id)} == {f"m{number}" for number in range(40)}
+        assert batches.list(limit=5).has_more is False
+
+
 def test_message_batches_are_cancelled(gateway: AgentGateway) -> None:
     """What a cancelled batch did not run is in its results as canceled."""
     client = anthropic.Anthropic(base_url=gateway.url, api_key="none", max_retries=0, timeout=60)
-    gateway.engine.script = Script(delay_s=0.02)
+    held = threading.Event()
+    gateway.engine.script = Script(held=held)
     params: Any = {"model": MODEL, "max_tokens": 100, "messages": [{"role": "user", "content": "Hi"}]}
     requests: Any = [{"custom_id": str(number), "params": params} for number in range(200)]
     batch = client.messages.batches.create(requests=requests)
     assert client.messages.batches.cancel(batch.id).processing_status == "canceling"
+    held.set()
     end = time.monotonic() + 60
     while (batch := client.messages.batches.retrieve(batch.id)).processing_status != "ended":
         assert time.monotonic() < end

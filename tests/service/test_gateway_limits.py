@@ -6,10 +6,8 @@ import asyncio
 import contextlib
 import gzip
 import http.client
-import itertools
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -225,20 +223,19 @@ def hostile() -> dict[str, Callable[[], bytes]]:
 
 
 def test_streams_go_on_while_hostile_requests_run(setup: Setup) -> None:
-    """The event loop never waits for what a request costs, so that a stream's tokens are on time.
+    """The event loop never waits for what a request costs: a stream ends and others are answered meanwhile.
 
-    Counted, as clocks mean little on a busy machine: while hostile requests run, others are answered and a
-    stream goes on. On the loop itself one of them would take seconds.
+    One of the hostile requests, computed on the loop, would not end. How long the loop computes at once is
+    measured in test_gateway_stalls.py.
     """
     setup.engine.script = Script(delay_s=0.02)
-    arrived: list[float] = []
+    lines: list[str] = []
     done = threading.Event()
 
     async def stream(client: httpx.AsyncClient) -> None:
         body = {"model": MODEL, "prompt": "go", "stream": True, "max_tokens": 60, "ignore_eos": True}
         async with client.stream("POST", "/v1/completions", json=body) as response:
-            async for _ in response.aiter_lines():
-                arrived.append(time.monotonic())
+            lines.extend([line async for line in response.aiter_lines()])
 
     async def attack(client: httpx.AsyncClient, content: bytes) -> None:
         while not done.is_set():
@@ -246,25 +243,22 @@ def test_streams_go_on_while_hostile_requests_run(setup: Setup) -> None:
             response = await client.post(path, content=content)
             assert response.status_code in (400, 404, 429, 503), response.text
 
-    async def everything() -> list[float]:
+    async def everything() -> int:
         async with httpx.AsyncClient(base_url=setup.url, timeout=120) as client:
             attacks = [asyncio.create_task(attack(client, make())) for make in hostile().values()]
             streaming = asyncio.create_task(stream(client))
-            waits = []
+            answered = 0
             while not streaming.done():
-                begun = time.monotonic()
                 assert (await client.get("/health")).status_code == 200
-                waits.append(time.monotonic() - begun)
+                answered += 1
                 await asyncio.sleep(0.02)
             await streaming
             done.set()
             await asyncio.gather(*attacks)
-            return waits
+            return answered
 
-    waits = asyncio.run(everything())
-    assert len(arrived) >= 60
-    assert max(b - a for a, b in itertools.pairwise(arrived)) < 15
-    assert max(waits) < 15
+    assert asyncio.run(everything()) > 0
+    assert len(lines) >= 60
 
 
 def test_the_document_tells_which_answers_there_are(setup: Setup) -> None:

@@ -187,7 +187,7 @@ def test_silence_is_filled_with_pings(setup: Setup) -> None:
 
 def test_leaving_cancels(setup: Setup) -> None:
     """A client that leaves a stream ends the engine's work."""
-    setup.engine.script = Script(delay_s=0.05)
+    setup.engine.script = Script(held=threading.Event())
     with setup.client.messages.stream(model=MODEL, max_tokens=200, messages=HELLO) as stream:
         next(iter(stream.text_stream))
     assert setup.engine.seen.cancelled.wait(60)

@@ -254,7 +254,7 @@ def test_failure_and_silence_in_a_stream(gateway: AgentGateway) -> None:
 
 def test_leaving_cancels(gateway: AgentGateway) -> None:
     """A client that leaves a stream ends the engine's work."""
-    gateway.engine.script = Script(delay_s=0.05)
+    gateway.engine.script = Script(held=threading.Event())
     body = {"model": MODEL, "messages": HELLO}
     with httpx.stream("POST", f"{gateway.url}/api/chat", json=body) as answer:
         next(answer.iter_lines())

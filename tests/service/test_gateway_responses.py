@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -204,7 +205,7 @@ def test_a_cut_answer_is_incomplete(client: openai.OpenAI) -> None:
 
 def test_leaving_cancels(gateway: AgentGateway, client: openai.OpenAI) -> None:
     """A client that leaves a stream ends the engine's work, and nothing is stored."""
-    gateway.engine.script = Script(delay_s=0.05)
+    gateway.engine.script = Script(held=threading.Event())
     stream = client.responses.create(model=MODEL, input="x", stream=True)
     first = next(iter(stream))
     stream.close()

@@ -74,11 +74,15 @@ def prose(path: Path) -> Iterator[str]:
 
 def words_in(path: Path, words: re.Pattern[str] = WORDS) -> list[str]:
     """Returns the words of the list in one file, in their order."""
+    if not words.search(re.sub(r"\s+", " ", (ROOT / path).read_text(errors="replace"))):
+        return []  # as nearly every file has none, which need not be parsed
     return [found.lower() for text in prose(path) for found in words.findall(re.sub(r"\s+", " ", text))]
 
 
 def private_names(text: str) -> list[str]:
     """Returns the names of functions and classes that are, or contain as a part, a word of the list."""
+    if not re.search(IDENTIFIERS, text, re.IGNORECASE):
+        return []
     defined = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     names = (node.name for node in ast.walk(ast.parse(text)) if isinstance(node, defined))
     return [name for name in names if re.search(rf"(?:^|_)(?:{IDENTIFIERS})(?:_|$)", name, re.IGNORECASE)]
@@ -86,6 +90,8 @@ def private_names(text: str) -> list[str]:
 
 def fragments(text: str) -> list[str]:
     """Returns the docstrings that begin with a preposition and have no subject."""
+    if not re.search(r"[\"'](?:Of|As) ", text):
+        return []
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     nodes = (node for node in ast.walk(ast.parse(text)) if isinstance(node, documented))
     docstrings = (ast.get_docstring(node) or "" for node in nodes)

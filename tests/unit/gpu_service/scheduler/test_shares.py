@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpu_service.core.images import PreparedImage, PromptImage, locate
@@ -107,6 +107,7 @@ ARRIVALS = st.lists(
 )
 
 
+@settings(max_examples=settings().max_examples // 3)  # each of them has hundreds of steps
 @given(arrivals=ARRIVALS, budget=st.integers(SEQS + 2, 64))
 def test_every_prompt_is_done_within_the_work_of_its_elders(
     arrivals: list[list[tuple[int, int]]], budget: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Callable, Iterator
 
 import psutil
 import pytest
@@ -14,7 +15,7 @@ from moebius.grammar.process import QUICK_S, BudgetedCompiler, GrammarProcess
 from protos.engine_pb2 import Choice, Constraint
 from tests.helpers.constraints import new_compiler
 from tests.helpers.heavy_grammars import heavy_gbnf
-from tests.helpers.new_process import run_in_new_process
+from tests.helpers.new_process import new_process
 
 HEAVY = Constraint(ebnf=heavy_gbnf())
 LIGHT = [
@@ -27,10 +28,17 @@ LIGHT = [
 ]
 
 
+@pytest.fixture(scope="module")
+def run() -> Iterator[Callable[..., None]]:
+    """Yields what runs a function in a process that may be forked, as this one may not: it has threads."""
+    with new_process() as run:
+        yield run
+
+
 @pytest.mark.parametrize("forks", [False, True])
-def test_a_process_says_what_this_one_would(forks: bool) -> None:
+def test_a_process_says_what_this_one_would(run: Callable[..., None], forks: bool) -> None:
     """Grammars and refusals are those of `compiled`, whichever way it is started."""
-    run_in_new_process(_says_the_same, forks)
+    run(_says_the_same, forks)
 
 
 def _says_the_same(forks: bool) -> None:
@@ -66,9 +74,9 @@ def test_a_grammar_that_takes_long_is_refused() -> None:
 
 @pytest.mark.parametrize("forks", [False, True])
 @pytest.mark.parametrize("who", ["starts", "compiles"])
-def test_a_process_that_was_killed_is_replaced(who: str, forks: bool) -> None:
+def test_a_process_that_was_killed_is_replaced(run: Callable[..., None], who: str, forks: bool) -> None:
     """Grammars after a kill, as the kernel kills for memory, are compiled, each answer its own."""
-    run_in_new_process(_is_replaced, who, forks)
+    run(_is_replaced, who, forks)
 
 
 def _is_replaced(who: str, forks: bool) -> None:
@@ -87,9 +95,9 @@ def _is_replaced(who: str, forks: bool) -> None:
 
 
 @pytest.mark.parametrize("forks", [False, True])
-def test_nothing_is_left(forks: bool) -> None:
+def test_nothing_is_left(run: Callable[..., None], forks: bool) -> None:
     """Both processes end with the one that asks, or when they are closed."""
-    run_in_new_process(_leaves_nothing, forks)
+    run(_leaves_nothing, forks)
 
 
 def _leaves_nothing(forks: bool) -> None:

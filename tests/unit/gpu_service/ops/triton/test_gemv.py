@@ -61,8 +61,15 @@ def test_add_norm_linear(
     torch.testing.assert_close(found[2], wanted[2], rtol=tolerance, atol=32 * tolerance)
 
 
-@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
-@pytest.mark.parametrize(("features", "rows"), [(16, 1), (600, 3)])
+@pytest.mark.parametrize(
+    ("score", "features", "rows"),
+    [
+        ("softmax", 16, 1),
+        ("sigmoid", 16, 1),
+        ("sigmoid", 600, 3),
+        pytest.param("softmax", 600, 3, marks=pytest.mark.full),
+    ],
+)
 def test_add_norm_route(score: str, features: int, rows: int) -> None:
     """One launch or several, a choice is the same; the counter is ready for the next launch."""
     torch.manual_seed(rows)
