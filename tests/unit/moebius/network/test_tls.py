@@ -39,7 +39,7 @@ from moebius.network.tls import (
 )
 from protos import engine_pb2
 from tests.helpers.certificates import Authority, Pair, grpc_security, write_secret
-from tests.helpers.fake_programs import wait_until
+from tests.helpers.waiting import wait_until
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 
