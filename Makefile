@@ -8,7 +8,7 @@ READY  := $(VENV)/.ready
 # Containers often set it; the hundreds of processes of the tests would each compile the same sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo serve test test-fast test-all test-newest test-fuzz test-tls test-kernels-all setup lock kernels lint types types-tests unit coverage protos wheels-gpu wheel recipes docs clean
+.PHONY: demo serve test test-fast test-all test-newest test-fuzz test-tls test-kernels-all setup lock vendor kernels lint types types-tests unit coverage protos wheels-gpu wheel recipes docs clean
 .DEFAULT_GOAL := help
 help:
 	@echo "make demo    answer one chat request on this machine, GPU or not"
@@ -38,6 +38,10 @@ UPGRADE ?=
 lock:
 	@test -e $(BIN)/uv || $(MAKE) setup
 	$(BIN)/python tools/lock $(if $(UPGRADE),--upgrade $(filter-out all,$(UPGRADE)))
+
+# The page's libraries, in the exact versions of tools/vendor; needs npm.
+vendor:
+	python3 tools/vendor
 
 lint: setup
 	$(BIN)/ruff check .

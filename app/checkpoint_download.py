@@ -35,8 +35,12 @@ CHUNK = 4 << 20
 ATTEMPTS = 5
 RETRY_S = 2.0
 NOTES = ".moebius-downloaded.json"
+# Says which source's files lie there, all of them; Pods that only read wait for it.
+COMPLETE = ".moebius-complete.json"
 LOCK = ".moebius-download.lock"
 LOCK_POLL_S = 1.0
+COMPLETE_POLL_S = 2.0
+_SHA1_DIGITS = 40
 # What file systems without locks answer.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _LINE = re.compile(r"([0-9a-f]{64}) [ *](\S.*)")
@@ -91,6 +95,7 @@ class Download:
         """Fetches what is missing or differs; how many that were. Raises UserError naming the file.
 
         `waiting` is called once when another process downloads into the directory, which is waited for.
+        Digests of 64 hexadecimal digits are SHA-256, those of 40 the SHA-1 by which git names a content.
         """
         fetched = 0
         timeout = httpx.Timeout(30.0, read=120.0)
@@ -149,7 +154,7 @@ class Download:
         status = path.stat()
         note = [digest, status.st_size, status.st_mtime_ns]
         if self._notes.get(name) != note:
-            if self._digest(path, name) != digest:
+            if self._digest(path, name, digest) != digest:
                 return False
             self._note(name, digest)
         return True
@@ -162,12 +167,13 @@ class Download:
             # What an earlier attempt left may be wrong: then once more, from the first byte.
             for is_last in (not part.exists(), True):
                 self._complete(client, name, part)
-                found = self._digest(part, name)
+                found = self._digest(part, name, digest)
                 if found == digest:
                     break
                 part.unlink()
                 if is_last:
-                    raise UserError(f"{name}: its SHA-256 is {found}, expected {digest}")
+                    kind = "SHA-1 in git" if _is_blob(digest) else "SHA-256"
+                    raise UserError(f"{name}: its {kind} is {found}, expected {digest}")
             part.replace(path)
             _sync(path.parent)
         except OSError as error:
@@ -207,11 +213,16 @@ class Download:
                     done += len(chunk)
                     self._progress(name, done, total)
 
-    def _digest(self, path: Path, name: str) -> str:
-        """Returns the SHA-256 of what lies on the disk, as far as the kernel can be asked to read
-        it again.
+    def _digest(self, path: Path, name: str, expected: str) -> str:
+        """Returns the digest, of the kind that is expected, of what lies on the disk, as far as the kernel
+        can be asked to read it again.
         """
-        digest, total = hashlib.sha256(), path.stat().st_size
+        total = path.stat().st_size
+        digest = (
+            hashlib.sha1(b"blob %d\0" % total, usedforsecurity=False)
+            if _is_blob(expected)
+            else hashlib.sha256()
+        )
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             while chunk := file.read(CHUNK):
@@ -230,6 +241,49 @@ class Download:
         except (OSError, ValueError):
             return {}
         return found if isinstance(found, dict) else {}
+
+
+def _is_blob(digest: str) -> bool:
+    """Whether a digest is git's of a blob: SHA-1 of the content after a head that has its length."""
+    return len(digest) == _SHA1_DIGITS
+
+
+def note_incomplete(directory: Path, source: str) -> None:
+    """Takes the note of another source back, whose files are about to be replaced: no Pod shall read a part
+    of each."""
+    if complete_source(directory) not in ("", source):
+        (directory / COMPLETE).unlink(missing_ok=True)
+
+
+def note_complete(directory: Path, source: str) -> None:
+    """Notes that all files of `source` lie in the directory. Raises UserError where it cannot be written."""
+    try:
+        replace_file(directory / COMPLETE, json.dumps({"source": source}), 0o644)
+    except OSError as error:
+        if error.errno != errno.EROFS:
+            raise UserError(f"{directory}: cannot be written to: {error.strerror}") from None
+
+
+def complete_source(directory: Path) -> str:
+    """Returns the source whose files all lie in the directory; empty: of none."""
+    try:
+        found = json.loads((directory / COMPLETE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return ""
+    return str(found.get("source", "")) if isinstance(found, dict) else ""
+
+
+def wait_until_complete(
+    directory: Path, source: str, waiting: Callable[[], None], poll_s: float = COMPLETE_POLL_S
+) -> None:
+    """Returns once all files of `source` lie in the directory; `waiting` is called once before the first
+    wait."""
+    said = False
+    while complete_source(directory) != source:
+        if not said:
+            waiting()
+            said = True
+        time.sleep(poll_s)
 
 
 def _sync(path: Path) -> None:

@@ -28,22 +28,38 @@ from app.commands import (
     plan,
     serve,
     show,
+    sleep,
     translate,
+    upkeep,
     watch,
 )
 from app.exits import exit_with
+from app.option_hints import unknown_options
 from app.other_options import note_variables, translated
 from moebius import __version__
 from moebius.config.loader import sections
+from moebius.errors import all_problems
 
 # Headings of `moebius --help`, in the order in which a newcomer meets the commands.
 COMMANDS = {
-    "Serve": ("demo", "plan", "serve", "run", "chat"),
+    "Serve": ("demo", "plan", "serve", "run", "chat", "sleep", "wake", "reload"),
     "Look": (
         *("ps", "status", "logs", "stop", "top", "profile", "bench", "doctor", "topology", "experts"),
         *("verify",),
     ),
-    "Prepare": ("models", "pull", "list", "show", "rm", "keys", "translate", "demo-model", "version"),
+    "Prepare": (
+        "models",
+        "pull",
+        "list",
+        "show",
+        "rm",
+        "disk",
+        "keys",
+        "translate",
+        "update",
+        "demo-model",
+        "version",
+    ),
     "One process alone": ("gateway", "gpu", "expert", "ranks"),
 }
 
@@ -138,7 +154,7 @@ TOPICS = {
     "telemetry": "Telemetry (telemetry)",
 }
 
-for module in (serve, plan, chat, demo, host, doctor, watch, translate, daily, show):
+for module in (serve, plan, chat, demo, host, doctor, watch, translate, daily, show, upkeep, sleep):
     module.register(app)
 app.add_typer(bench.app, name="bench")
 app.add_typer(models.app, name="models")
@@ -193,6 +209,19 @@ def _command(name: str) -> Any:
     return typer.main.get_command(part if is_known else app)
 
 
+def refuse_unknown_options(arguments: list[str], options: dict[str, bool], command: Any) -> None:
+    """Raises ConfigError for options that the command lacks, of several one that names all."""
+    known = {
+        flag: str(getattr(option, "help", "") or "")
+        for option in command.params
+        for flag in option.opts
+        if flag.startswith("--")
+    }
+    path = f"moebius {arguments[0]}"
+    if problems := unknown_options(arguments[1:], options, known, path):
+        raise all_problems(problems, f"{len(problems)} options do not exist" if len(problems) > 1 else "")
+
+
 def name_of(command: typer.models.CommandInfo) -> str:
     """Returns the command's word on the command line."""
     return command.name or typer.main.get_command_name(getattr(command.callback, "__name__", ""))
@@ -215,4 +244,5 @@ def _run(arguments: list[str]) -> object:
         note_variables(os.environ)
         options |= {"-h": False, "--help": False}
         arguments = [arguments[0], *translated(arguments[1:], options, command=arguments[0])]
+        refuse_unknown_options(arguments, options, chosen)
     return command(args=arguments, prog_name="moebius", standalone_mode=False)

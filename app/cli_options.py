@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import typer
 
 from moebius.config import MoebiusConfig
-from moebius.config.loader import Leaf, leaves, load_config, printable_config
+from moebius.config.loader import Leaf, leaves, load_config, models_of, printable_config
 from moebius.errors import UserError
 from moebius.process.limits import check_limits
 
@@ -82,14 +82,19 @@ def log_warnings_only(process: str) -> None:
 
 
 def with_settings(
-    *names: str, model_argument: bool = True, needs_device: bool = False
+    *names: str,
+    model_argument: bool = True,
+    needs_device: bool = False,
+    several: Callable[[str, dict[str, Any], dict[str, Any]], None] | None = None,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Returns a decorator that replaces the parameter `config` by `--config FILE` and one option per leaf.
 
     `names` limits the options to sections and single leaves (all when empty); a YAML file may hold the whole
     tree in any case. With `model_argument` the leaf `model` is the positional argument MODEL. With
     `needs_device` too low limits of the process, and a GPU that is asked for and not there, are refused
-    before the command imports anything, unless it was given `--dry-run`.
+    before the command imports anything, unless it was given `--dry-run`. `several` is called in place of the
+    command, with the file, the options given and the command's own, where the file has `models`; MODEL may
+    then be that file.
     """
     chosen = [leaf for leaf in leaves() if not names or leaf.section in names or leaf.name in names]
     options = [leaf for leaf in chosen if leaf.name != MODEL_LEAF]
@@ -105,6 +110,9 @@ def with_settings(
         def command(**values: Any) -> None:
             own_values = {parameter.name: values.pop(parameter.name) for parameter in own}
             path = values.pop("config_file")
+            if several is not None and (models_file := _models_file(path, values)):
+                several(models_file, values, own_values)
+                return
             config = load_config(path, values)
             if needs_device and not own_values.get("dry_run"):
                 check_limits("gpu")
@@ -118,6 +126,22 @@ def with_settings(
         return command
 
     return decorate
+
+
+def _models_file(path: str | None, values: dict[str, Any]) -> str | None:
+    """Returns the configuration file with several models, from --config or MODEL, which is then taken out.
+
+    Raises ConfigError for a file that is none.
+    """
+    model = values.get(MODEL_LEAF) or ""
+    if path is None and model.endswith((".yaml", ".yml")) and Path(model).is_file():
+        if not models_of(model):
+            raise UserError(
+                f"{model} has no `models`; a file with the settings of one is given with --config"
+            )
+        values[MODEL_LEAF] = None
+        return str(model)
+    return path if path is not None and models_of(path) else None
 
 
 def check_device(config: MoebiusConfig) -> None:
@@ -135,8 +159,8 @@ def _model_parameter(wanted: bool) -> list[inspect.Parameter]:
     if not wanted:
         return []
     help_text = (
-        "Checkpoint directory in Hugging Face format, GGUF file, name on the Hugging Face hub (owner/name), "
-        "or `demo` for the demo model"
+        "Checkpoint directory in Hugging Face format, GGUF file, name on the Hugging Face hub (owner/name) "
+        "or short name of a recipe (qwen3-coder-30b), or `demo` for the demo model"
     )
     annotation = Annotated[str | None, typer.Argument(metavar="MODEL", help=help_text)]
     return [_keyword(MODEL_LEAF, annotation)]

@@ -134,8 +134,25 @@ class ApiClient:
         document: dict[str, Any] = response.json()
         return document
 
+    def post_json(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """What POST of `path` answers, however long that takes. Raises UserError."""
+        try:
+            response = self._http.post(
+                path, json=body, timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
+            )
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise self._unreachable(error) from None
+        self._check(response)
+        document: dict[str, Any] = response.json()
+        return document
+
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[StreamPiece]:
         """POSTs `body` with streaming and usage switched on; yields the events as they arrive."""
+        for event in self.events(path, body):
+            yield _piece(event)
+
+    def events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yields the same as `stream`, as the JSON objects that the server sends."""
         request = {**body, "stream": True, "stream_options": {"include_usage": True}}
         try:
             headers = {"Content-Type": "application/json"}
@@ -145,24 +162,13 @@ class ApiClient:
                 self._check(response)
                 for line in response.iter_lines():
                     if line.startswith("data:") and line != "data: [DONE]":
-                        yield self._piece(json.loads(line.removeprefix("data:")))
+                        event = json.loads(line.removeprefix("data:"))
+                        if "error" in event:
+                            message = event["error"].get("message", event["error"])
+                            raise UserError(f"{self._base_url}: {message}")
+                        yield event
         except httpx.HTTPError as error:
             raise self._unreachable(error) from None
-
-    def _piece(self, event: dict[str, Any]) -> StreamPiece:
-        if "error" in event:
-            raise UserError(f"{self._base_url}: {event['error'].get('message', event['error'])}")
-        text, reasoning, reason = "", "", None
-        calls: list[dict[str, Any]] = []
-        for choice in event.get("choices", []):
-            delta = choice.get("delta") or {}
-            text += choice.get("text") or delta.get("content") or ""
-            # Two names that servers have for one thing.
-            reasoning += delta.get("reasoning_content") or delta.get("reasoning") or ""
-            calls += delta.get("tool_calls") or []
-            reason = choice.get("finish_reason") or reason
-        usage = event.get("usage") or {}
-        return StreamPiece(text, usage.get("completion_tokens"), reason, reasoning, tuple(calls))
 
     def _check(self, response: httpx.Response) -> None:
         """Raises UserError with the server's own message unless the status is 200."""
@@ -177,6 +183,20 @@ class ApiClient:
         reason = _ERRNO.sub("", str(error))
         hint = _served_here(self._base_url) or "is `moebius serve` running there?"
         return Unreachable(f"cannot reach {self._base_url}: {reason}; {hint}")
+
+
+def _piece(event: dict[str, Any]) -> StreamPiece:
+    text, reasoning, reason = "", "", None
+    calls: list[dict[str, Any]] = []
+    for choice in event.get("choices", []):
+        delta = choice.get("delta") or {}
+        text += choice.get("text") or delta.get("content") or ""
+        # Two names that servers have for one thing.
+        reasoning += delta.get("reasoning_content") or delta.get("reasoning") or ""
+        calls += delta.get("tool_calls") or []
+        reason = choice.get("finish_reason") or reason
+    usage = event.get("usage") or {}
+    return StreamPiece(text, usage.get("completion_tokens"), reason, reasoning, tuple(calls))
 
 
 def _served_here(base_url: str) -> str:

@@ -12,10 +12,11 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from app.short_names import full_name
 from moebius.errors import UserError
 
 # `owner/name`, of GGUF files with the one that is wanted: `owner/name:Q4_K_M`.
@@ -53,8 +54,9 @@ class HubModel:
 
 
 def hub_model(given: str) -> HubModel | None:
-    """Returns what `given` names on the hub; None when it is a path, or no name that the hub could have."""
-    match = _ID.fullmatch(given)
+    """Returns what `given` names on the hub, by a short name of ours, too; None when it is a path, or no name
+    that the hub could have."""
+    match = _ID.fullmatch(full_name(given))
     if match is None or given.endswith(".gguf") or Path(given).expanduser().exists():
         return None
     return HubModel(match[1], match[2] or "")
@@ -173,22 +175,27 @@ class Listing:
     commit: str
     sizes: dict[str, int]  # Bytes of each file, by its name.
     licence: str = ""  # As the model's card has it; empty: it says none.
+    # Of each file the SHA-256, or of those that the hub keeps in git the SHA-1 of the blob; hexadecimal.
+    digests: dict[str, str] = field(default_factory=dict)
 
 
-def list_files(model: HubModel, revision: str) -> Listing:
-    """Returns the files of a repository.
+def list_files(model: HubModel, revision: str, token: str = "") -> Listing:
+    """Returns the files of a repository. `token`: empty: that of the environment.
 
     Raises UserError where there is none, or it must not be read; HubUnreachable without a network.
     """
     try:
-        listed = _listed(model, revision)
+        listed = _listed(model, revision, token)
     except _unreachable() as error:
         raise HubUnreachable(f"the hub cannot be reached ({type(error).__name__})") from None
     sizes = {file.rfilename: file.size or 0 for file in listed.siblings}
-    return Listing(listed.sha, sizes, str(getattr(listed.card_data, "license", None) or ""))
+    digests = {
+        file.rfilename: str(file.lfs["sha256"] if file.lfs else file.blob_id) for file in listed.siblings
+    }
+    return Listing(listed.sha, sizes, str(getattr(listed.card_data, "license", None) or ""), digests)
 
 
-def _listed(model: HubModel, revision: str) -> Any:
+def _listed(model: HubModel, revision: str, token: str = "") -> Any:
     """Returns the hub's list of a repository's files. Raises UserError, or what `_unreachable` names."""
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import (
@@ -200,7 +207,9 @@ def _listed(model: HubModel, revision: str) -> Any:
 
     page = f"{constants.ENDPOINT}/{model.repository}"
     try:
-        return HfApi().model_info(model.repository, revision=revision or None, files_metadata=True)
+        return HfApi(token=token or None).model_info(
+            model.repository, revision=revision or None, files_metadata=True
+        )
     except GatedRepoError:
         raise UserError(f"{model.repository}: accept its conditions at {page}, and set HF_TOKEN") from None
     except RepositoryNotFoundError:

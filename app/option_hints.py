@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 # Words that mean the same, in what people type and in what our options are called.
@@ -42,7 +42,9 @@ _OTHER_COMMANDS = {
     "logs": "log journal",
     "stop": "kill shutdown down",
     "list": "ls tags",
-    "rm NAME": "remove delete uninstall",
+    "rm NAME": "remove delete",
+    "update": "upgrade self-update",
+    "disk": "du df cache uninstall",
     "show MODEL": "info inspect",
     "plan MODEL": "fit memory estimate",
     "bench": "benchmark perf llama-bench bench_serving",
@@ -85,7 +87,29 @@ def unknown_option(error: Any) -> str | None:
         for flag in option.opts
         if flag.startswith("--")
     }
-    path = context.command_path
+    return _no_such_option(name, known, context.command_path)
+
+
+def unknown_options(
+    arguments: Sequence[str], options: Mapping[str, bool], known: Mapping[str, str], path: str
+) -> list[str]:
+    """Returns a message for each option of a command line that the command lacks, in their order.
+
+    `options`: its options, and whether each takes a value; `known`: their descriptions; `path`: the command.
+    """
+    found, rest = list[str](), iter(arguments)
+    for word in rest:
+        name, equals, _ = word.partition("=")
+        if word == "--":
+            break
+        if options.get(name) and not equals:
+            next(rest, None)  # its value, whatever that begins with
+        elif name.startswith("--") and name not in options:
+            found.append(_no_such_option(name, known, path))
+    return found
+
+
+def _no_such_option(name: str, known: Mapping[str, str], path: str) -> str:
     found = suggestions(name, known)
     hint = f"did you mean {' or '.join(found)}?" if found else f"{path} --help lists its options"
     return f"{path} has no option {name}; {hint}"

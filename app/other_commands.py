@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from moebius.errors import UserError
 from moebius.other_servers.translation import Translation, Translator
 from moebius.other_servers.variables import LIBRARIES
 
@@ -15,6 +16,11 @@ _OLLAMA_NAME = re.compile(r"[a-z0-9][\w.-]*(:[\w.-]+)?")
 # What stands before a server's own words, and how many values each of its options takes.
 _WRAPPERS = frozenset({"sudo", "nohup", "exec", "env", "time", "uv", "run", "setsid", "stdbuf"})
 _BINDERS = frozenset({"numactl", "taskset"})
+# What begins the part of a line that is the shell's.
+_SHELL = re.compile(r"[0-9&]?[<>].*|\|\|?|&&?|;")
+# Programs that serve models otherwise, and programs that start what no table here knows.
+_UNKNOWN = frozenset({"llama-swap", "ktransformers", "lmdeploy", "trtllm-serve", "tabbyapi", "bash", "sh"})
+_SUBCOMMANDS = frozenset({"vllm", "sglang", "kt", "ollama", "moebius"})
 _MODULES = {
     "vllm.entrypoints.openai.api_server": "vllm",
     "vllm.entrypoints.cli.main": "vllm",
@@ -27,6 +33,12 @@ _IMAGES = {
     "llama.cpp": "llama-server",
     "ollama/ollama": "ollama",
 }
+# Options of `ollama run` about the request that it makes.
+_OF_REQUESTS = {
+    "--verbose": "figures of a request are in its usage, and of all at /metrics",
+    "--think": "reasoning_effort and chat_template_kwargs are fields of each request",
+}
+_WITH_VALUES = frozenset({"--keepalive", "--format"})
 # Where each server listens if nothing says so; clients know these ports.
 _PORTS = {"vllm": 8000, "sglang": 30000, "llama-server": 8080, "ollama": 11434, "kt": 30000}
 _OUR_PORT = 8000
@@ -43,8 +55,12 @@ class OtherCommand:
 
 
 def read_command(words: list[str]) -> OtherCommand:
-    """Returns the parts of a command line as a shell divides it into words."""
-    variables, left_out, rest = dict[str, str](), list[str](), list(words)
+    """Returns the parts of a command line as a shell divides it into words.
+
+    Raises UserError for a program that is known to be none of these servers.
+    """
+    end = next((at for at, word in enumerate(words) if at and _SHELL.fullmatch(word)), len(words))
+    variables, left_out, rest = dict[str, str](), list[str](), list(words[:end])
     while rest:
         if (found := _ASSIGNMENT.fullmatch(rest[0])) is not None:
             variables[found[1]] = found[2]
@@ -75,6 +91,8 @@ def translate_command(
     arguments = command.arguments
     if command.server == "ollama":
         arguments = _ollama_model(arguments, translator)
+    if command.server == "vllm":
+        arguments = _one_key(arguments, translator)
     translator.words(_with_names(arguments, command.server))
     kept = list[str]()
     for name, value in command.variables.items():
@@ -110,15 +128,18 @@ def _server(words: list[str]) -> tuple[str, list[str]]:
         at = words.index("-m")
         module = words[at + 1] if at + 1 < len(words) else ""
         rest = words[at + 2 :]
-        return _MODULES.get(module, ""), rest[1:] if rest[:1] == ["serve"] else rest
-    if program in ("vllm", "sglang", "kt", "ollama", "moebius") and words[1:2] in (
-        ["serve"],
-        ["run"],
-        ["start"],
-    ):
+        if module in _MODULES:
+            return _MODULES[module], rest[1:] if rest[:1] == ["serve"] else rest
+    if program in _SUBCOMMANDS and words[1:2] in (["serve"], ["run"], ["start"]):
         return program, words[2:]
     if program in ("llama-server", "llama-cli", "server"):
         return "llama-server", words[1:]
+    if program in _UNKNOWN | _SUBCOMMANDS or re.fullmatch(r"python[\d.]*", program):
+        what = shlex.join(words[: 1 if program in _UNKNOWN else 2])
+        raise UserError(
+            f"{what}: it starts no server that is known here; known are vllm serve, sglang serve, python -m "
+            "sglang.launch_server, kt run, llama-server, ollama serve, and docker run of their images"
+        )
     return "", words
 
 
@@ -139,9 +160,11 @@ def _container(words: list[str], variables: dict[str, str], left_out: list[str])
 
 def _ollama_model(arguments: list[str], translator: Translator) -> list[str]:
     """Returns the arguments without a name that only ollama's library has, and without a prompt."""
-    kept, has_model = list[str](), False
+    kept, has_model, before = list[str](), False, ""
     for word in arguments:
-        if word.startswith("-"):
+        if word.partition("=")[0] in _OF_REQUESTS:
+            translator.differ(word, _OF_REQUESTS[word.partition("=")[0]])
+        elif word.startswith("-") or before in _WITH_VALUES:
             kept.append(word)
         elif has_model:
             translator.differ(shlex.quote(word), "a prompt is given to a server that runs, by moebius chat")
@@ -149,8 +172,20 @@ def _ollama_model(arguments: list[str], translator: Translator) -> list[str]:
             translator.differ(word, "it is a name of ollama's library; MODEL is owner/name:Q4_K_M or a path")
         else:
             kept.append(word)
-        has_model = has_model or not word.startswith("-")
+        has_model = has_model or not (word.startswith("-") or before in _WITH_VALUES)
+        before = word
     return kept
+
+
+def _one_key(arguments: list[str], translator: Translator) -> list[str]:
+    """Returns vLLM's arguments with the first of several API keys."""
+    if "--api-key" not in arguments:
+        return arguments
+    first = arguments.index("--api-key") + 1
+    end = next((at for at in range(first, len(arguments)) if arguments[at].startswith("-")), len(arguments))
+    if end > first + 1:
+        translator.differ("--api-key", "one key is taken; several are lines of --api-key-file")
+    return arguments[: first + 1] + arguments[end:]
 
 
 def _with_names(arguments: list[str], server: str) -> list[str]:

@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 
 from expert_service.host import ExpertHost
 from moebius.kernels import EngineStats
+from moebius.telemetry.certificates import CertificateCollector
 
 
 class ExpertCollector(Collector):
@@ -89,4 +90,5 @@ def make_registry(host: ExpertHost) -> CollectorRegistry:
     """Returns a registry with only this process's metrics."""
     registry = CollectorRegistry()
     registry.register(ExpertCollector(host))
+    registry.register(CertificateCollector())
     return registry

@@ -24,8 +24,8 @@ from moebius.telemetry import configure_logging, configure_tracing, export_metri
 logger = structlog.get_logger(__name__)
 
 
-def _check_address(host: str, port: int) -> None:
-    """Raises StartupError when the server could not listen there; uvicorn would only log that."""
+def check_address(host: str, port: int) -> None:
+    """Raises StartupError when a server could not listen there; uvicorn would only log that."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         socket.create_server((host, port), family=family).close()
@@ -42,7 +42,7 @@ def run(config: MoebiusConfig) -> int:
     configure_logging(config.telemetry, "gateway")
     tracing = configure_tracing(config.telemetry, "moebius-gateway")
     configure_tls(config.security)
-    _check_address(config.gateway.host, config.gateway.port)
+    check_address(config.gateway.host, config.gateway.port)
     logger.info(
         "gateway starts",
         host=config.gateway.host,

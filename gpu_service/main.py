@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -20,6 +21,7 @@ import uvloop
 from prometheus_client import REGISTRY
 
 from gpu_service.assembly.build import Built, WarmUpGate, build_engine, model_info
+from gpu_service.cache.tiers.prefix_tiers import PrefixTiers
 from gpu_service.core.interface import NullObserver
 from gpu_service.engine import step_check
 from gpu_service.experts.adaptive import metrics as placement_metrics
@@ -33,6 +35,7 @@ from gpu_service.server.profiler import EngineProfiler
 from gpu_service.server.readiness import SERVICE_NAME, HealthReport, Readiness
 from gpu_service.server.responses import OutputRouter
 from gpu_service.server.servicer import EngineServicer, Service
+from gpu_service.server.sleep import EngineSleep, export_sleep, make_sleep
 from gpu_service.server.validation import Bounds
 from gpu_service.server.vllm_engine import SERVICE_NAME as VLLM_SERVICE_NAME
 from gpu_service.server.vllm_engine import VllmEngineServicer
@@ -48,7 +51,9 @@ from moebius.network.grpc_refusal import RefuseUndecodableAsync
 from moebius.network.tls import configure_tls
 from moebius.process.operations import Answers, LoopWatch, ProcessState, registry_text, start_operations
 from moebius.process.progress import note_imports, take_phases
+from moebius.process.sleep_mark import FORCED, SleepMark, start_over
 from moebius.telemetry import configure_logging, configure_tracing, enable_reflection, export_metrics
+from moebius.telemetry.certificates import CertificateCollector
 from protos import engine_pb2, engine_pb2_grpc, vllm_engine_pb2_grpc
 
 _log = structlog.get_logger(__name__)
@@ -56,6 +61,10 @@ _log = structlog.get_logger(__name__)
 _EXPECTED = (UserError, ValueError, OSError, MailboxError, ExpertUnavailable)
 _Loaded = tuple[Built, EngineTelemetry, engine_pb2.GetModelInfoResponse]
 _POLL_S = 0.05
+# In place of an exit status: the process starts over, asleep.
+_SLEEPS = 256
+# For prefixes that lower tiers do not have yet; what is left is computed again.
+_COPY_S = 60.0
 # For calls to send their last message, and for the step that is computed while the engine ends.
 _LAST_WORDS_S = 1.0
 _LAST_STEP_S = 5.0
@@ -69,6 +78,7 @@ MIN_PING_INTERVAL_MS = 10_000
 def run(config: MoebiusConfig) -> int:
     """Serves until SIGTERM or SIGINT; returns the exit status. What went wrong is the last line on stderr."""
     configure_logging(config.telemetry, "gpu")
+    cpus = os.sched_getaffinity(0)
     tracing = configure_tracing(config.telemetry, "moebius-gpu", _attributes(config))
     metrics, end_metrics = None, _nothing
     try:
@@ -77,6 +87,7 @@ def run(config: MoebiusConfig) -> int:
         watch = LoopWatch(config.supervisor.hang_timeout_s)
         answers = Answers(registry_text, lambda: watch.judged(state))
         host, allowed = config.telemetry.metrics_host, config.gateway.allowed_hosts
+        REGISTRY.register(CertificateCollector())
         metrics = start_operations(config.gpu.gpu_metrics_port, host, answers, allowed)
         end_metrics = export_metrics(config.telemetry, "moebius-gpu", REGISTRY.collect, _attributes(config))
         status, in_order = _run(config, state, watch)
@@ -93,6 +104,8 @@ def run(config: MoebiusConfig) -> int:
         tracing.shutdown()
         if metrics is not None:
             metrics.close()
+    if status == _SLEEPS:
+        start_over(cpus)
     if not in_order:
         _leave(status)
     return status
@@ -108,7 +121,7 @@ def _attributes(config: MoebiusConfig) -> dict[str, int]:
 
 def _run(config: MoebiusConfig, state: ProcessState, watch: LoopWatch) -> tuple[int, bool]:
     if config.parallel.rank > 0:
-        return run_follower(config), True
+        return run_follower(config, state), True
     return uvloop.run(_serve(config, state, watch))
 
 
@@ -175,23 +188,16 @@ async def _serve(config: MoebiusConfig, state: ProcessState, watch: LoopWatch) -
     loop = asyncio.get_running_loop()
     beating = asyncio.create_task(watch.beat())
     signals = _Signals(loop)
-    servicer = EngineServicer()
+    servicer = EngineServicer(make_sleep(config))
     server, report, _ = make_server(
         servicer, config.gpu.gpu_address, reflect=config.telemetry.grpc_reflection
     )
     report.state = state
-    await report.set(False, why="still loading")
-    await server.start()
-    loading = _start_loading(config, loop)
-    stopping = asyncio.create_task(signals.stop.wait())
-    await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
-    interrupted = not loading.done()
-    if interrupted or loading.exception() is not None:
-        await server.stop(0)  # a server dropped while it runs would complain of its closed event loop
-    if interrupted:
-        _log.info("stopped while loading")
+    export_sleep(servicer.sleep, _model_name(config))
+    loaded = await _loaded(config, servicer.sleep, server, report, signals)
+    if loaded is None:
         return 0, False
-    built, telemetry, info = loading.result()
+    built, telemetry, info = loaded
     router = OutputRouter(loop)
     built.engine.on_output = router.on_output
     bounds = Bounds(built.model_config.vocab_size, built.context_limit, config.gpu.random_seed)
@@ -206,7 +212,6 @@ async def _serve(config: MoebiusConfig, state: ProcessState, watch: LoopWatch) -
     readiness = Readiness(report, built.engine, built.experts, built.watch)
     servicer.problem = lambda: readiness.problem
     built.engine.on_lost = lambda reason: _set_from_thread(loop, readiness.lost)
-    watching = asyncio.create_task(readiness.watch())
     _log.info(
         "ready",
         address=config.gpu.gpu_address,
@@ -214,13 +219,14 @@ async def _serve(config: MoebiusConfig, state: ProcessState, watch: LoopWatch) -
         identity=servicer.service.model_identity,
         phases=take_phases(),
     )
-    losing = asyncio.create_task(readiness.lost.wait())
-    await asyncio.wait((stopping, losing), return_when=asyncio.FIRST_COMPLETED)
-    await drain(servicer, readiness, config.supervisor.stop_timeout_s, signals.hurry)
+    servicer.sleep.loaded()
+    tasks = [beating, asyncio.create_task(readiness.watch())]
+    tasks.append(asyncio.create_task(servicer.sleep.watch_idleness(info, lambda: servicer.running > 0)))
+    sleeps = await _until_end(servicer, built, readiness, signals, config.supervisor.stop_timeout_s)
     signals.closing = True
     servicer.end_streams()
     await server.stop(_LAST_WORDS_S)
-    for task in (watching, stopping, losing, beating):
+    for task in tasks:
         task.cancel()
     if live is not None:
         await live.close()
@@ -230,7 +236,90 @@ async def _serve(config: MoebiusConfig, state: ProcessState, watch: LoopWatch) -
     in_order = await asyncio.to_thread(built.close, _LAST_STEP_S)
     if not in_order:
         _log.warning("a step is still computing: leaving without its end", seconds=_LAST_STEP_S)
-    return 0, in_order
+    return _SLEEPS if sleeps else 0, in_order
+
+
+async def _loaded(
+    config: MoebiusConfig,
+    sleep: EngineSleep,
+    server: grpc.aio.Server,
+    report: HealthReport,
+    signals: _Signals,
+) -> _Loaded | None:
+    """Starts the server and returns the loaded model, once it is wanted; None: a signal came first.
+
+    Health says that a sleeping engine serves, also while it wakes: a request sent then is answered.
+    """
+    stopping = asyncio.create_task(signals.stop.wait())
+    if sleep.resume():
+        await report.set(True)
+        await server.start()
+        _log.info("asleep")
+        waking = asyncio.create_task(sleep.waking.wait())
+        await asyncio.wait((waking, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if signals.stop.is_set():
+            await server.stop(0)
+            return None
+        sleep.mark.clear()
+        _log.info("waking up")
+    else:
+        note_imports()
+        await report.set(False, why="still loading")
+        await server.start()
+    loading = _start_loading(config, asyncio.get_running_loop())
+    await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
+    interrupted = not loading.done()
+    stopping.cancel()
+    if interrupted or loading.exception() is not None:
+        await server.stop(0)  # a server dropped while it runs would complain of its closed event loop
+    if interrupted:
+        _log.info("stopped while loading")
+        return None
+    return loading.result()
+
+
+async def _until_end(
+    servicer: EngineServicer, built: Built, readiness: Readiness, signals: _Signals, timeout_s: float
+) -> bool:
+    """Serves until a signal, a loss or sleep, and lets running calls end; returns whether it is sleep."""
+    events = (signals.stop, readiness.lost, servicer.sleep.wanted)
+    waits = [asyncio.create_task(event.wait()) for event in events]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
+
+    def ends() -> bool:
+        return signals.stop.is_set() or readiness.lost.is_set()
+
+    if not ends() and await fall_asleep(servicer, built.tiers, ends):
+        return True
+    servicer.sleep.mark.clear()
+    await drain(servicer, readiness, timeout_s, signals.hurry)
+    return False
+
+
+async def fall_asleep(servicer: EngineServicer, tiers: PrefixTiers | None, ends: Callable[[], bool]) -> bool:
+    """Refuses new calls and returns when the running ones have ended and lower tiers have their prefixes.
+
+    False: `ends` came first. Calls are ended by force only.
+    """
+    service, sleep = servicer.service, servicer.sleep
+    assert service is not None, "it is served"
+    servicer.draining = True
+    _log.info("falling asleep", running=servicer.running, force=sleep.force)
+    copied_by = None
+    while servicer.running or not (tiers is None or tiers.is_copied):
+        if ends():
+            return False
+        if servicer.running and sleep.force:
+            service.router.end_all(FORCED)
+        elif not servicer.running:
+            copied_by = copied_by or time.monotonic() + _COPY_S
+            if time.monotonic() > copied_by:
+                break
+        await asyncio.sleep(_POLL_S)
+    sleep.quiet.set()
+    return True
 
 
 def _make_profiler(
@@ -298,13 +387,16 @@ def _start_loading(config: MoebiusConfig, loop: asyncio.AbstractEventLoop) -> as
     return future
 
 
+def _model_name(config: MoebiusConfig) -> str:
+    return config.model.served_model_name or served_name(Path(config.model.model).resolve())
+
+
 def _load(config: MoebiusConfig) -> _Loaded:
     """Everything slow, off the event loop, so that health checks are answered meanwhile."""
-    name = config.model.served_model_name or served_name(Path(config.model.model).resolve())
+    name = _model_name(config)
     metrics = EngineMetrics(name)
     telemetry = EngineTelemetry(metrics, config.telemetry.expert_span_ratio)
     gate = WarmUpGate()
-    note_imports()
     built = build_engine(config, telemetry, gate.on_output)
     try:
         info = model_info(config, built)
@@ -353,15 +445,20 @@ def _warm_up(
         watch_metrics.export(built.watch, name)
 
 
-def run_follower(config: MoebiusConfig) -> int:
+def run_follower(config: MoebiusConfig, state: ProcessState) -> int:
     """Runs a rank that serves no client: it repeats what rank 0 does until rank 0 ends.
 
-    Loads this rank's part and runs it to the end; returns the exit status.
+    Loads this rank's part and runs it to the end; returns the exit status. `state` says when it has loaded.
 
-    A group that is lost ends the process from within (`parallel.join.end_process`).
+    A group that is lost ends the process from within (`parallel.join.end_process`). While the engine sleeps
+    this waits, and when it falls asleep `_SLEEPS` is returned.
     """
-    rank = config.parallel.rank
-    note_imports()
+    rank, mark = config.parallel.rank, SleepMark(config.model.sleep_file)
+    if mark.exists:
+        while mark.exists:
+            time.sleep(_POLL_S)
+    else:
+        note_imports()
     built = build_engine(config, NullObserver(), lambda deltas: None)
 
     # What a handler does may interrupt itself, so it takes no locks: another thread does the work.
@@ -375,8 +472,9 @@ def run_follower(config: MoebiusConfig) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: signals.put(number))
     built.engine.start()
+    state.not_ready = ""
     _log.info("ready", rank=rank, phases=take_phases())
     # Returns when rank 0 has sent the end.
     built.engine.join()
     built.close()
-    return 0
+    return _SLEEPS if mark.exists else 0

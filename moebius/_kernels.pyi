@@ -124,6 +124,21 @@ class ExpertEngine(ExpertBackend):
 
 # --- dense layers (kernels/bindings/bind_dense.cc); numbers of memory are addresses in this process ---------
 
+class RoutingRule:
+    def __init__(
+        self,
+        num_experts: int,
+        top_k: int,
+        num_groups: int,
+        top_groups: int,
+        group_by_maximum: bool,
+        score: int,
+        post: int,
+        softcap: float,
+        epsilon: float,
+        scale: float,
+    ) -> None: ...
+
 class DenseThreads:
     def __init__(self, num_threads: int, isa: str = "auto") -> None: ...
     def add_norm(
@@ -190,16 +205,19 @@ class DenseThreads:
         weights: int,
         ids: int,
         num_rows: int,
+        rule: RoutingRule,
+    ) -> None: ...
+    def score_experts(
+        self,
+        hidden_states: int,
+        is_bfloat16: bool,
+        num_rows: int,
+        hidden_size: int,
+        weight: int,
+        weight_is_bfloat16: bool,
+        bias: int,
+        logits: int,
         num_experts: int,
-        top_k: int,
-        num_groups: int,
-        top_groups: int,
-        group_by_maximum: bool,
-        score: int,
-        post: int,
-        softcap: float,
-        epsilon: float,
-        scale: float,
     ) -> None: ...
     @property
     def num_threads(self) -> int: ...
@@ -233,6 +251,75 @@ class DenseMatrix:
     def in_features(self) -> int: ...
     @property
     def out_features(self) -> int: ...
+
+# --- layers of a decoder (kernels/bindings/bind_decoder.cc); see kernels/dense/decoder_layers.h -------------
+
+class NormWeights:
+    def __init__(self, weight: int, is_bfloat16: bool, eps: float) -> None: ...
+
+class AttentionWeights:
+    def __init__(
+        self,
+        *,
+        qkv: tuple[DenseMatrix, int],
+        output: tuple[DenseMatrix, int],
+        query_norm: int,
+        key_norm: int,
+        norm_eps: float,
+        sinks: int,
+        pages: int,
+        page_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        scale: float,
+        rotation: int,
+        sight: int,
+    ) -> None: ...
+
+class MlpWeights:
+    def __init__(self, gate_up: tuple[DenseMatrix, int], down: tuple[DenseMatrix, int]) -> None: ...
+
+class RouterWeights:
+    def __init__(
+        self, weight: int, is_bfloat16: bool, bias: int, correction: int, rule: RoutingRule
+    ) -> None: ...
+
+class LayerWeights:
+    def __init__(
+        self,
+        input_norm: NormWeights,
+        attention: AttentionWeights,
+        ffn_norm: NormWeights,
+        mlp: MlpWeights | None,
+        router: RouterWeights | None,
+        layer: int,
+    ) -> None: ...
+
+class RoutedExperts: ...
+
+class MailboxExperts(RoutedExperts):
+    def __init__(self, mailbox: Mailbox) -> None: ...
+    def use(self, slot: int, deadline_ms: int) -> None: ...
+    def take_times(self) -> tuple[int, int, int, int, list[int]]: ...
+
+class DecoderLayers:
+    def __init__(
+        self, threads: DenseThreads, is_bfloat16: bool, hidden_size: int, layers: Sequence[LayerWeights]
+    ) -> None: ...
+    def run(
+        self,
+        experts: RoutedExperts | None,
+        residual: int,
+        update: int,
+        num_rows: int,
+        slot_mapping: int,
+        block_table: int,
+        table_stride: int,
+        requests: int,
+        rotations: Sequence[tuple[int, int, int, bool]],
+        sights: Sequence[tuple[int, int]],
+    ) -> None: ...
 
 # --- weight formats (kernels/bindings/bind_format.cc) -----------------------------------------------------
 

@@ -97,7 +97,7 @@ class ImageInput(_message.Message):
     def __init__(self, data: _Optional[bytes] = ..., detail: _Optional[_Union[ImageDetail, str]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "tokenized", "sampling_params", "stream", "trace_context", "priority", "cache_salt", "images", "constraint", "fairness_id", "model_identity")
+    __slots__ = ("request_id", "tokenized", "sampling_params", "stream", "trace_context", "priority", "cache_salt", "images", "constraint", "fairness_id", "model_identity", "keep_prefix_s", "keep_alive_s")
     class TraceContextEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -116,6 +116,8 @@ class GenerateRequest(_message.Message):
     CONSTRAINT_FIELD_NUMBER: _ClassVar[int]
     FAIRNESS_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    KEEP_PREFIX_S_FIELD_NUMBER: _ClassVar[int]
+    KEEP_ALIVE_S_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     tokenized: TokenizedInput
     sampling_params: SamplingParams
@@ -127,7 +129,9 @@ class GenerateRequest(_message.Message):
     constraint: Constraint
     fairness_id: str
     model_identity: str
-    def __init__(self, request_id: _Optional[str] = ..., tokenized: _Optional[_Union[TokenizedInput, _Mapping]] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., stream: _Optional[bool] = ..., trace_context: _Optional[_Mapping[str, str]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., images: _Optional[_Iterable[_Union[ImageInput, _Mapping]]] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., fairness_id: _Optional[str] = ..., model_identity: _Optional[str] = ...) -> None: ...
+    keep_prefix_s: float
+    keep_alive_s: float
+    def __init__(self, request_id: _Optional[str] = ..., tokenized: _Optional[_Union[TokenizedInput, _Mapping]] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., stream: _Optional[bool] = ..., trace_context: _Optional[_Mapping[str, str]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., images: _Optional[_Iterable[_Union[ImageInput, _Mapping]]] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., fairness_id: _Optional[str] = ..., model_identity: _Optional[str] = ..., keep_prefix_s: _Optional[float] = ..., keep_alive_s: _Optional[float] = ...) -> None: ...
 
 class Constraint(_message.Message):
     __slots__ = ("json_schema", "regex", "lark", "json_object", "choice", "structural_tag", "ebnf", "after_token_ids", "start_token_ids", "max_reasoning_tokens", "forced_token_ids", "no_whitespace")
@@ -380,7 +384,7 @@ class GetLoadRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetLoadResponse(_message.Message):
-    __slots__ = ("timestamp", "version", "num_running_reqs", "num_waiting_reqs", "num_total_reqs", "num_used_tokens", "max_total_num_tokens", "token_usage", "gen_throughput", "cache_hit_rate", "max_running_requests", "num_preemptions", "num_cached_tokens", "draft_tokens", "accepted_tokens")
+    __slots__ = ("timestamp", "version", "num_running_reqs", "num_waiting_reqs", "num_total_reqs", "num_used_tokens", "max_total_num_tokens", "token_usage", "gen_throughput", "cache_hit_rate", "max_running_requests", "num_preemptions", "num_cached_tokens", "draft_tokens", "accepted_tokens", "is_sleeping")
     TIMESTAMP_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_REQS_FIELD_NUMBER: _ClassVar[int]
@@ -396,6 +400,7 @@ class GetLoadResponse(_message.Message):
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    IS_SLEEPING_FIELD_NUMBER: _ClassVar[int]
     timestamp: str
     version: str
     num_running_reqs: int
@@ -411,7 +416,26 @@ class GetLoadResponse(_message.Message):
     num_cached_tokens: int
     draft_tokens: int
     accepted_tokens: int
-    def __init__(self, timestamp: _Optional[str] = ..., version: _Optional[str] = ..., num_running_reqs: _Optional[int] = ..., num_waiting_reqs: _Optional[int] = ..., num_total_reqs: _Optional[int] = ..., num_used_tokens: _Optional[int] = ..., max_total_num_tokens: _Optional[int] = ..., token_usage: _Optional[float] = ..., gen_throughput: _Optional[float] = ..., cache_hit_rate: _Optional[float] = ..., max_running_requests: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ...) -> None: ...
+    is_sleeping: bool
+    def __init__(self, timestamp: _Optional[str] = ..., version: _Optional[str] = ..., num_running_reqs: _Optional[int] = ..., num_waiting_reqs: _Optional[int] = ..., num_total_reqs: _Optional[int] = ..., num_used_tokens: _Optional[int] = ..., max_total_num_tokens: _Optional[int] = ..., token_usage: _Optional[float] = ..., gen_throughput: _Optional[float] = ..., cache_hit_rate: _Optional[float] = ..., max_running_requests: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., is_sleeping: _Optional[bool] = ...) -> None: ...
+
+class SleepRequest(_message.Message):
+    __slots__ = ("force",)
+    FORCE_FIELD_NUMBER: _ClassVar[int]
+    force: bool
+    def __init__(self, force: _Optional[bool] = ...) -> None: ...
+
+class SleepResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WakeUpRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WakeUpResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class GetMetricsRequest(_message.Message):
     __slots__ = ()
@@ -510,18 +534,20 @@ class GetLiveResponse(_message.Message):
     def __init__(self, load: _Optional[_Union[GetLoadResponse, _Mapping]] = ..., prompt_throughput: _Optional[float] = ..., first_token: _Optional[_Union[LiveTimes, _Mapping]] = ..., num_experts: _Optional[int] = ..., top_k: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[LiveLayer, _Mapping]]] = ..., servers: _Optional[_Iterable[_Union[LiveExpertServer, _Mapping]]] = ..., streamed_steps: _Optional[int] = ..., streamed_bytes: _Optional[int] = ..., recorder_is_on: _Optional[bool] = ..., steps: _Optional[int] = ..., step_seconds: _Optional[float] = ..., hand_off: _Optional[_Union[LiveHandOff, _Mapping]] = ..., costs: _Optional[_Union[LiveCosts, _Mapping]] = ..., memory: _Optional[_Union[LiveMemory, _Mapping]] = ..., tiers: _Optional[_Iterable[_Union[CacheTier, _Mapping]]] = ...) -> None: ...
 
 class CacheTier(_message.Message):
-    __slots__ = ("name", "tokens", "bytes", "total_bytes", "hit_tokens")
+    __slots__ = ("name", "tokens", "bytes", "total_bytes", "hit_tokens", "kept_tokens")
     NAME_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KEPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     name: str
     tokens: int
     bytes: int
     total_bytes: int
     hit_tokens: int
-    def __init__(self, name: _Optional[str] = ..., tokens: _Optional[int] = ..., bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ..., hit_tokens: _Optional[int] = ...) -> None: ...
+    kept_tokens: int
+    def __init__(self, name: _Optional[str] = ..., tokens: _Optional[int] = ..., bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., kept_tokens: _Optional[int] = ...) -> None: ...
 
 class LiveMemory(_message.Message):
     __slots__ = ("kv_bytes", "expert_bytes", "stream_bytes", "fetch_bytes", "free_bytes", "is_shared")

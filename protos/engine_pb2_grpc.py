@@ -99,6 +99,16 @@ class EngineStub:
                 request_serializer=protos_dot_engine__pb2.DumpExpertRecorderRequest.SerializeToString,
                 response_deserializer=protos_dot_engine__pb2.DumpExpertRecorderResponse.FromString,
                 _registered_method=True)
+        self.Sleep = channel.unary_unary(
+                '/moebius.engine.v1.Engine/Sleep',
+                request_serializer=protos_dot_engine__pb2.SleepRequest.SerializeToString,
+                response_deserializer=protos_dot_engine__pb2.SleepResponse.FromString,
+                _registered_method=True)
+        self.WakeUp = channel.unary_unary(
+                '/moebius.engine.v1.Engine/WakeUp',
+                request_serializer=protos_dot_engine__pb2.WakeUpRequest.SerializeToString,
+                response_deserializer=protos_dot_engine__pb2.WakeUpResponse.FromString,
+                _registered_method=True)
 
 
 class EngineServicer:
@@ -203,6 +213,22 @@ class EngineServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Sleep(self, request, context):
+        """Lets running calls end, gives back all memory of the device, and answers. Packed experts and lower tiers of the
+        prefix cache stay. A later Generate wakes the engine and waits for it, or is UNAVAILABLE where the settings say
+        so; GetModelInfo, GetLoad, GetLive and GetMetrics answer meanwhile. FAILED_PRECONDITION where it cannot sleep.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WakeUp(self, request, context):
+        """Answers once the engine has loaded the model again; at once if it does not sleep.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_EngineServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -270,6 +296,16 @@ def add_EngineServicer_to_server(servicer, server):
                     servicer.DumpExpertRecorder,
                     request_deserializer=protos_dot_engine__pb2.DumpExpertRecorderRequest.FromString,
                     response_serializer=protos_dot_engine__pb2.DumpExpertRecorderResponse.SerializeToString,
+            ),
+            'Sleep': grpc.unary_unary_rpc_method_handler(
+                    servicer.Sleep,
+                    request_deserializer=protos_dot_engine__pb2.SleepRequest.FromString,
+                    response_serializer=protos_dot_engine__pb2.SleepResponse.SerializeToString,
+            ),
+            'WakeUp': grpc.unary_unary_rpc_method_handler(
+                    servicer.WakeUp,
+                    request_deserializer=protos_dot_engine__pb2.WakeUpRequest.FromString,
+                    response_serializer=protos_dot_engine__pb2.WakeUpResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -623,6 +659,60 @@ class Engine:
             '/moebius.engine.v1.Engine/DumpExpertRecorder',
             protos_dot_engine__pb2.DumpExpertRecorderRequest.SerializeToString,
             protos_dot_engine__pb2.DumpExpertRecorderResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Sleep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moebius.engine.v1.Engine/Sleep',
+            protos_dot_engine__pb2.SleepRequest.SerializeToString,
+            protos_dot_engine__pb2.SleepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WakeUp(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moebius.engine.v1.Engine/WakeUp',
+            protos_dot_engine__pb2.WakeUpRequest.SerializeToString,
+            protos_dot_engine__pb2.WakeUpResponse.FromString,
             options,
             channel_credentials,
             insecure,

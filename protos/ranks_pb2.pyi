@@ -112,7 +112,7 @@ class Add(_message.Message):
     def __init__(self, outputs: _Optional[_Iterable[_Union[Output, _Mapping]]] = ...) -> None: ...
 
 class Output(_message.Message):
-    __slots__ = ("request_id", "index", "priority", "cache_namespace", "prompt_token_ids", "params", "images", "constraint", "sees_ahead", "fairness_id")
+    __slots__ = ("request_id", "index", "priority", "cache_namespace", "prompt_token_ids", "params", "images", "constraint", "sees_ahead", "fairness_id", "keep_prefix_s", "arrived_s")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
@@ -123,6 +123,8 @@ class Output(_message.Message):
     CONSTRAINT_FIELD_NUMBER: _ClassVar[int]
     SEES_AHEAD_FIELD_NUMBER: _ClassVar[int]
     FAIRNESS_ID_FIELD_NUMBER: _ClassVar[int]
+    KEEP_PREFIX_S_FIELD_NUMBER: _ClassVar[int]
+    ARRIVED_S_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     index: int
     priority: int
@@ -133,7 +135,9 @@ class Output(_message.Message):
     constraint: _engine_pb2.Constraint
     sees_ahead: bool
     fairness_id: str
-    def __init__(self, request_id: _Optional[str] = ..., index: _Optional[int] = ..., priority: _Optional[int] = ..., cache_namespace: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., params: _Optional[_Union[_engine_pb2.SamplingParams, _Mapping]] = ..., images: _Optional[_Iterable[_Union[ImagePlace, _Mapping]]] = ..., constraint: _Optional[_Union[_engine_pb2.Constraint, _Mapping]] = ..., sees_ahead: _Optional[bool] = ..., fairness_id: _Optional[str] = ...) -> None: ...
+    keep_prefix_s: float
+    arrived_s: float
+    def __init__(self, request_id: _Optional[str] = ..., index: _Optional[int] = ..., priority: _Optional[int] = ..., cache_namespace: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., params: _Optional[_Union[_engine_pb2.SamplingParams, _Mapping]] = ..., images: _Optional[_Iterable[_Union[ImagePlace, _Mapping]]] = ..., constraint: _Optional[_Union[_engine_pb2.Constraint, _Mapping]] = ..., sees_ahead: _Optional[bool] = ..., fairness_id: _Optional[str] = ..., keep_prefix_s: _Optional[float] = ..., arrived_s: _Optional[float] = ...) -> None: ...
 
 class ImagePlace(_message.Message):
     __slots__ = ("image", "start", "first", "count")

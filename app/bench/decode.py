@@ -13,7 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich.console import Console
+
 from app.bench.bounds import WeightBytes
+from app.bench.limit_doubts import print_doubts
 from app.bench.limits import read_bandwidth
 from app.bench.output import BenchTable, Column, or_dash, write_json
 from app.client import ApiClient, ClientTls
@@ -70,9 +73,15 @@ def run(
     _one_stream(client, name, 0, 8, time.perf_counter())  # the server's first request pays for warm-up
     _TABLE.print_header()
     rows = []
-    for count in streams:
-        rows.append(measure(client, name, count, max_tokens, weights, bandwidth))
+    for number, count in enumerate(streams, 1):
+        # Nothing but on a terminal, where a row that takes minutes should move.
+        what = f"row {number} of {len(streams)}: {count} streams of {max_tokens} tokens"
+        with Console(stderr=True).status(what):
+            rows.append(measure(client, name, count, max_tokens, weights, bandwidth))
         _TABLE.print_row(rows[-1])
+    if weights and bandwidth:
+        ratios = [row.fraction_of_limit for row in rows if row.fraction_of_limit is not None]
+        print_doubts(base_url, weights.per_step(1), ratios)
     write_json(rows, json_file)
 
 

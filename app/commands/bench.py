@@ -1,4 +1,4 @@
-"""`moebius bench serve|decode|start`: what a user measures of a server. The package `lab` adds the others."""
+"""`moebius bench serve|decode|start|numa`: what a user measures. The package `lab` adds the others."""
 
 from __future__ import annotations
 
@@ -70,6 +70,20 @@ def start(
     from app.bench.start import run
 
     run(with_checkpoint(config), json_file, cold)
+
+
+@app.command()
+def numa(
+    state_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Of the systems whose expert servers are looked at")
+    ] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Read bandwidth by NUMA node, and where expert servers' memory lies. For machines with several nodes."""
+    from app.bench.numa import run
+    from app.supervisor.plan import default_state_dir
+
+    run(state_dir or default_state_dir(), json_file)
 
 
 app.command()(serve)

@@ -32,10 +32,11 @@ def _add_systems(app: typer.Typer) -> None:
         from app.supervisor.plan import default_state_dir
         from app.supervisor.running_systems import running_systems
 
-        rows = [("MODEL", "URL", "PID", "AGE", "PROCESSES")]
+        rows = [("MODEL", "URL", "PID", "AGE", "PROCESSES", "")]
         for system in running_systems(state_dir or default_state_dir()):
             name = system.model or system.directory.name
-            rows.append((name, system.url, str(system.pid), age(system.seconds), str(len(system.processes))))
+            facts = (str(system.pid), age(system.seconds), str(len(system.processes)))
+            rows.append((name, system.url, *facts, "asleep" if system.is_sleeping else ""))
         print_table(rows)
 
     @app.command()
@@ -99,8 +100,9 @@ def _add_models(app: typer.Typer) -> None:
     ) -> None:
         """Delete a downloaded model from the Hugging Face cache."""
         from app.cached_models import cached_models, remove_model
+        from app.short_names import full_name
 
-        models = cached_models()
+        models, name = cached_models(), full_name(name)
         found = next((model for model in models if model.name == name), None)
         if found is None:
             listed = ", ".join(model.name for model in models[:20]) or "none"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -15,6 +15,7 @@ from moebius.errors import UserError
 if TYPE_CHECKING:
     from app.doctor.checks import Expectation, Finding
     from app.doctor.facts import Facts
+    from app.planning.capacity import CapacityPlan
     from app.supervisor.shortages import Shortage
 
 MIB = 2**20
@@ -56,6 +57,7 @@ def doctor(
     from app.bench.output import write_json
     from app.doctor.checks import check_host
     from app.doctor.facts import read_facts
+    from app.doctor.machine_checks import with_effects
 
     if role not in ("engine", "expert", "server"):
         raise UserError(f"--role: {role!r} is not allowed; allowed: engine, expert, server")
@@ -63,12 +65,16 @@ def doctor(
         facts = read_facts()
     except (RuntimeError, ValueError) as error:
         raise UserError(str(error)) from None
-    findings = [*check_host(facts), _limits(role), *(_measured(config) if measure else ())]
+    measured = _measured(config) if measure else []
+    findings = [*check_host(facts), *_machine_findings(config, facts), _limits(role), *measured]
     if kubernetes:
         expected, checkpoint = _expectation(config, role, expect_gpus, expect_weights_mib)
         findings += [*checkpoint, *_pod_findings(config, facts, expected, kubelet_config)]
     else:
-        findings += [*_thread_findings(config), *(_model_findings(config) if config.model.model else ())]
+        findings += _thread_findings(config)
+        if config.model.model:
+            of_model, plans = _model_findings(config, facts)
+            findings = [*(with_effects(findings, *plans) if plans else findings), *of_model]
     for finding in findings:
         print(line_of(finding))
     statuses = [finding.status for finding in findings]
@@ -132,8 +138,24 @@ def _limits(role: str) -> Finding:
     return check_process_limits("")
 
 
-def _model_findings(config: MoebiusConfig) -> list[Finding]:
-    """Returns whether `moebius serve MODEL` would start here: files, then sizes, then the memory plan."""
+def _machine_findings(config: MoebiusConfig, facts: Facts) -> list[Finding]:
+    """Returns what is known of processors, memory and versions of libraries."""
+    from app.doctor.machine_checks import check_machine, check_versions, read_versions
+    from app.supervisor.core_division import known_cores
+
+    curves = {node: found.curve for node, found in known_cores(config.experts).nodes.items()}
+    bandwidth = {node: curve.best for node, curve in curves.items() if curve is not None}
+    versions = check_versions(read_versions(), facts.driver)
+    return [*check_machine(facts, bandwidth if len(bandwidth) == len(curves) else {}), versions]
+
+
+Plans = tuple["CapacityPlan", "CapacityPlan"] | None
+
+
+def _model_findings(config: MoebiusConfig, facts: Facts) -> tuple[list[Finding], Plans]:
+    """Returns whether `moebius serve MODEL` would start here: files, then sizes, then the memory plan. With
+    it come the plans that `with_effects` compares, where there are any.
+    """
     from app.commands.models import check_files, with_checkpoint
     from app.doctor.checks import check_model, check_plan, check_shortages
     from app.planning.fill import with_filled_gpus
@@ -146,16 +168,19 @@ def _model_findings(config: MoebiusConfig) -> list[Finding]:
         error = str(found)
     findings = [check_model(given, error, "`moebius plan` takes the same MODEL, and says more")]
     if error:
-        return findings
+        return findings, None
     try:
         # As `serve` does: what it puts on GPUs by itself needs no RAM.
         config = with_filled_gpus(config)
         shortages = _shortages(config)
     except (UserError, ValueError) as found:
-        return [*findings, check_plan(str(found))]
+        return [*findings, check_plan(str(found))], None
     findings += check_shortages(shortages)
     # Its estimate says the same once more, and less of the cause.
-    return findings if shortages else [*findings, _memory_plan(config)]
+    if shortages:
+        return findings, None
+    finding, plans = _memory_plan(config, facts)
+    return [*findings, finding], plans
 
 
 def _shortages(config: MoebiusConfig) -> list[Shortage]:
@@ -182,22 +207,28 @@ def _shortages(config: MoebiusConfig) -> list[Shortage]:
     return list(find_shortages(needs_of(config, planned, model), config.experts.expert_weights_dir))
 
 
-def _memory_plan(config: MoebiusConfig) -> Finding:
-    """What `moebius serve --dry-run` says of the memory that is free now."""
+def _memory_plan(config: MoebiusConfig, facts: Facts) -> tuple[Finding, Plans]:
+    """What `moebius serve --dry-run` says of the memory that is free now, and the plans, if it fits."""
     from app.doctor.checks import check_plan
+    from app.doctor.machine_checks import seen_link
     from app.planning.capacity import Wish
+    from app.planning.fill import with_free_memory
     from app.planning.hardware import HardwareOptions, hardware
     from app.planning.planner import plan_capacity
-    from app.planning.report import quiet
+    from app.planning.report import expectation, quiet
 
     if config.experts.expert_transport == "local":
-        return check_plan("", "none for expert_transport local")
+        return check_plan("", "none for expert_transport local"), None
     try:
         with quiet():
-            plan_capacity(config, hardware(HardwareOptions()), Wish(), fill=False)
+            host = with_free_memory(hardware(HardwareOptions()), config.gpu)
+            full = seen = plan_capacity(config, host, Wish(), fill=False)
+            if host.gpu is not None and seen_link(facts.gpu_links) < 1:
+                gpu = replace(host.gpu, link=host.gpu.link * seen_link(facts.gpu_links))
+                seen = plan_capacity(config, replace(host, gpu=gpu), Wish(), fill=False)
     except (UserError, ValueError) as error:
-        return check_plan(" ".join(str(error).split()))
-    return check_plan("")
+        return check_plan(" ".join(str(error).split())), None
+    return check_plan("", f"fits; {expectation(seen)}"), (full, seen)
 
 
 def _sizes(config: MoebiusConfig, role: str) -> dict[str, Any]:

@@ -12,7 +12,9 @@ from typing import Annotated
 
 import typer
 
+from app.commands.download import download
 from app.hub import HubModel, fetch_model, hub_model, in_cache
+from app.short_names import hint
 from moebius.checkpoint.errors import CheckpointError, refuse_pointer
 from moebius.checkpoint.gguf.files import is_gguf
 from moebius.config import MoebiusConfig
@@ -120,12 +122,17 @@ def _check(given: str, path: Path, setting: str = "MODEL") -> None:
     if not path.is_dir():
         raise UserError(
             f"{setting} {given!r}: there is no such directory, and no such .gguf file; a model of the "
-            "Hugging Face hub is named owner/name"
+            f"Hugging Face hub is named owner/name{hint(given)}"
         )
     try:
         refuse_pointer(path / "config.json")
         document = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
+        if (path / "adapter_config.json").is_file():
+            raise UserError(
+                f"{setting} {given!r}: this is an adapter (adapter_config.json), not a model: merge it into "
+                "its base model, and give that checkpoint"
+            ) from None
         raise UserError(f"{setting} {given!r}: no config.json in it; is it a checkpoint directory?") from None
     except CheckpointError as error:
         raise UserError(f"{setting} {given!r}: {error}") from None
@@ -187,40 +194,15 @@ def models() -> None:
     """Checkpoints made or fetched here."""
 
 
-@app.command()
-def download(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where the files are kept")],
-    base_url: Annotated[str, typer.Option(help="URL of the directory that holds them")],
-    checksums: Annotated[
-        Path, typer.Option(help="Their SHA-256 and names, as sha256sum writes them", metavar="FILE")
-    ],
-    token_file: Annotated[
-        Path | None, typer.Option(help="File with a bearer token for that host", metavar="FILE")
-    ] = None,
-) -> None:
-    """Download a checkpoint's files by URL. Goes on where a download broke off, and compares digests."""
-    from app.checkpoint_download import Download, read_checksums
-    from app.demo_model import rich_progress
-
-    wanted = read_checksums(checksums)
-    try:
-        token = token_file.read_text(encoding="utf-8").strip() if token_file else ""
-    except OSError as error:
-        raise UserError(f"--token-file {token_file}: {error.strerror}") from None
-    with rich_progress() as progress:
-
-        def waiting() -> None:
-            print(
-                f"{directory}: another process downloads there; waiting for it", file=sys.stderr, flush=True
-            )
-
-        fetched = Download(directory, base_url, token, progress).run(wanted, waiting)
-    print(f"{directory}: {len(wanted)} files, {fetched} of them fetched now")
+app.command("download")(download)
 
 
 @app.command()
 def fetch(
-    model: Annotated[str, typer.Argument(metavar="NAME", help="owner/name, of GGUF files owner/name:Q4_K_M")],
+    model: Annotated[
+        str,
+        typer.Argument(metavar="NAME", help="owner/name or a short name, of GGUF files owner/name:Q4_K_M"),
+    ],
     revision: Annotated[str, typer.Option(help="Branch, tag or commit; empty: main")] = "",
     offline: Annotated[bool, typer.Option("--offline", help="Only say where it was downloaded to")] = False,
 ) -> None:
@@ -229,7 +211,9 @@ def fetch(
 
     named = hub_model(model)
     if named is None:
-        raise UserError(f"{model!r} is not a model name of the Hugging Face hub; allowed: owner/name")
+        raise UserError(
+            f"{model!r} is not a model name of the Hugging Face hub; allowed: owner/name{hint(model)}"
+        )
     with _download_progress() as progress:
         place = fetch_model(named, revision, offline, progress, check=check_described)
     print(place)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,8 +16,9 @@ from moebius.config import MoebiusConfig
 from moebius.errors import UserError
 
 if TYPE_CHECKING:
-    from app.planning.capacity import Wish
+    from app.planning.comparison import Variant
     from app.planning.hardware import HardwareOptions
+    from app.problems import Problems
 
 
 def register(app: typer.Typer) -> None:
@@ -64,8 +68,6 @@ def plan(
     A directory or repository of several quantisations is compared: which fit, how fast they are, and the
     best one's command.
     """
-    from app.cli_options import parse_counts
-    from app.planning.capacity import Wish
     from app.planning.hardware import HardwareOptions
 
     options = HardwareOptions(
@@ -82,31 +84,56 @@ def plan(
         isa=isa,
         measure=measure,
     )
-    wish = Wish(context, concurrency, tuple(parse_counts(streams, "--streams")))
-    _run(config, options, wish, fill, compare, json_file, values)
+    _run(config, options, context, concurrency, streams, fill, compare, json_file, values)
 
 
 def _run(
     config: MoebiusConfig,
     options: HardwareOptions,
-    wish: Wish,
+    context: int | None,
+    concurrency: int | None,
+    streams: str,
     fill: bool,
     compare: str,
     json_file: Path | None,
     values: Path | None,
 ) -> None:
     # Every other command would pay for its imports.
+    from app.cli_options import parse_counts
     from app.commands.plan_variants import variants
     from app.planning import comparison
+    from app.planning.capacity import Wish
     from app.planning.report import run
+    from app.problems import Problems
 
-    chosen = comparison.machines(compare, options) if compare else {"": options}
-    with variants(config) as models:
-        for model in models:
-            check_files(model.config, needs_weights=False)
+    problems, counts = Problems(), [1]
+    with problems.collected():
+        counts = parse_counts(streams, "--streams")
+    wish = Wish(context, concurrency, tuple(counts))
+    chosen = {"": options}
+    with problems.collected():
+        chosen = comparison.machines(compare, options) if compare else chosen
+    models: list[Variant] = []
+    with contextlib.ExitStack() as stack:
+        with problems.collected():
+            models = stack.enter_context(variants(config))
+            for model in models:
+                check_files(model.config, needs_weights=False)
+        check_machines(chosen, problems)
+        problems.refuse()
         if len(models) == 1 and not compare:
             run(models[0].config, models[0].asked, options, wish, fill, json_file, values)
         elif values is not None:
             raise UserError("--values is of one plan: name one quantisation and no --compare")
         else:
             comparison.run(models, chosen, wish, fill, json_file)
+
+
+def check_machines(chosen: Mapping[str, HardwareOptions], problems: Problems) -> None:
+    """Collects what the options of the machines name that does not exist; nothing is measured for that."""
+    from app.planning.hardware import hardware
+
+    for options in chosen.values():
+        for gpus in (options.gpus, "none"):  # a GPU that is not known hides nothing of the CPUs
+            with problems.collected():
+                hardware(replace(options, gpus=gpus, measure=False))

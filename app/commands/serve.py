@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,6 +13,9 @@ from moebius.config import MoebiusConfig
 from moebius.config.leaves import leaves
 from moebius.network.web_origins import LOOPBACK_HOSTS
 from moebius.process.limits import check_limits
+
+if TYPE_CHECKING:
+    from app.supervisor.plan import ServePlan
 
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Print the memory plan and whether it fits; start nothing")
@@ -31,27 +34,22 @@ def register(app: typer.Typer) -> None:
     _add_engines(app)
 
     @app.command()
-    @with_settings(needs_device=True)
+    @with_settings(needs_device=True, several=_serve_several)
     def serve(config: MoebiusConfig, dry_run: DryRun = False, print_config: PrintConfig = False) -> None:
         """Start all processes of a model, and keep them running."""
         import structlog
 
         from app.commands.running import running
-        from app.planning.fill import with_filled_gpus
-        from app.supervisor.plan import plan_processes
         from moebius.network.api_keys import ApiKeys
-        from moebius.network.tls import configure_tls
         from moebius.telemetry import configure_logging
 
-        asked, config = config, with_checkpoint(config, needs_weights=not dry_run)
-        configure_tls(config.security)
-        check_files(config, needs_weights=not dry_run)
+        asked, config = config, checked(config, dry_run)
         if dry_run:
             print_dry_run(config, asked)
             return
         configure_logging(config.telemetry, "supervisor")
-        keys = ApiKeys(config.gateway.api_key, config.gateway.api_key_file)  # refused before anything starts
-        serve_plan = plan_processes(with_filled_gpus(config))
+        keys = ApiKeys(config.gateway.api_key, config.gateway.api_key_file)
+        serve_plan = planned(config)
         if print_config:
             print_configuration(serve_plan.config)
         with running(serve_plan) as supervisor:
@@ -63,6 +61,43 @@ def register(app: typer.Typer) -> None:
                     print(examples(serve_plan.base_url, name, keys.required), flush=True)
                     print(container_note(serve_plan.config.gateway.host), end="", flush=True)
             supervisor.run()
+
+
+def checked(config: MoebiusConfig, dry_run: bool) -> MoebiusConfig:
+    """Returns the configuration with MODEL's files found, once nothing that it names is missing or wrong.
+
+    Raises UserError or CheckpointError, of several problems one that names all: model and its files,
+    certificates, API keys.
+    """
+    from app.problems import Problems
+    from moebius.network.api_keys import ApiKeys
+    from moebius.network.tls import configure_tls
+
+    problems = Problems()
+    with problems.collected():
+        configure_tls(config.security)
+    with problems.collected():
+        ApiKeys(config.gateway.api_key, config.gateway.api_key_file)
+    with problems.collected():
+        # A download of hours is not begun for what is refused afterwards.
+        found = with_checkpoint(config, needs_weights=not dry_run and not problems)
+        check_files(found, needs_weights=not dry_run and not problems)
+    problems.refuse()
+    return found
+
+
+def planned(config: MoebiusConfig) -> ServePlan:
+    """Returns the processes of a model. Raises what `plan_processes` does."""
+    from app.planning.fill import with_filled_gpus
+    from app.supervisor.plan import plan_processes
+
+    return plan_processes(with_filled_gpus(config))
+
+
+def _serve_several(path: str, flags: dict[str, Any], own: dict[str, Any]) -> None:
+    from app.swap.run import serve_models
+
+    serve_models(path, flags, dry_run=bool(own["dry_run"]))
 
 
 def serve_options() -> dict[str, bool]:

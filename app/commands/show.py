@@ -21,7 +21,10 @@ def register(app: typer.Typer) -> None:
     @app.command()
     def show(
         model: Annotated[
-            str, typer.Argument(metavar="MODEL", help="Directory, GGUF file, or name on the hub (owner/name)")
+            str,
+            typer.Argument(
+                metavar="MODEL", help="Directory, GGUF file, or name on the hub (owner/name, or short)"
+            ),
         ],
         as_json: Annotated[bool, typer.Option("--json", help="As JSON")] = False,
         revision: Annotated[str, typer.Option(help="Branch, tag or commit; empty: main")] = "",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import resource
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,6 +84,17 @@ class Facts:
     driver: str
     # A container's cgroup, or a Pod's files.
     in_container: bool
+    # Hardware threads of a core that are used; 0: not known.
+    threads_per_core: int = 0
+    # NUMA nodes that one socket is divided into (NPS, sub-NUMA clusters); 0: not known.
+    nodes_per_socket: int = 0
+    swappiness: int = 0  # vm.swappiness
+    # Linux below Windows, whose driver limits what can be pinned.
+    is_wsl: bool = False
+    # Memory modules by the kernel's EDAC: how many of each kind, such as "Registered-DDR4"; empty: not known.
+    memory_modules: tuple[tuple[str, int], ...] = ()
+    # Places of modules that are empty, in channels that EDAC shows.
+    empty_places: int = 0
 
 
 def read_facts(root: Path = Path("/")) -> Facts:
@@ -122,9 +134,47 @@ def read_facts(root: Path = Path("/")) -> Facts:
         num_gpus=len(find_gpus(root)),
         gpu_links=read_gpu_links(root),
         driver=version[1] if version else "",
+        threads_per_core=_threads_per_core(sys, topology),
+        nodes_per_socket=_nodes_per_socket(sys, topology),
+        swappiness=int(_number(proc / "sys/vm/swappiness")),
+        is_wsl="microsoft" in _text(proc / "version").lower(),
+        memory_modules=_memory_modules(sys),
+        empty_places=sum(_text(size) == "0" for size in sys.glob(_MODULES + "/size")),
         in_container=(root / "var/run/secrets/kubernetes.io").exists()
         or any(mark in _text(proc / "self/cgroup") for mark in cgroup_marks),
     )
+
+
+_MODULES = "devices/system/edac/mc/mc[0-9]*/dimm[0-9]*"
+
+
+def _memory_modules(sys: Path) -> tuple[tuple[str, int], ...]:
+    kinds = [
+        _text(place / "dimm_mem_type") or "not known"
+        for place in sorted(sys.glob(_MODULES))
+        if _number(place / "size") > 0
+    ]
+    return tuple(sorted(Counter(kinds).items()))
+
+
+def _threads_per_core(sys: Path, topology: Topology) -> int:
+    """Returns the most hardware threads that a usable CPU's core has."""
+    listed = (
+        _text(sys / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        for cpu in topology.allowed_cpus
+    )
+    return max((len(parse_cpu_list(text)) for text in listed if text), default=0)
+
+
+def _nodes_per_socket(sys: Path, topology: Topology) -> int:
+    """Returns the most NUMA nodes with CPUs that one socket has."""
+    nodes = Counter[str]()
+    for node in topology.nodes:
+        cpus = topology.usable_cpus(node.id)
+        socket = sys / f"devices/system/cpu/cpu{cpus[0]}/topology/physical_package_id" if cpus else None
+        if socket is not None and _text(socket):
+            nodes[_text(socket)] += 1
+    return max(nodes.values(), default=0)
 
 
 def read_volume(path: Path, mounts: Path = Path("/proc/self/mounts")) -> Volume:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from app.planning.hardware import Hardware
 from app.planning.memory import Component, Residency, total_bytes
 from app.planning.speed import Speed
-from moebius.config import MoebiusConfig
+from moebius.config import MoebiusConfig, PlacementConfig
 from moebius.errors import UserError
 
 GIB = 2**30
@@ -64,6 +65,21 @@ def kv_refusal(context: int, concurrency: int, tokens: int, token_bytes: float) 
     return f"{text}; what would fit: {', or '.join(fits)}" if fits else text
 
 
+def model_name(config: MoebiusConfig) -> str:
+    """Returns the name of the checkpoint's directory, or of the repository of one in the hub's cache."""
+    path = Path(config.model.model)
+    named = config.model.served_model_name if path.parent.name == "snapshots" else ""
+    return named.rpartition("/")[2] or path.name
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """What `moebius serve` decides where no setting says what GPUs hold; filled by `Planner.fill`."""
+
+    placement: PlacementConfig
+    max_num_seqs: int | None  # None: the engine chooses.
+
+
 MEASURED_HERE, ASSUMED = "measured on this host", "assumed"
 DEFAULT_CONTEXT = 8192
 # Kept for KV where no number of streams is given.
@@ -97,6 +113,8 @@ class KvPool:
     page_size: int
     token_bytes: float
 
+    windows: Mapping[int, float] = field(default_factory=dict)  # As `Work.windows`.
+
     @property
     def tokens(self) -> int:
         """That fit; one page is the dummy."""
@@ -124,6 +142,8 @@ class CapacityPlan:
     prefill: Speed
     notes: tuple[str, ...]  # What the reader has to know: what is assumed, what was not read.
     drop_resident: str = "auto"  # What it becomes, where something is resident.
+    start_seconds: float = 0.0  # Until requests are answered, where nothing has to be compiled.
+    max_num_seqs: int | None = None  # Chosen beside experts; None: an engine chooses the same by itself.
 
     @property
     def total(self) -> int:
@@ -144,6 +164,8 @@ class CapacityPlan:
         """Options that let `moebius serve` do what was planned, in addition to those that were given."""
         ranks = self.settings["tensor_parallel_size"]
         parts = [f"--tensor-parallel-size {ranks}"] if ranks != "1" else []
+        if self.max_num_seqs is not None:
+            parts.append(f"--max-num-seqs {self.max_num_seqs}")
         return " ".join([*parts, self.residency.flags]).strip()
 
 

@@ -118,13 +118,15 @@ def _engine_bytes(plan: CapacityPlan) -> int:
 
 
 def _with_residents(config: MoebiusConfig, plan: CapacityPlan) -> MoebiusConfig:
-    """Returns the settings with as many experts on GPUs as the plan has put there, and in RAM as often as the
-    plan counts them.
+    """Returns the settings with as many experts on GPUs as the plan has put there, in RAM as often as the
+    plan counts them, and with as many outputs at once as it left them room for.
     """
     update: dict[str, Any] = {"drop_resident": plan.drop_resident}
     if plan.residency.is_filled:
         update["gpu_experts"] = max(plan.residency.by_layer.values())
-    return config.model_copy(update={"placement": config.placement.model_copy(update=update)})
+    gpu = config.gpu.model_copy(update={"max_num_seqs": plan.max_num_seqs or config.gpu.max_num_seqs})
+    placement = config.placement.model_copy(update=update)
+    return config.model_copy(update={"placement": placement, "gpu": gpu})
 
 
 def _settings(config: MoebiusConfig, plan: CapacityPlan) -> dict[str, dict[str, Any]]:

@@ -7,17 +7,18 @@ own, since it imports torch, whose memory the supervisor would keep.
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 
 import structlog
 
-from app.planning.capacity import DoesNotFit
+from app.planning.capacity import DoesNotFit, Filled
 from app.planning.gpu_models import GpuModel
 from app.planning.hardware import Hardware
 from app.planning.memory import has_placement
-from moebius.config import MoebiusConfig, PlacementConfig
+from moebius.config import GpuConfig, MoebiusConfig
 from moebius.process.limits import available_memory
 
 _log = structlog.get_logger(__name__)
@@ -29,13 +30,13 @@ _NVIDIA_SMI_S = 20.0
 class DeviceUse:
     """One GPU's memory, bytes; filled by `gpu_memory`."""
 
-    total: int
+    total: int  # What processes may have together: without what the driver keeps for itself.
     free: int
 
 
 def gpu_memory() -> tuple[DeviceUse, ...]:
     """Returns the memory of every GPU that the driver shows; empty where it cannot be asked."""
-    command = ["nvidia-smi", "--query-gpu=memory.total,memory.free", "--format=csv,noheader,nounits"]
+    command = ["nvidia-smi", "--query-gpu=memory.used,memory.free", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_S, check=True)
         return parse_gpu_memory(answer.stdout)
@@ -45,16 +46,33 @@ def gpu_memory() -> tuple[DeviceUse, ...]:
 
 
 def parse_gpu_memory(text: str) -> tuple[DeviceUse, ...]:
-    """Returns the total and free memory by lines such as `143771, 143165`, both in MiB.
+    """Returns the total and free memory by lines such as `15, 143140`: what is used and what is free, MiB.
 
     Raises ValueError for other lines.
     """
     found = []
     for line in text.splitlines():
         if line.strip():
-            total, free = (int(number) * _MIB for number in line.split(","))
-            found.append(DeviceUse(total, free))
+            used, free = (int(number) * _MIB for number in line.split(","))
+            found.append(DeviceUse(used + free, free))
     return tuple(found)
+
+
+def as_empty(memory: Sequence[DeviceUse], gpu: GpuConfig) -> int:
+    """Returns the bytes of an empty GPU that leaves an engine as much as the one with least of these:
+    displays and other processes may hold some.
+    """
+    share = gpu.gpu_memory_utilization if gpu.gpu_memory_gib is None else 1.0
+    return min(min(use.total, int(use.free / share)) for use in memory)
+
+
+def with_free_memory(host: Hardware, settings: GpuConfig) -> Hardware:
+    """Returns this host as its driver describes it now; as it is where the driver does not answer."""
+    memory = gpu_memory()[: host.gpus]
+    if host.gpu is None or not memory:
+        return host
+    gpu = replace(host.gpu, memory_bytes=as_empty(memory, settings))
+    return replace(host, gpu=gpu, origin={**host.origin, "gpu": "memory that is free now, the rest table"})
 
 
 def with_filled_gpus(config: MoebiusConfig) -> MoebiusConfig:
@@ -77,16 +95,20 @@ def with_filled_gpus(config: MoebiusConfig) -> MoebiusConfig:
         return config
     context = get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context) as pool:
-        placement = pool.submit(filled_placement, config, memory).result()
-    if placement is None:
+        found = pool.submit(filled, config, memory).result()
+    if found is None:
         return config
+    placement = found.placement
     _log.info(
         "experts on GPUs are chosen by what fits",
         gpu_experts_ratio=placement.gpu_experts_ratio,
         placement_strategy=placement.placement_strategy,
         drop_resident=placement.drop_resident,
+        max_num_seqs=found.max_num_seqs,
     )
-    return config.model_copy(update={"placement": placement})
+    num_seqs = found.max_num_seqs or config.gpu.max_num_seqs
+    gpu = config.gpu.model_copy(update={"max_num_seqs": num_seqs})
+    return config.model_copy(update={"placement": placement, "gpu": gpu})
 
 
 def _dropped(config: MoebiusConfig) -> MoebiusConfig:
@@ -99,18 +121,16 @@ def _dropped(config: MoebiusConfig) -> MoebiusConfig:
     return config.model_copy(update={"placement": placement})
 
 
-def filled_placement(config: MoebiusConfig, memory: tuple[DeviceUse, ...]) -> PlacementConfig | None:
-    """Returns the placement of experts for GPUs of which so much is free; None: the model does not fit there,
-    whatever is resident.
+def filled(config: MoebiusConfig, memory: tuple[DeviceUse, ...]) -> Filled | None:
+    """Returns what GPUs hold of which so much is free; None: the model does not fit there, whatever is
+    resident.
 
     Raises UserError for a setting that cannot be.
     """
     from app.planning.planner import Planner
     from moebius.host.topology import Topology
 
-    share = config.gpu.gpu_memory_utilization
-    # As on an empty GPU that leaves as much.
-    usable = min(min(use.total, int(use.free / share)) for use in memory)
+    usable = as_empty(memory, config.gpu)
     topology = Topology.detect()
     hardware = Hardware(
         gpus=len(memory),

@@ -28,6 +28,11 @@ ASSUMED_CORE_FLOPS: Mapping[str, float] = {
 }
 
 
+# Of a GPU's memory, as its maker counts it, what a driver is taken to keep from every process: about a GiB of
+# 80, half of one of 24.
+DRIVER_BYTES, DRIVER_PART = 450 * 2**20, 0.006
+
+
 @dataclass(frozen=True, slots=True)
 class Hardware:
     """Filled by `detect.hardware`; bytes, bytes per second, operations per second."""
@@ -129,13 +134,14 @@ def _known(names: list[str]) -> GpuModel | None:
 def _with_given(model: GpuModel | None, options: HardwareOptions) -> GpuModel:
     """Returns the table's figures, or of a PCIe 4 GPU, where none are given."""
     base = model or GpuModel("GPU", 0, 0.0, 32e9, 0.0)
+    held = DRIVER_BYTES + int(DRIVER_PART * base.memory_bytes)
 
     def of(value: float | None, unit: float, default: float) -> float:
         return default if value is None else value * unit
 
     return replace(
         base,
-        memory_bytes=int(of(options.gpu_memory_gib, GIB, base.memory_bytes)),
+        memory_bytes=int(of(options.gpu_memory_gib, GIB, max(0, base.memory_bytes - held))),
         bandwidth=of(options.gpu_bandwidth_gbs, 1e9, base.bandwidth),
         link=of(options.pcie_gbs, 1e9, base.link),
         flops=of(options.gpu_tflops, 1e12, base.flops),

@@ -76,9 +76,8 @@ def _declared(directory: str | Path, geometry: MoeGeometry, layer: int) -> Store
         finder.declared(f"{LAYER_PREFIXES[0]}{layer}.{template.name.format(expert=0)}")
         for template in (layout.up, layout.down)
     )
-    inner, hidden = geometry.moe_intermediate_size, geometry.hidden_size
-    size = (1 + geometry.is_gated) * _declared_bytes(up, inner, hidden, geometry)
-    size += _declared_bytes(down, hidden, inner, geometry)
+    schemes = {"gate": up, "up": up, "down": down}
+    size = sum(_declared_bytes(schemes[name], *shape, geometry) for name, shape in geometry.matrices.items())
     rows = [role.out_step for role in up.roles if role.out_step and role.role != "scales"]
     columns = [role.in_step for role in down.roles if role.in_step]
     gate_up = _declared_format(up, geometry)
@@ -348,6 +347,16 @@ def chosen_residency(config: MoebiusConfig, geometry: MoeGeometry) -> Residency:
     return Residency(placed.resident, geometry.num_experts, False, "")
 
 
+def nothing_resident(geometry: MoeGeometry) -> Residency:
+    """Returns the residency of a GPU without experts."""
+    return Residency(dict.fromkeys(geometry.moe_layers, ()), geometry.num_experts, False, "")
+
+
+def all_resident(config: MoebiusConfig, geometry: MoeGeometry) -> Residency:
+    """Returns the residency of GPUs that hold every expert."""
+    return _even(config, geometry, geometry.num_experts)
+
+
 def filled_residency(
     config: MoebiusConfig, geometry: MoeGeometry, fits: Callable[[Residency], bool]
 ) -> Residency:
@@ -356,7 +365,7 @@ def filled_residency(
     `fits` must be monotone: what fits with more experts fits with fewer, but for all of them, beside which
     nothing is streamed.
     """
-    everything = _even(config, geometry, geometry.num_experts)
+    everything = all_resident(config, geometry)
     if fits(everything):
         return everything
     low, high = 0, geometry.num_experts - 1

@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from app.planning.capacity import (
@@ -14,10 +13,12 @@ from app.planning.capacity import (
     MEASURED_HERE,
     CapacityPlan,
     DoesNotFit,
+    Filled,
     KvPool,
     Wish,
     kv_refusal,
     make_notes,
+    model_name,
     node_refusal,
     ram_refusal,
 )
@@ -33,6 +34,7 @@ from app.planning.memory import (
     expert_servers,
     filled_residency,
     has_placement,
+    nothing_resident,
     num_servers,
     packed_formats,
     ram_components,
@@ -40,9 +42,11 @@ from app.planning.memory import (
     stored_experts,
     total_bytes,
 )
-from app.planning.speed import make_work, predict_decode, predict_prefill, server_threads
+from app.planning.sequences import with_num_seqs
+from app.planning.speed import make_work, predict_decode, predict_prefill, server_threads, windows_of
+from app.planning.start import predict_start
 from moebius.checkpoint.index import has_weights
-from moebius.config import MoebiusConfig, PlacementConfig, Section
+from moebius.config import MoebiusConfig, Section
 from moebius.errors import ConfigError, UserError
 from moebius.experts.placement import keeps_residents
 from moebius.experts.slices import REQUANTISED
@@ -66,6 +70,8 @@ class Planner:
 
         self.config = config = with_drafts(config)
         self.asked = config.placement  # Before `drop_resident` auto is decided.
+        # Outputs of a step that leave room for experts; None: as an engine chooses.
+        self.seqs_beside_experts: int | None = None
         self.on_gpu = on_gpu
         self.geometry = read_served_geometry(config)
         self.stored: Mapping[int, StoredExperts] = stored_experts(
@@ -82,33 +88,33 @@ class Planner:
         Raises DoesNotFit when the hardware is too small, UserError for settings that cannot be. Without
         `explain` it does not look for settings that would fit, which takes longer than the plan.
         """
-        if self.on_gpu and self.config.gpu.max_num_seqs is None:
-            return self._with_num_seqs(hardware).plan(hardware, wish, fill, explain)
+        if self.config.gpu.max_num_seqs is None:
+            return with_num_seqs(self, hardware, fill).plan(hardware, wish, fill, explain)
         wish = wish or Wish()
         context, concurrency = wish.tokens(self.model.max_model_len)
         if context > self.model.max_model_len:
             raise UserError(f"--context: {context} is not allowed; allowed: up to {self.model.max_model_len}")
-        kv_tokens = context * concurrency if wish.is_demanded else self._kept_tokens(hardware)
+        kv_tokens = context * concurrency if wish.is_demanded else self.kept_tokens(hardware)
         residency = self._residency(hardware, kv_tokens, fill)
         planner = self._with_batched_tokens(hardware, residency) if self.on_gpu else self
         planner = planner._with_kept(hardware, residency)
         return planner._planned(hardware, wish, residency, kv_tokens, fill, explain)
 
-    def fill(self, hardware: Hardware) -> PlacementConfig:
+    def fill(self, hardware: Hardware) -> Filled:
         """Returns what `moebius serve` places on GPUs of so much memory, beside so much RAM.
 
         Raises DoesNotFit when not even the rest of the model fits, UserError for settings that cannot be.
         """
         if self.config.gpu.max_num_seqs is None:
-            return self._with_num_seqs(hardware).fill(hardware)
-        residency = self._residency(hardware, self._kept_tokens(hardware), fill=True)
+            return with_num_seqs(self, hardware, fill=True).fill(hardware)
+        residency = self._residency(hardware, self.kept_tokens(hardware), fill=True)
         chosen: dict[str, object] = {}
         if residency.is_filled:
             each = max(residency.by_layer.values(), default=0)
             # A share of all: a start that knows what is chosen divides it among layers.
             chosen = {"gpu_experts_ratio": each / self.geometry.num_experts}
         placement = self._with_kept(hardware, residency).config.placement
-        return placement.model_copy(update=chosen)
+        return Filled(placement.model_copy(update=chosen), self.seqs_beside_experts)
 
     def _with_kept(self, hardware: Hardware, residency: Residency) -> Planner:
         """Returns the same with what `drop_resident` auto becomes."""
@@ -131,7 +137,7 @@ class Planner:
             return False
         return True
 
-    def _kept_tokens(self, hardware: Hardware) -> int:
+    def kept_tokens(self, hardware: Hardware) -> int:
         """Returns the tokens of KV cache that experts leave room for on a GPU: a long context if it is cheap.
 
         That is one of at most a quarter of what experts and cache could have together.
@@ -139,23 +145,19 @@ class Planner:
         longest = self.model.max_model_len
         context, concurrency = Wish().tokens(longest)
         if self.on_gpu:
-            nothing = Residency(
-                dict.fromkeys(self.geometry.moe_layers, ()), self.geometry.num_experts, False, ""
-            )
-            all_tokens = self._room(hardware, nothing)
+            room = self.room_bytes(hardware, nothing_resident(self.geometry))
+            all_tokens = int(room / self.token_bytes())
             for tokens in LONG_CONTEXTS:
                 if context * concurrency < tokens <= longest and tokens * _LONG_CONTEXT_PART <= all_tokens:
                     return tokens
         return context * concurrency
 
-    def _room(self, hardware: Hardware, residency: Residency) -> int:
-        """Tokens that the KV cache could have, if all that is left is its; 0: the rest does not fit."""
+    def room_bytes(self, hardware: Hardware, residency: Residency) -> int:
+        """Returns what the KV cache could have, if all that is left is its; 0: the rest does not fit."""
         try:
-            ledgers = self._ledgers(hardware, residency)
+            return min(ledger.kv_bytes for ledger in self._ledgers(hardware, residency))
         except DoesNotFit:
             return 0
-        pages = min(ledger.kv_bytes // ledger.page_bytes for ledger in ledgers)
-        return pages * self.config.gpu.page_size
 
     def _planned(
         self,
@@ -181,7 +183,7 @@ class Planner:
         work = make_work(self.config, self.geometry, self.stored, self.forecast, residency, hardware)
         streamed = self._streamed_tokens(hardware, residency)
         return CapacityPlan(
-            model=_name(self.config),
+            model=model_name(self.config),
             model_type=self.geometry.model_type,
             settings=self._settings() | ({"prefill_chunk_max": str(streamed)} if streamed else {}),
             hardware=hardware,
@@ -194,6 +196,8 @@ class Planner:
             decode=predict_decode(work, hardware, wish.streams, context),
             prefill=predict_prefill(work, hardware, self.config.gpu.num_batched_tokens, context, streamed),
             drop_resident=self.config.placement.drop_resident,
+            max_num_seqs=self.seqs_beside_experts,
+            start_seconds=predict_start(self.geometry, self.stored, self._dense_bytes(), hardware),
             notes=make_notes(self.config, hardware, kv, context, has_weights(self.config.model.model)),
         )
 
@@ -214,25 +218,24 @@ class Planner:
         found = filled_residency(self.config, self.geometry, streams)
         return found if streams(found) else filled_residency(self.config, self.geometry, fits)
 
-    def _with_num_seqs(self, hardware: Hardware) -> Planner:
-        """Returns the same, with as many outputs in a step as `moebius serve` would choose."""
-        assert hardware.gpu is not None
-        memory = hardware.gpu.memory_bytes
-        held = self._all_held(chosen_residency(self.config, self.geometry), hardware)
-        return self._with_gpu(max_num_seqs=self.forecast.num_seqs(self.config, memory, held))
-
     def _with_batched_tokens(self, hardware: Hardware, residency: Residency) -> Planner:
         """Returns the same, with as many tokens in a step as an engine would choose."""
         if self.config.gpu.max_num_batched_tokens is not None:
             return self
         assert hardware.gpu is not None
         memory = hardware.gpu.memory_bytes
-        tokens = self.forecast.batched_tokens(self.config, memory, self._all_held(residency, hardware))
-        return self._with_gpu(max_num_batched_tokens=tokens)
+        tokens = self.forecast.batched_tokens(self.config, memory, self.all_held(residency, hardware))
+        return self.with_gpu(max_num_batched_tokens=tokens)
 
-    def _with_gpu(self, **changes: object) -> Planner:
+    def with_gpu(self, **changes: object) -> Planner:
         """Returns the same with other settings of the engine."""
         return self._with(gpu=self.config.gpu.model_copy(update=changes))
+
+    def with_settings(self, config: MoebiusConfig) -> Planner:
+        """Returns the same with other settings that change neither the model's tensors nor its ranks."""
+        other = copy(self)
+        other.config, other.asked = config, config.placement
+        return other
 
     def _with(self, **sections: Section) -> Planner:
         """Returns the same with other sections of the settings."""
@@ -248,7 +251,7 @@ class Planner:
 
         assert hardware.gpu is not None
         memory = hardware.gpu.memory_bytes
-        held = self._all_held(residency, hardware)
+        held = self.all_held(residency, hardware)
         try:
             return self.forecast.device_plans(self.config, memory, held)
         except ConfigError:
@@ -259,7 +262,7 @@ class Planner:
         except UserError as error:
             raise DoesNotFit(str(error)) from error
 
-    def _all_held(self, residency: Residency, hardware: Hardware) -> list[ExpertMemory]:
+    def all_held(self, residency: Residency, hardware: Hardware) -> list[ExpertMemory]:
         """Returns what the ranks hold, one after the other, with slots to fetch to and rings to stream
         through as far as `moebius serve` has room for them: rings come first.
         """
@@ -329,9 +332,9 @@ class Planner:
         settings = self.config.gpu
         if settings.num_pages is None and settings.kv_cache_gib is None:
             pages = min(pages, self.forecast.useful_pages(self.config))
-        return KvPool(pages, settings.page_size, self._token_bytes())
+        return KvPool(pages, settings.page_size, self.token_bytes(), windows_of(self.model))
 
-    def _token_bytes(self) -> float:
+    def token_bytes(self) -> float:
         """Returns the bytes of a token on the rank whose layers take most."""
         return max(rank.page_bytes for rank in self.forecast.ranks) / self.config.gpu.page_size
 
@@ -351,7 +354,7 @@ class Planner:
 
     def _cpu_kv(self) -> KvPool:
         pages = self.forecast.shared_pages(self.config)
-        return KvPool(pages, self.config.gpu.page_size, self._token_bytes())
+        return KvPool(pages, self.config.gpu.page_size, self.token_bytes(), windows_of(self.model))
 
     def _ram(self, hardware: Hardware, residency: Residency, kv: KvPool) -> tuple[Component, ...]:
         config, engine = self.config, []
@@ -420,7 +423,10 @@ class Planner:
             return 0
         assert hardware.gpu is not None
         memory = hardware.gpu.memory_bytes
-        return self.forecast.prefill_chunk(self.config, memory, self._all_held(residency, hardware)) or 0
+        return self.forecast.prefill_chunk(self.config, memory, self.all_held(residency, hardware)) or 0
+
+    def _dense_bytes(self) -> int:
+        return sum(rank.dense_bytes for rank in self.forecast.ranks)
 
     def _settings(self) -> dict[str, str]:
         """Returns what decides the plan, for its head."""
@@ -476,13 +482,6 @@ def plan_capacity(config: MoebiusConfig, hardware: Hardware, wish: Wish, fill: b
         if more is None:
             raise
         raise DoesNotFit(f"{error}; {more} such GPUs with tensor_parallel_size {more} would do") from error
-
-
-def _name(config: MoebiusConfig) -> str:
-    """Returns the name of the checkpoint's directory, or of the repository of one in the hub's cache."""
-    path = Path(config.model.model)
-    named = config.model.served_model_name if path.parent.name == "snapshots" else ""
-    return named.rpartition("/")[2] or path.name
 
 
 def _enough_gpus(config: MoebiusConfig, hardware: Hardware, wish: Wish, fill: bool) -> int | None:

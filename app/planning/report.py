@@ -21,8 +21,10 @@ from app.bench.output import write_json
 from app.cli_options import MODEL_LEAF
 from app.planning.capacity import CapacityPlan, DoesNotFit, Wish
 from app.planning.chart_values import chart_values, write_values
-from app.planning.hardware import HardwareOptions, hardware
+from app.planning.fill import with_free_memory
+from app.planning.hardware import Hardware, HardwareOptions, hardware
 from app.planning.planner import plan_capacity
+from app.planning.smallest_change import smaller_quantisation, smallest_change
 from app.planning.speed import ASSUMED_EXPERT_BANDWIDTH_SHARE, Speed
 from moebius.checkpoint.index import has_weights
 from moebius.config import MoebiusConfig
@@ -48,6 +50,7 @@ def print_plan(plan: CapacityPlan, command: str, console: Console | None = None)
         console.print(line, highlight=False)
     # Whole, however narrow the terminal: it is copied.
     console.print(f"serve with: {command}", highlight=False, soft_wrap=True)
+    console.print(expectation(plan), highlight=False)
     console.print(_speeds(plan))
     console.print(FORMULA, style="dim", highlight=False)
     for note in plan.notes:
@@ -78,11 +81,25 @@ def summary(plan: CapacityPlan) -> list[str]:
         f"KV cache: {kv.tokens} tokens of {kv.token_bytes / 1024:.1f} KiB on the fullest rank: "
         f"{kv.tokens // plan.context} streams of {plan.context} tokens"
     ]
+    for window, share in kv.windows.items():
+        size = f"{share * kv.token_bytes / 1024:.1f} KiB of a token"
+        lines.append(f"{size} are read by the next {window} only, and kept as long as the rest")
     everything = held.num_experts * len(held.by_layer)
     how = "as many as fit" if held.is_filled else "as set"
     lines.append(f"experts on GPUs: {held.count} of {everything} ({held.share:.1%}, {how})")
     lines.append(f"times of the expert kernels: {plan.expert_kernels}")
     return lines
+
+
+def expectation(plan: CapacityPlan) -> str:
+    """Returns what the command is expected to do: when it is ready, and how fast it answers."""
+    one = plan.decode[0]
+    streams = "one stream" if one.rows == 1 else f"{one.rows} streams"
+    compiling = "; compiling kernels, once on a machine, takes minutes" if plan.hardware.gpu else ""
+    return (
+        f"expected: ready after about {plan.start_seconds:.0f} s{compiling}; {one.tokens_per_second:.1f} "
+        f"tokens/s for {streams}, prompts {plan.prefill.tokens_per_second:.0f} tokens/s"
+    )
 
 
 def serve_command(asked: MoebiusConfig, plan: CapacityPlan) -> str:
@@ -187,10 +204,14 @@ def run(
     try:
         with quiet():
             host = hardware(options)
+            if options.gpus == "auto" and options.gpu_memory_gib is None:
+                host = with_free_memory(host, config.gpu)
             _refuse_incomplete(config)
             found = plan_capacity(config, host, wish, fill)
     except DoesNotFit as error:
-        print(f"moebius: does not fit: {' '.join(str(error).split())}", file=sys.stderr)
+        with quiet():
+            remedy = what_fits(config, asked, host, wish, fill)
+        print(f"moebius: does not fit: {' '.join(str(error).split())}; {remedy}", file=sys.stderr)
         raise typer.Exit(EXIT_DOES_NOT_FIT) from error
     command = serve_command(asked, found)
     print_plan(found, command)
@@ -199,6 +220,19 @@ def run(
     if values_file is not None:
         write_values(values_file, chart_values(config, found), f"{found.model} on {hardware_line(found)}")
     return found
+
+
+def what_fits(config: MoebiusConfig, asked: MoebiusConfig, host: Hardware, wish: Wish, fill: bool) -> str:
+    """Returns the smallest change of settings with which the model fits, as a whole command line, or which
+    smaller quantisation would.
+    """
+    change = smallest_change(config, host, wish, fill)
+    if change is not None:
+        return f"this fits: {serve_command(change.applied(asked), change.plan)}"
+    kind = smaller_quantisation(config, host, wish, fill)
+    if kind:
+        return f"no settings make it fit here; a GGUF model of it with experts in {kind} would"
+    return "neither settings nor a GGUF model with experts in Q2_K make it fit here"
 
 
 def _refuse_incomplete(config: MoebiusConfig) -> None:

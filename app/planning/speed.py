@@ -6,7 +6,7 @@ Formulas, where the constants come from and how predictions compared with measur
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from app.bench.bounds import expected_distinct
@@ -20,10 +20,12 @@ from moebius.kernels import float32_isa, isa_level
 from moebius.kernels.weight_formats import PANEL_COLUMNS
 from moebius.mailbox.plan import request_rows
 from moebius.models.geometry import MoeGeometry
+from moebius.models.layers.gqa import GQA
 from moebius.models.layers.layer import mixers
 
 if TYPE_CHECKING:
     from gpu_service.assembly.forecast import Forecast, RankForecast
+    from moebius.models.config import ModelConfig
 
 # Shares of the vendor's figures that dense products reach on a GPU: by "Qwen3-30B-A3B on one H200" and
 # "Prompts whose experts are streamed" of docs/benchmarks.md, see docs/plan.md.
@@ -90,6 +92,8 @@ class Work:
     kv_token_bytes: float
     # Of a rank, over all layers: elements of a score, and of a weighted sum, of each token attended to.
     attention_width: int
+    # Window -> share of the cache that layers have which see that many latest tokens at most.
+    windows: Mapping[int, float] = field(default_factory=dict, kw_only=True)
     # Of one expert: in the servers' RAM, on a rank's GPU, and its weights.
     expert_bytes: float
     resident_expert_bytes: float
@@ -227,13 +231,32 @@ def step_seconds(
 
 
 def _dense_seconds(work: Work, hardware: Hardware, rows: int, kv_tokens: int, attended: float) -> float:
-    nbytes = work.dense_bytes + kv_tokens * work.kv_token_bytes
-    operations = rows * (2 * work.dense_elements + 4 * attended * work.attention_width)
+    seen = _seen_share(work, attended)
+    nbytes = work.dense_bytes + seen * kv_tokens * work.kv_token_bytes
+    operations = rows * (2 * work.dense_elements + 4 * seen * attended * work.attention_width)
     if hardware.gpu is None:
         share = CPU_DENSE_SHARE
         return max(nbytes / (hardware.bandwidth * share), operations / (hardware.cpu_flops * share))
     gpu = hardware.gpu
     return max(nbytes / (gpu.bandwidth * GPU_BANDWIDTH_SHARE), operations / (gpu.flops * GPU_FLOPS_SHARE))
+
+
+def _seen_share(work: Work, tokens: float) -> float:
+    """Returns the share of the cache of `tokens` tokens that a query reads, over all layers, 0 to 1."""
+    unseen = (
+        share * (1.0 - window / tokens) for window, share in work.windows.items() if 0 < window < tokens
+    )
+    return 1.0 - sum(unseen)
+
+
+def windows_of(model: ModelConfig) -> dict[int, float]:
+    """Returns window -> share of all keys' and queries' products that layers with it have."""
+    found: dict[int, float] = {}
+    everything = sum(mixer.score_width for mixer in mixers(model.layers))
+    for mixer in mixers(model.layers):
+        if isinstance(mixer, GQA) and mixer.window is not None:
+            found[mixer.window] = found.get(mixer.window, 0.0) + mixer.score_width / everything
+    return found
 
 
 def _cpu_expert_seconds(work: Work, hardware: Hardware, rows: int) -> float:
@@ -323,10 +346,11 @@ def make_work(
         ),
         dense_elements=sum(rank.read_elements for rank in busiest),
         kv_token_bytes=sum(rank.page_bytes for rank in busiest) / config.gpu.page_size,
+        windows=windows_of(model),
         attention_width=sum(mixer.score_width for mixer in mixers(model.layers)) // ranks,
         expert_bytes=expert_bytes,
         resident_expert_bytes=expert_bytes / ranks,
-        expert_weights=(2 + geometry.is_gated) * geometry.hidden_size * geometry.moe_intermediate_size,
+        expert_weights=sum(rows * columns for rows, columns in geometry.matrices.values()),
         expert_times=measured_times(config, geometry, formats, model.dtype, hardware),
         resident_share=residency.share,
         servers=num_servers(config, hardware.sockets),

@@ -120,9 +120,9 @@ def rank_address(config: MoebiusConfig) -> str:
 
 
 def rank_settings(config: MoebiusConfig, placed: RankBinding) -> MoebiusConfig:
-    """Returns the settings of one engine process; only rank 0 has metrics."""
+    """Returns the settings of one engine process; only the first rank of each host has metrics and probes."""
     parallel = config.parallel.model_copy(update={"rank": placed.rank})
     own: dict[str, object] = {"gpu_threads": placed.threads}
-    if placed.rank:
+    if placed.rank % (parallel.num_ranks // parallel.rank_hosts):
         own["gpu_metrics_port"] = 0
     return config.model_copy(update={"parallel": parallel, "gpu": config.gpu.model_copy(update=own)})

@@ -19,6 +19,7 @@ from pathlib import Path
 import structlog
 
 from app.doctor.facts import read_volume
+from app.problems import Problems
 from app.supervisor.batch_directory import batch_directory
 from app.supervisor.core_claims import CoreClaims
 from app.supervisor.core_division import HostCores, divided_cores, known_cores
@@ -62,6 +63,8 @@ ENGINE_HEALTH = "moebius.engine.v1.Engine"
 EXPERT_HEALTH = "moebius.expert.v1.Expert"
 # In the run directory: what the processes have read. It goes with the supervisor.
 IDENTITY_FILE = "identity.json"
+# There, too: exists while the engine sleeps.
+SLEEP_FILE = "asleep.json"
 # A process drains for `stop_timeout_s`; then it tells whom it cannot serve, and closes what it has open.
 STOP_MARGIN_S = 10.0
 # Rank 0 tells the other ranks to end, in order, before anybody else does.
@@ -86,21 +89,26 @@ def plan_processes(config: MoebiusConfig) -> ServePlan:
     """Decides everything about the processes; cleans up what killed predecessors left on the way.
 
     Raises ConfigError (settings that cannot be served), CheckpointError (a model we do not know) and
-    StartupError (state directory or port unusable, or a host that is too small).
+    StartupError (state directory or port unusable, or a host that is too small); of a port and what the host
+    lacks all at once.
     """
     model = read_served_geometry(config)
     chosen = config.supervisor.state_dir
     state_dir = own_state_directory(Path(chosen).absolute() if chosen else default_state_dir())
     # Before the port is tried: what a killed supervisor left may still hold it.
     clean_up_stale(state_dir)
-    config = _with_port(config)
+    problems = Problems()
+    with problems.collected():
+        config = _with_port(config)
     directory = state_dir / f"serve-{config.gateway.port}"
     measures = _num_engines_on_gpus(config) > 0 and _starts_servers(config, model)
     with divided_cores(config.experts, measures) as division:
         cores, given = division.cores, config
         placements = expert_placements(config, model, cores)
         config = _shared_settings(config, directory, len(placements))
-        refuse_shortages(given, config, model)
+        with problems.collected():
+            refuse_shortages(given, config, model)
+        problems.refuse()
         claims = division.hold(f"port {config.gateway.port} (pid {os.getpid()})", placements)
     members = _members(config, placements, place_ranks(config, find_gpus(), cores.nodes))
     return ServePlan(
@@ -143,7 +151,10 @@ def plan_ranks(config: MoebiusConfig) -> ServePlan:
     leader = own if settings.host_index == 0 else f"{config.parallel.rank_address.rpartition(':')[0]}:{port}"
     directory = state_dir / f"ranks-{settings.host_index}-{Path(port).stem}"
     config = _replace(
-        config, "model", identity_file=config.model.identity_file or str(directory / IDENTITY_FILE)
+        config,
+        "model",
+        identity_file=config.model.identity_file or str(directory / IDENTITY_FILE),
+        sleep_file=config.model.sleep_file or str(directory / SLEEP_FILE),
     )
     ranks = place_ranks(config, find_gpus(), known_cores(config.experts).nodes)
     members = [_rank_member(config, placed, GrpcProbe(leader, ENGINE_HEALTH), "ranks") for placed in ranks]
@@ -361,6 +372,7 @@ def _shared_settings(config: MoebiusConfig, directory: Path, num_experts: int) -
         "model",
         model=str(model),
         identity_file=config.model.identity_file or str(directory / IDENTITY_FILE),
+        sleep_file=config.model.sleep_file or str(directory / SLEEP_FILE),
         expert_checkpoint=_absolute(config.model.expert_checkpoint),
         served_model_name=config.model.served_model_name or served_name(model),
     )

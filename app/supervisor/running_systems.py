@@ -14,6 +14,7 @@ from app.supervisor.plan import base_url
 from app.supervisor.runfile import check_private, start_ticks
 from moebius.config.loader import load_config
 from moebius.errors import StartupError, UserError
+from moebius.process.sleep_mark import SleepMark
 
 _LOOK_S = 0.1  # between two looks whether a process has ended
 _GRACE_S = 15.0  # beyond the time that running requests may continue
@@ -30,6 +31,7 @@ class RunningSystem:
     model: str  # its served name; empty: it has no gateway
     url: str  # empty: it has no gateway
     stop_timeout_s: float
+    is_sleeping: bool = False
 
     @property
     def seconds(self) -> float:
@@ -73,6 +75,7 @@ def _described(directory: Path, pid: int, ticks: int, names: tuple[str, ...]) ->
         config.model.served_model_name or Path(config.model.model).name,
         base_url(config),
         config.supervisor.stop_timeout_s,
+        SleepMark(config.model.sleep_file).exists,
     )
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from app.doctor.facts import Volume, read_memory_limit, read_volume
+from app.problems import Problems
 from app.supervisor.runfile import SHARED_MEMORY
 from moebius.config import MoebiusConfig
 from moebius.errors import StartupError, UserError
@@ -85,13 +86,16 @@ def find_shortages(needs: Needs, weights_dir: str, root: Path = Path("/")) -> It
 
 
 def refuse_shortages(given: MoebiusConfig, config: MoebiusConfig, model: MoeGeometry) -> None:
-    """Raises StartupError for the first shortage. Arguments as of `needs_of`."""
+    """Raises StartupError for a shortage, ConfigErrors for several. Arguments as of `needs_of`."""
     try:
         needs = needs_of(given, config, model)
     except (UserError, ValueError):
         return  # What cannot be packed is refused by the process that reads it, in its words.
+    problems = Problems()
     for shortage in find_shortages(needs, given.experts.expert_weights_dir):
-        raise StartupError(str(shortage))
+        with problems.collected():
+            raise StartupError(str(shortage))
+    problems.refuse()
 
 
 def shared_memory_shortage(needed: int, found: Volume, error: str = "") -> Shortage | None:

@@ -11,14 +11,14 @@ from moebius.errors import UserError
 
 
 def ask(client: ApiClient, replica: int) -> dict[str, Any]:
-    """Returns `ready`, why not (`reason`, empty when it is), `live` as `/v1/live` gives it without layers,
-    and why there are no such figures (`figures`, empty when there are).
+    """Returns `ready`, `is_sleeping`, why it is not ready (`reason`, empty when it is), `live` as `/v1/live`
+    gives it without layers, and why there are no such figures (`figures`, empty when there are).
 
     Raises UserError where no Moebius answers.
     """
-    found: dict[str, Any] = {"ready": True, "reason": "", "live": None, "figures": ""}
+    found: dict[str, Any] = {"ready": True, "is_sleeping": False, "reason": "", "live": None, "figures": ""}
     try:
-        client.get_json("/ready")
+        found["is_sleeping"] = client.get_json("/ready").get("is_sleeping", False)
     except Unreachable as error:
         found |= {"ready": False, "reason": str(error)}
     try:
@@ -32,9 +32,12 @@ def lines(found: Mapping[str, Any], url: str) -> list[str]:
     """Returns lines for people of what `ask` has found."""
     live = found["live"]
     name = f"{live['model']} at {url}" if live else url
-    head = f"{name}: {'ready' if found['ready'] else 'not ready'}"
+    state = "asleep" if found["is_sleeping"] else "ready"
+    head = f"{name}: {state if found['ready'] else 'not ready'}"
     rows = [("because", found["reason"])] if found["reason"] else []
-    if live:
+    if found["is_sleeping"]:
+        rows.append(("GPU memory", "given back; the next request, or `moebius wake`, loads the model"))
+    elif live:
         rows += _rows(live)
     elif found["figures"] != found["reason"]:
         rows.append(("no figures", found["figures"]))

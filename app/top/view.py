@@ -41,7 +41,8 @@ def render(
 
 def _heading(now: Mapping[str, Any]) -> Text:
     replica = f", engine {now['replica'] + 1} of {now['replicas']}" if now.get("replicas", 1) > 1 else ""
-    return Text(f"{now.get('model', 'Moebius')}{replica}, Moebius {now['version']}", style="bold")
+    asleep = ", asleep" if now.get("is_sleeping") else ""
+    return Text(f"{now.get('model', 'Moebius')}{replica}{asleep}, Moebius {now['version']}", style="bold")
 
 
 def _figures(now: Mapping[str, Any], figures: Figures) -> Table:

@@ -82,13 +82,18 @@ def _check_model(name: Any, model: ServedModel) -> None:
         raise bad_request(error.message, "body.model", "model_not_found") from None
 
 
+def repeated_id(custom_id: str) -> ApiError:
+    """Returns the refusal of a batch of messages two of whose requests have this id."""
+    message = f"'requests' has the custom_id {custom_id[:100]!r} more than once: it must be unique"
+    return bad_request(message, "requests", "duplicate_custom_id")
+
+
 def read_messages(value: MessageBatchRequest) -> bytes:
     """Returns the requests of a batch of messages as lines of an input file. Raises ApiError 400."""
     counts = Counter(line.custom_id for line in value.requests)
     doubled = next((name for name, count in counts.items() if count > 1), None)
     if doubled is not None:
-        message = f"'requests' has the custom_id {doubled[:100]!r} more than once: it must be unique"
-        raise bad_request(message, "requests", "duplicate_custom_id")
+        raise repeated_id(doubled)
     for number, line in enumerate(value.requests):
         if line.params.get("stream"):
             place = f"requests[{number}].params.stream"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,8 @@ from gateway.schemas.errors import THREAD_UNSUPPORTED, ApiError, anthropic_error
 from gateway.schemas.messages import (
     AnthropicMessage,
     AnthropicTool,
+    Block,
+    CacheControl,
     ContentBlock,
     CountTokensRequest,
     DocumentBlock,
@@ -53,6 +55,7 @@ NAMES = {
     "reasoning_effort": "output_config.effort",
     "user": "metadata.user_id",
 }
+_FIVE_MINUTES_S = 300
 # Claude Code's first system block differs from request to request and is meant for its own servers: with
 # it no two requests would have a prefix in common.
 _BILLING = "x-anthropic-billing-header:"
@@ -66,6 +69,7 @@ class MessagesReply:
     model: str
     context_length: int  # of the model, tokens
     hides_thinking: bool = False
+    kept_s: int = 0  # for how long the prefix outlives others, seconds
 
 
 def translate(body: CountTokensRequest, context: Context) -> Translation:
@@ -92,11 +96,31 @@ def translate(body: CountTokensRequest, context: Context) -> Translation:
     last = body.messages[-1]
     if last.role == "assistant" and "tool_calls" not in messages.messages[-1]:
         request |= {"continue_final_message": True, "add_generation_prompt": False}
+    kept_s = 0
     if isinstance(body, MessagesRequest):
-        request |= _sampling(body)
+        kept_s = _kept_s(body)
+        request |= _sampling(body) | {"keep_prefix_s": kept_s or None}
     hides = body.thinking is not None and body.thinking.display == "omitted"
-    reply = MessagesReply(body.model, context.model.max_context_length, hides)
+    reply = MessagesReply(body.model, context.model.max_context_length, hides, kept_s)
     return Translation(without_none(request), NAMES, reply, fits_limit=True)
+
+
+def _kept_s(body: MessagesRequest) -> int:
+    """Returns the longest time that any `cache_control` asks for, seconds; 0: there is none.
+
+    All of the prompt is kept, not what precedes the mark only: the next request begins with all of it.
+    """
+    controls = [body.cache_control, *(tool.cache_control for tool in body.tools or ())]
+    for blocks in (body.system, *(message.content for message in body.messages)):
+        controls += _cache_controls(blocks)
+    return max((control.seconds for control in controls if control is not None), default=0)
+
+
+def _cache_controls(blocks: Any) -> Iterator[CacheControl | None]:
+    for block in blocks if isinstance(blocks, list) else ():
+        if isinstance(block, Block):
+            yield block.cache_control
+            yield from _cache_controls(getattr(block, "content", None))
 
 
 def _system_texts(body: CountTokensRequest) -> list[str]:
@@ -313,7 +337,9 @@ class MessagesFormat(ResponseFormat):
         """Returns the events that end the last block and the message."""
         data = b"" if self._has_begun else self._opening(usage)
         data += b"".join(map(self._step, self._parts.end()))
-        data += sse("message_delta", {"delta": self._ending(self._finish, usage), "usage": _usage(usage)})
+        data += sse(
+            "message_delta", {"delta": self._ending(self._finish, usage), "usage": self._usage(usage)}
+        )
         return data + sse("message_stop", {})
 
     def stream_failure(self, error: ApiError) -> bytes:
@@ -334,7 +360,7 @@ class MessagesFormat(ResponseFormat):
             "model": self._reply.model,
             "content": blocks,
             **ending,
-            "usage": _usage(usage),
+            "usage": self._usage(usage),
         }
 
     def _ending(self, finish: Finish | None, usage: Usage) -> dict[str, Any]:
@@ -346,6 +372,23 @@ class MessagesFormat(ResponseFormat):
         if reason == "length" and self._is_full(usage):
             ending = "model_context_window_exceeded"
         return {"stop_reason": ending, "stop_sequence": None}
+
+    def _usage(self, usage: Usage) -> dict[str, Any]:
+        """Returns token counts; Anthropic counts prompt tokens that were in the cache, and that are kept in
+        it, apart from the others."""
+        kept_s, computed = self._reply.kept_s, usage.prompt_tokens - usage.cached_tokens
+        by_time = {
+            "ephemeral_5m_input_tokens": computed if 0 < kept_s <= _FIVE_MINUTES_S else 0,
+            "ephemeral_1h_input_tokens": computed if kept_s > _FIVE_MINUTES_S else 0,
+        }
+        return {
+            "input_tokens": 0 if kept_s else computed,
+            "cache_creation_input_tokens": computed if kept_s else 0,
+            "cache_creation": by_time,
+            "cache_read_input_tokens": usage.cached_tokens,
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
+        }
 
     def _is_full(self, usage: Usage) -> bool:
         return usage.prompt_tokens + usage.completion_tokens >= self._reply.context_length
@@ -376,17 +419,6 @@ class MessagesFormat(ResponseFormat):
             delta = {"type": "signature_delta", "signature": signature(part.text, hidden)}
             data = sse("content_block_delta", {"index": index, "delta": delta})
         return data + sse("content_block_stop", {"index": index})
-
-
-def _usage(usage: Usage) -> dict[str, Any]:
-    """Returns token counts; Anthropic counts cached prompt tokens apart from the others."""
-    return {
-        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": usage.cached_tokens,
-        "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
-    }
 
 
 def _opened(part: Part) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gateway.apis.formats import Output, ResponseFormat, Usage
@@ -32,7 +32,7 @@ _SGLANG_NAMES = {
 class NativeReply:
     """What an answer is made from besides outputs; filled by the translations."""
 
-    prompt: str = ""  # that llama-server's answer repeats
+    prompts: tuple[str, ...] = ()  # that llama-server's answers repeat
     rid: str = ""  # SGLang's id of the request
     is_list: bool = False  # whether the answer is a list, of one output or more
     has_texts: bool = False  # whether log-probabilities have the tokens' texts
@@ -40,12 +40,21 @@ class NativeReply:
 
 
 def translate_completion(body: LlamaCompletionRequest, context: Context) -> Translation:
-    """Returns the text completion for a prompt."""
-    prompt = body.prompt if isinstance(body.prompt, str) else ""
-    request = {**_llama_fields(body), "prompt": body.prompt}
-    return Translation(
-        without_none(request), _LLAMA_NAMES, NativeReply(prompt), fits_limit=True, is_text=True
-    )
+    """Returns the text completion for a prompt, or for several.
+
+    Raises:
+        ApiError: 400; several are to be streamed, or are some texts and some ids.
+    """
+    given = body.prompt
+    is_list = isinstance(given, list) and not isinstance(given[0], int)
+    if is_list and body.stream:
+        raise bad_request("several prompts are answered together: 'stream' needs one prompt", "prompt")
+    if is_list and len({type(prompt) for prompt in given}) > 1:
+        raise bad_request("'prompt' has texts or lists of token ids, not both", "prompt")
+    texts = [given] if isinstance(given, str) else [one if isinstance(one, str) else "" for one in given]
+    reply = NativeReply(prompts=tuple(texts) if is_list else (texts[0],), is_list=is_list)
+    request = {**_llama_fields(body), "prompt": given}
+    return Translation(without_none(request), _LLAMA_NAMES, reply, fits_limit=True, is_text=True)
 
 
 def translate_infill(body: InfillRequest, context: Context) -> Translation:
@@ -61,7 +70,7 @@ def translate_infill(body: InfillRequest, context: Context) -> Translation:
     prompt = files + body.input_prefix + body.prompt
     request = {**_llama_fields(body), "prompt": prompt, "suffix": body.input_suffix or "\n"}
     return Translation(
-        without_none(request), _LLAMA_NAMES, NativeReply(prompt), fits_limit=True, is_text=True
+        without_none(request), _LLAMA_NAMES, NativeReply((prompt,)), fits_limit=True, is_text=True
     )
 
 
@@ -155,13 +164,14 @@ class LlamaFormat(ResponseFormat):
         self._reply = reply
         self._finish: Finish | None = None
 
-    def whole(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
-        output = outputs[0]
-        self._finish = output.finish
-        return {
-            **self._piece(output.text, output.token_ids, output.logprobs),
-            **self._ending(usage),
-        }
+    def whole(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any] | list[dict[str, Any]]:
+        made = []
+        for index, output in enumerate(outputs):
+            self._finish = output.finish
+            own = usage if len(outputs) == 1 else replace(usage, completion_tokens=len(output.token_ids))
+            piece = self._piece(output.text, output.token_ids, output.logprobs)
+            made.append({**piece, **self._ending(own, self._reply.prompts[index]), "index": index})
+        return made if self._reply.is_list else made[0]
 
     def stream_delta(self, delta: ParsedDelta, usage: Callable[[], Usage]) -> bytes:
         self._finish = delta.finish or self._finish
@@ -170,7 +180,7 @@ class LlamaFormat(ResponseFormat):
         return event({**self._piece(delta.content, delta.token_ids, delta.logprobs), "stop": False})
 
     def stream_end(self, usage: Usage) -> bytes:
-        return event({**self._piece("", (), ()), **self._ending(usage)})
+        return event({**self._piece("", (), ()), **self._ending(usage, self._reply.prompts[0])})
 
     def stream_failure(self, error: ApiError) -> bytes:
         failure = {"code": error.status, "message": error.message, "type": error.code or "server_error"}
@@ -190,7 +200,7 @@ class LlamaFormat(ResponseFormat):
         top = [named(token_id, logprob) for token_id, logprob in token.top]
         return {**named(token.token_id, token.logprob), "top_logprobs": top}
 
-    def _ending(self, usage: Usage) -> dict[str, Any]:
+    def _ending(self, usage: Usage, prompt: str) -> dict[str, Any]:
         reason = self._finish.reason if self._finish is not None else "stop"
         found = self._finish.stop_reason if self._finish is not None else None
         word = found if isinstance(found, str) else ""
@@ -199,7 +209,7 @@ class LlamaFormat(ResponseFormat):
             "stop": True,
             "id_slot": 0,
             "model": self._model,
-            "prompt": self._reply.prompt,
+            "prompt": prompt,
             "tokens_predicted": usage.completion_tokens,
             "tokens_evaluated": usage.prompt_tokens,
             "tokens_cached": usage.cached_tokens,

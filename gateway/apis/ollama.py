@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import re
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -55,11 +56,12 @@ class OllamaReply:
 
     model: str  # as the request has it; repeated in the answer
     is_chat: bool
+    keep_alive_s: float | None  # negative: for ever; None: not said
 
 
 def translate_chat(body: OllamaChatRequest, context: Context) -> Translation:
     """Returns the chat request for an Ollama chat."""
-    reply = OllamaReply(body.model, is_chat=True)
+    reply = OllamaReply(body.model, is_chat=True, keep_alive_s=keep_alive_s(body.keep_alive))
     if not body.messages:
         return _loaded(body, reply, context)
     messages = MessageList()
@@ -87,7 +89,7 @@ def translate_generate(body: OllamaGenerateRequest, context: Context) -> Transla
         raise bad_request("'template' is not supported: use 'raw'", "template", "unsupported_parameter")
     if body.context is not None:
         context.leave_out("context", "context")
-    reply = OllamaReply(body.model, is_chat=False)
+    reply = OllamaReply(body.model, is_chat=False, keep_alive_s=keep_alive_s(body.keep_alive))
     if body.raw or body.suffix:
         return _raw(body, reply)
     if not body.prompt and not body.images:
@@ -115,8 +117,33 @@ def _raw(body: OllamaGenerateRequest, reply: OllamaReply) -> Translation:
 def _loaded(body: OllamaRequest, reply: OllamaReply, context: Context) -> Translation:
     """Returns the answer to a request without input, which only loads the model."""
     context.model.check_name(served_name(body.model))
-    ending = {"done": True, "done_reason": "unload" if body.keep_alive == 0 else "load"}
+    ending = {"done": True, "done_reason": "unload" if reply.keep_alive_s == 0 else "load"}
     return Translation({}, answer={**_line(reply, {"content": ""}), **ending})
+
+
+_UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_DURATION = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)")
+
+
+def keep_alive_s(value: float | str | None) -> float | None:
+    """Returns a duration in seconds; texts are numbers of seconds, or Go's, as 1h30m.
+
+    Raises ApiError 400.
+    """
+    if value is None or not isinstance(value, str):
+        return value
+    text = value.strip()
+    try:
+        return float(text)
+    except ValueError:
+        digits = text.lstrip("+-")
+    found = _DURATION.findall(digits)
+    if not found or "".join(number + unit for number, unit in found) != digits:
+        raise bad_request(
+            f"'keep_alive' is {value[:40]!r}; allowed are seconds, or as 5m, 1h30m, -1", "keep_alive"
+        )
+    seconds = sum(float(number) * _UNITS_S[unit] for number, unit in found)
+    return -seconds if text.startswith("-") else seconds
 
 
 def served_name(name: str) -> str:
@@ -334,7 +361,7 @@ def card(model: ServedModel) -> dict[str, Any]:
 
 
 def running_card(model: ServedModel) -> dict[str, Any]:
-    """Returns the entry of /api/ps; the model stays loaded."""
+    """Returns the entry of /api/ps; when it will sleep, only the engine knows."""
     never = _time(model.created + 100 * 365 * 86400)
     return {**card(model), "expires_at": never, "size_vram": 0, "context_length": model.max_context_length}
 

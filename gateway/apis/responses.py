@@ -450,6 +450,8 @@ def _sampling(body: ResponsesRequest) -> dict[str, Any]:
         "chat_template_kwargs",
         "priority",
         "cache_salt",
+        "keep_prefix_s",
+        "prompt_cache_retention",
         "stream",
         "user",
     )

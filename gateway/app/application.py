@@ -25,16 +25,19 @@ from gateway.app.cache_routes import router as cache_router
 from gateway.app.conversation_routes import router as conversation_router
 from gateway.app.embedding_routes import router as embedding_router
 from gateway.app.file_routes import router as file_router
+from gateway.app.mcp_routes import router as mcp_router
 from gateway.app.message_batch_routes import router as message_batch_router
 from gateway.app.native_routes import router as native_router
 from gateway.app.openapi import install_openapi
 from gateway.app.response_routes import router as response_router
 from gateway.app.routes import create_chat_completion, create_completion, live_router, router
+from gateway.app.sleep_routes import router as sleep_router
 from gateway.app.state import Gateway
 from gateway.app.translated_routes import router as api_router
 from gateway.processes.shared import Shared
 from gateway.schemas.batches import MessageBatchRequest
 from gateway.schemas.errors import MESSAGES_PATH, install_error_handlers
+from gateway.schemas.mcp import McpCall
 from gateway.schemas.requests import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -46,6 +49,7 @@ from gateway.transport.admission import DrainMiddleware
 from gateway.transport.keys import KeyMiddleware, OriginMiddleware
 from gateway.transport.streaming import ClientGone
 from gateway.web.live import LiveFigures
+from gateway.web.mcp import McpServers
 from gateway.web.pages import page_router
 from moebius import __version__
 from moebius.config import MoebiusConfig
@@ -56,9 +60,11 @@ from moebius.network.web_origins import ANY, WebOrigins, origin_pattern
 logger = structlog.get_logger(__name__)
 
 # Probes, metrics and documentation stay open, as load balancers and scrapers bring no key.
-_OPEN_PATHS = frozenset({"/", "/health", "/ping", "/ready", "/metrics", "/version", "/openapi.json", "/docs"})
+_OPEN_PATHS = frozenset(
+    {"/", "/health", "/v1/health", "/ping", "/ready", "/metrics", "/version", "/openapi.json", "/docs"}
+)
 _OPEN_PREFIX = "/web/"  # the page's own files: the data that they show needs the key
-_QUIET_PATHS = frozenset({"/health", "/ping", "/ready", "/metrics", "/v1/live"})  # polled
+_QUIET_PATHS = frozenset({"/health", "/v1/health", "/ping", "/ready", "/metrics", "/v1/live"})  # polled
 _MAX_REQUEST_ID = 128
 _SCHEMAS: tuple[type[BaseModel], ...] = (
     ChatCompletionRequest,
@@ -66,6 +72,7 @@ _SCHEMAS: tuple[type[BaseModel], ...] = (
     TokenizeRequest,
     DetokenizeRequest,
     MessageBatchRequest,
+    McpCall,
 )
 _ROUTERS = (
     router,
@@ -75,6 +82,7 @@ _ROUTERS = (
     embedding_router,
     native_router,
     cache_router,
+    sleep_router,
     file_router,
     batch_router,
     message_batch_router,
@@ -122,7 +130,8 @@ class RequestContextMiddleware:
                 )
 
 
-def _is_open(path: str) -> bool:
+def is_open(path: str) -> bool:
+    """Returns whether a path needs no API key."""
     return path in _OPEN_PATHS or path.startswith(_OPEN_PREFIX)
 
 
@@ -176,6 +185,10 @@ def create_app(
     for one in _ROUTERS:
         app.include_router(one)
     app.include_router(page_router(config.gateway.web_page))
+    if config.gateway.web_page:
+        servers, kib = config.gateway.web_mcp_servers, config.gateway.web_mcp_result_kib
+        app.state.mcp_servers = McpServers(servers, config.gateway.web_mcp_timeout_s, kib * 1024)
+        app.include_router(mcp_router)
     if config.gateway.live_view:
         app.state.live_figures = LiveFigures(lambda replica: gateway.engine.live(replica))
         app.include_router(live_router)
@@ -201,7 +214,7 @@ def _add_middleware(app: FastAPI, config: MoebiusConfig, gateway: Gateway) -> No
         app.add_middleware(
             KeyMiddleware,
             keys=keys,
-            is_open=_is_open,
+            is_open=is_open,
             defaults=limits,
             metrics=gateway.metrics,
             table=gateway.shared.keys,
@@ -220,7 +233,7 @@ def _add_middleware(app: FastAPI, config: MoebiusConfig, gateway: Gateway) -> No
     app.add_middleware(
         OriginMiddleware,
         rules=WebOrigins(config.gateway.host, config.gateway.allowed_hosts, origins),
-        needs_key=lambda path: keys.required and not _is_open(path),
+        needs_key=lambda path: keys.required and not is_open(path),
     )
     app.add_middleware(RequestContextMiddleware)  # around all others, so every answer has an id
     app.add_middleware(TracingMiddleware)

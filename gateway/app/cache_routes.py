@@ -26,6 +26,7 @@ async def cache(request: Request, replica: Annotated[int, Query(ge=0)] = 0) -> d
 
 
 @router.delete("/v1/cache", **refuses(401, 503))
+@router.get("/flush_cache", **refuses(401, 503))
 @router.post("/flush_cache", **refuses(401, 503))
 async def flush_cache(request: Request) -> dict[str, Any]:
     """Drops all cached prefixes that no request holds, on all tiers of all engines."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Request
 
 from gateway.apis.conversations import Conversations, no_item
+from gateway.app.item_pages import PagingQuery, item_list
 from gateway.app.openapi import refuses, takes
-from gateway.app.response_routes import item_page
 from gateway.app.state import gateway_of, responses_of
 from gateway.schemas.responses import ConversationRequest
 
@@ -61,20 +61,14 @@ async def create_items(request: Request, conversation_id: str) -> dict[str, Any]
     """Adds items to a conversation's end."""
     items, _ = await _sent(request)
     await asyncio.to_thread(_conversations(request).append, conversation_id, items)
-    return item_page(items, len(items), "asc", None, "conversation")
+    return item_list(items)
 
 
 @router.get("/v1/conversations/{conversation_id}/items", **refuses(400, 401, 404, 503))
-async def list_items(
-    request: Request,
-    conversation_id: str,
-    limit: Annotated[int, Query(ge=1, le=100)] = 20,
-    order: Literal["asc", "desc"] = "desc",
-    after: str | None = None,
-) -> dict[str, Any]:
+async def list_items(request: Request, conversation_id: str, paging: PagingQuery) -> dict[str, Any]:
     """Lists a conversation's items, newest first."""
     items = await asyncio.to_thread(_conversations(request).items, conversation_id)
-    return item_page(items, limit, order, after, "conversation")
+    return paging.page(items, "conversation")
 
 
 async def _item(request: Request, conversation_id: str, item_id: str) -> dict[str, Any]:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
-from typing import Annotated, Any
+from typing import IO, Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
 from gateway.apis.batch_lines import MESSAGES
 from gateway.app.file_routes import store_of
+from gateway.app.large_message_batch import is_large, received_lines
 from gateway.app.openapi import refuses, takes
 from gateway.app.state import gateway_of
 from gateway.batches.batch import WINDOW_S, Batch
@@ -33,9 +36,21 @@ def _shown(request: Request, store: BatchStore, batch: Batch) -> dict[str, Any]:
 @router.post("/v1/messages/batches", **takes(MessageBatchRequest))
 async def create_message_batch(request: Request) -> dict[str, Any]:
     """Makes a batch of requests for messages, which are computed beside other requests."""
-    store, (owner, key_name) = store_of(request), owner_of(request.scope)
-    lines = await gateway_of(request).prepare(request, "message_batch")
-    assert isinstance(lines, bytes)
+    store, gateway = store_of(request), gateway_of(request)
+    if is_large(request, gateway):
+        with storing():
+            async with received_lines(request, gateway, store.files) as (lines, count):
+                return await asyncio.to_thread(_make, request, store, lines, count)
+    checked = await gateway.prepare(request, "message_batch")
+    assert isinstance(checked, bytes)
+    with storing():
+        await asyncio.to_thread(store.files.check_room, len(checked))
+        return await asyncio.to_thread(_make, request, store, BytesIO(checked), checked.count(b"\n"))
+
+
+def _make(request: Request, store: BatchStore, lines: IO[bytes], count: int) -> dict[str, Any]:
+    """Stores a batch of requests as lines of an input file; returns it as clients see it."""
+    owner, key_name = owner_of(request.scope)
     now = int(time.time())
     batch = Batch(
         id=new_batch_id("anthropic"),
@@ -45,19 +60,15 @@ async def create_message_batch(request: Request) -> dict[str, Any]:
         key_name=key_name,
         created_at=now,
         expires_at=now + WINDOW_S,
-        total=lines.count(b"\n"),
+        total=count,
     )
 
     def fill(path: Path) -> None:
-        path.write_bytes(lines)
+        with path.open("wb") as file:
+            shutil.copyfileobj(lines, file)
 
-    def make() -> dict[str, Any]:
-        store.files.check_room(len(lines))
-        store.make(batch, fill)
-        return _shown(request, store, batch)
-
-    with storing():
-        return await asyncio.to_thread(make)
+    store.make(batch, fill)
+    return _shown(request, store, batch)
 
 
 @router.get("/v1/messages/batches", **refuses(400, 401, 404))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import time
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse
@@ -16,6 +15,7 @@ from gateway.apis.response_events import UNFINISHED, ResponseEvents, lost
 from gateway.apis.responses_format import ResponsesFormat
 from gateway.apis.stored_responses import StoredResponse, not_found
 from gateway.app.background import events_after
+from gateway.app.item_pages import PagingQuery
 from gateway.app.openapi import refuses, takes
 from gateway.app.serving import respond
 from gateway.app.state import gateway_of, responses_of
@@ -126,32 +126,7 @@ async def cancel_response(request: Request, response_id: str) -> JSONResponse:
 
 
 @router.get("/v1/responses/{response_id}/input_items", **refuses(400, 401, 404))
-async def list_input_items(
-    request: Request,
-    response_id: str,
-    limit: Annotated[int, Query(ge=1, le=100)] = 20,
-    order: Literal["asc", "desc"] = "desc",
-    after: str | None = None,
-) -> dict[str, Any]:
+async def list_input_items(request: Request, response_id: str, paging: PagingQuery) -> dict[str, Any]:
     """Lists the items before a stored response's output, earlier responses included, newest first."""
     items = (await _stored(request, response_id)).input
-    return item_page(items, limit, order, after, "response")
-
-
-def item_page(
-    items: Sequence[dict[str, Any]], limit: int, order: Literal["asc", "desc"], after: str | None, where: str
-) -> dict[str, Any]:
-    """Returns a page of items in OpenAI's shape; `items` are oldest first. Raises ApiError 400."""
-    ordered = list(items) if order == "asc" else list(items)[::-1]
-    places = [number for number, item in enumerate(ordered, 1) if item["id"] == after]
-    if after is not None and not places:
-        raise bad_request(f"'after' names no item of the {where}: {after[:100]!r}", "after")
-    start = places[0] if places else 0
-    page = ordered[start : start + limit]
-    return {
-        "object": "list",
-        "data": page,
-        "first_id": page[0]["id"] if page else None,
-        "last_id": page[-1]["id"] if page else None,
-        "has_more": start + limit < len(ordered),
-    }
+    return paging.page(items, "response")

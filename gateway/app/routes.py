@@ -13,7 +13,8 @@ from gateway.apis.formats import ChatFormat, CompletionFormat
 from gateway.apis.registry import Kind
 from gateway.app.openapi import refuses, takes
 from gateway.app.serving import answered, respond
-from gateway.app.state import gateway_of, num_replicas
+from gateway.app.state import Gateway, gateway_of, num_replicas
+from gateway.generation.model import ServedModel
 from gateway.schemas.errors import ApiError, is_anthropic
 from gateway.schemas.requests import (
     ChatCompletionRequest,
@@ -90,18 +91,26 @@ async def list_models(request: Request) -> dict[str, Any]:
     if is_anthropic(request.scope):
         card = model.anthropic_card()
         return {"data": [card], "has_more": False, "first_id": card["id"], "last_id": card["id"]}
-    listed = {"object": "list", "data": [model.card()]}
+    listed = {"object": "list", "data": [await _card(gateway_of(request), model)]}
     return {**listed, "models": []} if "client_version" in request.query_params else listed
 
 
 @router.get("/v1/models/{model_id:path}", **refuses(401, 404, 503))
 async def retrieve_model(request: Request, model_id: str) -> dict[str, Any]:
     """Returns the served model if it has this id; names may contain slashes."""
-    model = gateway_of(request).model_named(model_id)
-    return model.anthropic_card() if is_anthropic(request.scope) else model.card()
+    gateway = gateway_of(request)
+    model = gateway.model_named(model_id)
+    return model.anthropic_card() if is_anthropic(request.scope) else await _card(gateway, model)
+
+
+async def _card(gateway: Gateway, model: ServedModel) -> dict[str, Any]:
+    """Returns the model's entry, and in llama-server's shape whether it is in memory."""
+    state = "sleeping" if await gateway.engine.is_sleeping() else "loaded"
+    return {**model.card(), "status": {"value": state}}
 
 
 @router.get("/health", response_class=Response)
+@router.get("/v1/health", response_class=Response)
 async def health() -> Response:
     """Answers 200 with an empty body while this process runs; says nothing of the engine."""
     return Response(status_code=200)
@@ -140,7 +149,9 @@ async def ready(request: Request) -> dict[str, Any]:
     """
     gateway = gateway_of(request)
     model = await gateway.ready_model()
-    return {"status": "ready", "model": model.name, "in_flight": gateway.admission.in_flight}
+    is_sleeping = await gateway.engine.is_sleeping()
+    found = {"status": "ready", "model": model.name, "in_flight": gateway.admission.in_flight}
+    return {**found, "is_sleeping": is_sleeping}
 
 
 @router.get("/metrics", response_class=PlainTextResponse)

@@ -29,8 +29,36 @@ _CUT_S = 2.0  # time for requests that are cut to send their error
 _CLOSE_S = 1  # time for connections without a request, once all answers are sent
 
 
-class GatewayServer(uvicorn.Server):
+class EndingServer(uvicorn.Server):
     """Returns after SIGTERM or SIGINT, where uvicorn would raise the signal again and kill the process."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Handles both signals while serving; the second one of either stops at once."""
+        if threading.current_thread() is not threading.main_thread():
+            yield  # only the main thread can handle signals
+            return
+
+        def stop(number: int) -> None:
+            logger.info("stopping", signal=signal.Signals(number).name)
+            self.force_exit = self.should_exit
+            self.should_exit = True
+
+        # Handled by the event loop: a Python handler may interrupt a log call, and would wait for its lock.
+        loop = asyncio.get_running_loop()
+        previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+        for number in previous:
+            loop.add_signal_handler(number, stop, number)
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                loop.remove_signal_handler(number)
+                signal.signal(number, handler)
+
+
+class GatewayServer(EndingServer):
+    """The server of one gateway."""
 
     broken: UserError | None = None  # why it ended on its own; set by `end_broken`
 
@@ -63,30 +91,6 @@ class GatewayServer(uvicorn.Server):
         """Ends the server because it can never answer a request."""
         self.broken = error
         self.should_exit = True
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Handles both signals while serving; the second one of either stops at once."""
-        if threading.current_thread() is not threading.main_thread():
-            yield  # only the main thread can handle signals
-            return
-
-        def stop(number: int) -> None:
-            logger.info("stopping", signal=signal.Signals(number).name)
-            self.force_exit = self.should_exit
-            self.should_exit = True
-
-        # Handled by the event loop: a Python handler may interrupt a log call, and would wait for its lock.
-        loop = asyncio.get_running_loop()
-        previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-        for number in previous:
-            loop.add_signal_handler(number, stop, number)
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                loop.remove_signal_handler(number)
-                signal.signal(number, handler)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Drains first: until then the port stays open, so that late requests get 503 with Retry-After."""

@@ -26,6 +26,7 @@ from gateway.generation.model import ServedModel, load_served_model
 from gateway.processes.shared import Shared, alone
 from gateway.prompts.pool import PromptPool
 from gateway.prompts.process import ModelFiles, WorkerSetup
+from gateway.replicas.patience import SleepRules
 from gateway.replicas.replica_set import ReplicaSet
 from gateway.schemas.errors import ApiError, bad_request
 from gateway.telemetry.batches import BatchMetrics
@@ -40,6 +41,7 @@ from gateway.transport.streaming import run_until_disconnect
 from moebius.config import MoebiusConfig
 from moebius.errors import StartupError, UserError, WrongIdentity
 from moebius.models.identity import IdentityRecord
+from moebius.process.sleep_mark import ASLEEP, SleepMark
 from protos import engine_pb2
 
 logger = structlog.get_logger(__name__)
@@ -66,12 +68,13 @@ class Gateway:
         self.metrics = GatewayMetrics()
         self.genai = GenAiMetrics()
         self.admission = Admission(config.gateway.max_queued_requests, self.metrics, self.shared.places)
-        self._bodies = BodyReceiver(self._max_body_bytes)
+        self._bodies = BodyReceiver(self.max_body_bytes)
         self._prompts = PromptPool(config.gateway.prompt_workers, config.gateway.max_queued_requests)
         self.warnings = RepeatedWarnings()
         self.drain = Drain()
         check_store(config.gateway)
         check_directory(config.gateway)
+        self.large_bodies = 0  # bodies of large batches that are being received
         self.batches = BatchStore.of(config.gateway)  # None: no directory is configured
         self._runner: BatchRunner | None = None
         self._responses: ResponseStore | None = None
@@ -83,7 +86,8 @@ class Gateway:
         self._refusal = ""  # the files that differ from those of other processes
 
     @property
-    def _max_body_bytes(self) -> int:
+    def max_body_bytes(self) -> int:
+        """Returns the bytes that a body without images may have."""
         return int(self.config.gateway.max_body_mib * _MIB)
 
     @property
@@ -108,13 +112,19 @@ class Gateway:
         `app`: answers the requests of batches; without it none are run.
         """
         settings = self.config.gateway
-        self._engine = ReplicaSet(settings.engines or (settings.engine_address,), self.metrics.replicas)
+        sleep = SleepRules(
+            SleepMark(self.config.model.sleep_file),
+            self.config.gpu.wake_on_request,
+            self.config.supervisor.ready_timeout_s,
+        )
+        addresses = settings.engines or (settings.engine_address,)
+        self._engine = ReplicaSet(addresses, self.metrics.replicas, sleep=sleep)
         await self._engine.open()
         self._responses = ResponseStore.of(settings)
         self._connecting = asyncio.create_task(self._connect())
         if self.batches is not None and app is not None:
             slots = Slots(settings.batch_requests, settings.workers, lambda: self.admission.in_flight)
-            longest = self._max_body_bytes + _LINE_EXTRA
+            longest = self.max_body_bytes + _LINE_EXTRA
             metrics = BatchMetrics(self.metrics.registry, COUNTERS)
             means = Means(InternalClient(app), slots, self._read_lines, longest, self.drain, metrics)
             self._runner = BatchRunner(self.batches, means, lambda: self.is_ready)
@@ -247,7 +257,7 @@ class Gateway:
             parsers=self._parsers,
             responses=self.responses,
             images=self.config.images,
-            max_body_bytes=self._max_body_bytes,
+            max_body_bytes=self.max_body_bytes,
             memory_bytes=int(settings.prompt_memory_gib * 2**30),
             cpu_s=settings.prompt_timeout_s,
             strict_parameters=settings.strict_parameters,
@@ -280,8 +290,16 @@ class Gateway:
 
     async def _read_lines(self, data: bytes, owner: str) -> bytes:
         """Reads lines of a batch; see `gateway.apis.batch_lines.read_lines`. Raises ApiError."""
+        return await self._answer("batch_lines", data, owner)
+
+    async def read_messages(self, data: bytes, owner: str) -> bytes:
+        """Reads some requests of a batch; see `gateway.apis.batch_lines.read_messages`. Raises ApiError."""
+        return await self._answer("message_batch", data, owner)
+
+    async def _answer(self, kind: Kind, data: bytes, owner: str) -> bytes:
+        """Returns what a prompt process makes of the data. Raises ApiError."""
         self.model()
-        answer = await self._prompts.prepare("batch_lines", [data], owner)
+        answer = await self._prompts.prepare(kind, [data], owner)
         assert isinstance(answer, bytes)
         return answer
 
@@ -313,7 +331,11 @@ class Gateway:
         others = "" if self.shared.why_not_ready is None else await self.shared.why_not_ready()
         if others:
             raise ApiError(503, others, code="engine_unavailable", retry_after_s=1)
-        reason = await self.engine.why_not_serving()
+        is_marked = self.engine.sleep.mark.exists
+        if is_marked and not self.engine.sleep.wakes_on_request:
+            raise ApiError(503, ASLEEP, code="engine_asleep")
+        # What falls asleep is gone for some seconds, which requests wait for.
+        reason = "" if is_marked else await self.engine.why_not_serving()
         if reason:
             # The reason why processes cannot be restarted: changed files.
             record = IdentityRecord(self.config.model.identity_file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -12,7 +13,7 @@ from gateway.apis.ollama import OllamaFormat
 from gateway.apis.registry import Kind
 from gateway.app.openapi import refuses, takes
 from gateway.app.serving import answered, respond
-from gateway.app.state import gateway_of
+from gateway.app.state import Gateway, gateway_of
 from gateway.schemas.messages import CountTokensRequest, MessagesRequest
 from gateway.schemas.ollama import OllamaChatRequest, OllamaGenerateRequest, OllamaModelRequest
 
@@ -37,11 +38,25 @@ async def count_tokens(request: Request) -> Response:
 async def _generated(request: Request, kind: Kind) -> Response:
     gateway = gateway_of(request)
     prepared = await gateway.prepare(request, kind)
-    if isinstance(prepared, bytes):  # the request only checked that the model is there
+    if isinstance(prepared, bytes):  # the request had no input
+        await _kept(gateway, json.loads(prepared)["done_reason"])
         return Response(prepared, media_type="application/json")
     gateway.metrics.ignored(prepared.ignored)
+    if prepared.reply.keep_alive_s is not None:
+        for job in prepared.jobs:
+            job.request.keep_alive_s = prepared.reply.keep_alive_s
     form = OllamaFormat(gateway.model().tokenizer, prepared.logprobs, prepared.reply)
     return await respond(request, prepared, form)
+
+
+async def _kept(gateway: Gateway, wish: str) -> None:
+    """Loads or unloads the model for a request without input, where the operator lets the engine sleep."""
+    if not gateway.config.gpu.sleep_after_s:
+        return
+    if wish == "unload":
+        await gateway.engine.put_to_sleep(force=False)
+    elif gateway.config.gpu.wake_on_request and await gateway.engine.is_sleeping():
+        await gateway.engine.wake_up()
 
 
 @router.post("/api/chat", **takes(OllamaChatRequest))
@@ -77,8 +92,10 @@ async def ollama_tags(request: Request) -> dict[str, Any]:
 
 @router.get("/api/ps", **refuses(401, 503))
 async def ollama_running(request: Request) -> dict[str, Any]:
-    """Lists the served model, which is always loaded."""
-    return {"models": [ollama.running_card(gateway_of(request).model())]}
+    """Lists the served model while it is loaded."""
+    gateway = gateway_of(request)
+    model = gateway.model()
+    return {"models": [] if await gateway.engine.is_sleeping() else [ollama.running_card(model)]}
 
 
 @router.get("/api/version")

@@ -176,6 +176,7 @@ def build_jobs(
             stream=bool(body.stream or stops or (plan.output is not None and plan.output.max_calls)),
             priority=max(INT32_MIN, min(body.priority, INT32_MAX)),
             cache_salt=body.cache_salt or "",
+            keep_prefix_s=body.kept_s,
             constraint=plan.constraint,
         )
         rules = replace(_rules(body, model, plan, text), plan=plan.output)

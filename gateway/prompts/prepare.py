@@ -300,17 +300,28 @@ class Preparer:
             chat = self._validated(asked, ChatCompletionRequest, Tolerance())
             tokens, _, _ = self._chat_prompt(chat, len(data))
         else:
-            text = self._plain_text(body.prompt or "", body.parse_special is not False, "prompt")
-            tokens = self._encoded(text, special is not False, "prompt")
+            text = self._plain_text(
+                body.prompt or body.content or "", body.parse_special is not False, "prompt"
+            )
+            by_default = body.content is None
+            tokens = self._encoded(text, by_default if special is None else special, "prompt")
         pieces = [self._model.tokenizer.piece(token) for token in tokens] if body.return_token_strs else None
         return _json(
             {
                 "count": len(tokens),
                 "max_model_len": self._model.max_context_length,
-                "tokens": tokens,
+                "tokens": [self._piece(token) for token in tokens] if body.with_pieces else tokens,
                 "token_strs": pieces,
             }
         )
+
+    def _piece(self, token: int) -> dict[str, Any]:
+        """Returns a token as llama-server has it: its text, or its bytes where they are no text."""
+        data = self._model.tokenizer.token_bytes(token)
+        try:
+            return {"id": token, "piece": data.decode()}
+        except UnicodeDecodeError:
+            return {"id": token, "piece": list(data)}
 
     def _detokenize(self, data: bytes | bytearray) -> bytes:
         body = self._parsed(data, DetokenizeRequest)

@@ -217,6 +217,14 @@ class EngineClient:
         answer = await self._engine.FlushCache(engine_pb2.FlushCacheRequest(), timeout=timeout_s)
         return int(answer.freed_tokens)
 
+    async def put_to_sleep(self, force: bool) -> None:
+        """Returns when no request runs and the engine gives back its memory, however long they take."""
+        await self._engine.Sleep(engine_pb2.SleepRequest(force=force))
+
+    async def wake_up(self) -> None:
+        """Returns when the model is in memory again, however long that takes."""
+        await self._engine.WakeUp(engine_pb2.WakeUpRequest())
+
     async def load(self, timeout_s: float = 2.0) -> engine_pb2.GetLoadResponse:
         """Returns current queues and cache occupancy."""
         answer = await self._engine.GetLoad(engine_pb2.GetLoadRequest(), timeout=timeout_s)

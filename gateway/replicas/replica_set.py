@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -13,16 +14,19 @@ import structlog
 
 from gateway.replicas.addresses import is_name, resolved
 from gateway.replicas.engine_client import EngineClient, call_error
+from gateway.replicas.patience import Patience, SleepRules
 from gateway.replicas.prefixes import block_digests
 from gateway.replicas.replica import Replica, difference, other_files
 from gateway.replicas.routing import choose, last_resort
 from gateway.telemetry.metrics import ReplicaMetrics
 from moebius.models.identity import identity_digest
+from moebius.process.sleep_mark import SleepMark
 from protos import engine_pb2
 
 logger = structlog.get_logger(__name__)
 POLL_S = 1.0  # between two polls of a replica
 RESOLVE_S = 5.0
+_ANSWER_S = 60.0  # of a process that has just begun, on a busy machine
 _ATTEMPTS = 3  # a request that crashes its engine must not crash all
 # The engine is gone or stopping, or its queue is full: another may have room. Other errors are the request's.
 _RETRIED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED)
@@ -38,12 +42,17 @@ class ReplicaSet:
         resolve: Callable[[str], Awaitable[list[str] | None]] = resolved,
         poll_s: float = POLL_S,
         resolve_s: float = RESOLVE_S,
+        sleep: SleepRules | None = None,
     ) -> None:
-        """`addresses`: host:port or unix:path each; all addresses of a name are replicas."""
+        """`addresses`: host:port or unix:path each; all addresses of a name are replicas.
+
+        `sleep`: of an engine on this host that may sleep; None: that of others is not seen here.
+        """
         self._addresses = tuple(addresses)
         self._metrics = metrics
         self._resolve = resolve
         self._poll_s, self._resolve_s = poll_s, resolve_s
+        self._sleep = sleep or SleepRules(SleepMark(""))
         self._names: dict[str, str] = {}  # the name by which an address was found
         self._found: dict[str, list[str]] = {}  # by name: its addresses at the last lookup
         self.replicas: dict[str, Replica] = {}
@@ -124,14 +133,23 @@ class ReplicaSet:
     ) -> AsyncGenerator[engine_pb2.GenerateResponse, None]:
         """Runs the call on one replica, and notes the result for its state."""
         request.model_identity = replica.identity or self._identity
+        patience, waits, has_begun = Patience(self._sleep), True, False
         replica.in_flight += 1
         self._metrics.in_flight(replica.address, +1)
         try:
-            async with aclosing(replica.client.generate(request, context, images)) as responses:
-                async for response in responses:
-                    if replica.failures:
-                        replica.worked()
-                    yield response
+            while waits:
+                waits = False
+                try:
+                    async with aclosing(replica.client.generate(request, context, images)) as responses:
+                        async for response in responses:
+                            has_begun = True
+                            if replica.failures:
+                                replica.worked()
+                            yield response
+                except grpc.aio.AioRpcError as error:
+                    waits = not has_begun and await patience.lasts(error)
+                    if not waits:
+                        raise
             self._metrics.ended(replica.address, "ok")
         except grpc.aio.AioRpcError as error:
             self._metrics.ended(replica.address, error.code().name.lower())
@@ -224,6 +242,49 @@ class ReplicaSet:
     async def flush_cache(self) -> int:
         """Drops cached prefixes of all replicas; returns how many tokens they had. Raises AioRpcError."""
         return sum(await asyncio.gather(*(one.client.flush_cache() for one in self.replicas.values())))
+
+    @property
+    def sleep(self) -> SleepRules:
+        """What is known here of the engine's sleep."""
+        return self._sleep
+
+    async def is_sleeping(self) -> bool:
+        """Returns whether all engines sleep, or are about to; one that does not answer does not."""
+        if self._sleep.mark.exists:
+            return True
+        asked = (one.client.load() for one in self.replicas.values() if not one.is_leaving)
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        loads = [one for one in answers if isinstance(one, engine_pb2.GetLoadResponse)]
+        return bool(loads) and all(load.is_sleeping for load in loads)
+
+    async def put_to_sleep(self, force: bool) -> None:
+        """Returns when no engine computes any more, and its memory is given back. Raises AioRpcError.
+
+        An engine whose mark is not seen here has given it back a moment later.
+        """
+        await self._each(lambda client: client.put_to_sleep(force))
+        if self._sleep.mark.has_place:
+            await self._each(lambda client: client.load(_ANSWER_S))
+
+    async def wake_up(self) -> None:
+        """Returns when all engines have their models in memory. Raises AioRpcError."""
+        await self._each(lambda client: client.wake_up())
+
+    async def _each(self, ask: Callable[[EngineClient], Awaitable[object]]) -> None:
+        """Asks all engines; one that is between sleep and waking is asked again, whatever requests may."""
+        rules = replace(self._sleep, wakes_on_request=True)
+
+        async def patiently(client: EngineClient) -> None:
+            patience = Patience(rules)
+            while True:
+                try:
+                    await ask(client)
+                    return
+                except grpc.aio.AioRpcError as error:
+                    if not await patience.lasts(error):
+                        raise
+
+        await asyncio.gather(*(patiently(one.client) for one in self.replicas.values()))
 
     async def metrics(self) -> dict[str, engine_pb2.GetMetricsResponse]:
         """Returns the engines' counters by label: "0" for a single one, else its address."""

@@ -29,6 +29,7 @@ from moebius.config.request_limits import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_CHARACTERS,
     MAX_BAD_WORDS,
+    MAX_KEEP_PREFIX_S,
     MAX_LOGIT_BIAS,
     MAX_LOGPROB_TOKEN_IDS,
     MAX_LOGPROBS,
@@ -87,7 +88,6 @@ HINTS: dict[str, tuple[Any, ...]] = {
     "prediction": (),
     "prompt_cache_key": (),
     "prompt_cache_options": ({},),
-    "prompt_cache_retention": (),
     "safety_identifier": (),
     "service_tier": ("auto", "default"),
     "store": (False,),
@@ -373,6 +373,22 @@ class GenerationFields(StrictModel):
     cache_salt: str | None = Field(
         None, max_length=MAX_LABEL_CHARACTERS, description="Prefixes are shared only between equal salts"
     )
+    keep_prefix_s: float | None = Field(
+        None,
+        ge=0,
+        le=MAX_KEEP_PREFIX_S,
+        description="Seconds from its end for which the prefix cache gives up other requests' prefixes first",
+    )
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = Field(
+        None, description="24h: `keep_prefix_s` of a day, unless that is set"
+    )
+
+    @property
+    def kept_s(self) -> float:
+        """For how long the request's prefix is kept, seconds; 0: as long as others."""
+        if self.keep_prefix_s is not None:
+            return self.keep_prefix_s
+        return MAX_KEEP_PREFIX_S if self.prompt_cache_retention == "24h" else 0.0
 
     @model_validator(mode="before")
     @classmethod

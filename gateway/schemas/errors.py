@@ -222,6 +222,8 @@ _OTHER_PATHS = {
     # vLLM and SGLang
     "/start_profile": "profiles are for operators: moebius profile, on the host that serves",
     "/stop_profile": "profiles are for operators: moebius profile, on the host that serves",
+    "/reload": "models of a file with `models` are reloaded",
+    "/update_weights_from_disk": "models of a file with `models` are reloaded",
 }
 
 

@@ -12,10 +12,23 @@ from gateway.schemas.requests import MAX_MESSAGES, MAX_PARTS
 MAX_TOOLS = 1024
 
 
+class CacheControl(StrictModel):
+    """How long the request's prefix is kept at least; prefixes are cached without it, too."""
+
+    place = "cache_control."
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = Field(None, description="5 minutes unless set")
+
+    @property
+    def seconds(self) -> int:
+        """The time to live."""
+        return 3600 if self.ttl == "1h" else 300
+
+
 class Block(StrictModel):
     """The fields that all blocks have."""
 
-    cache_control: Any = Field(default=None, description="No effect: equal prefixes are always computed once")
+    cache_control: CacheControl | None = None
 
 
 class TextBlock(Block):
@@ -165,7 +178,7 @@ class AnthropicTool(StrictModel):
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
-    cache_control: Any = None
+    cache_control: CacheControl | None = None
     defer_loading: Any = None
     eager_input_streaming: Any = None
     input_examples: Any = None
@@ -230,4 +243,5 @@ class MessagesRequest(CountTokensRequest):
     top_k: int | None = Field(None, ge=-1, le=2**31)
     top_p: float | None = Field(None, ge=0, le=1)
     metadata: RequestMetadata | None = None
+    cache_control: CacheControl | None = Field(None, description="As in a block")
     service_tier: Any = Field(None, description="No effect")

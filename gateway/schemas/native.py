@@ -43,7 +43,7 @@ class LlamaFields(StrictModel):
 class LlamaCompletionRequest(LlamaFields):
     """A prompt to continue."""
 
-    prompt: str | _Ids
+    prompt: str | _Ids | Annotated[list[str | _Ids], Field(min_length=1)]
 
 
 class InfillRequest(LlamaFields):

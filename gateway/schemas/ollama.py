@@ -72,7 +72,9 @@ class OllamaRequest(StrictModel):
     options: Options | None = None
     stream: bool | None = Field(None, description="Unset: true")
     think: bool | str | None = Field(None, description="Whether the model thinks, or how much")
-    keep_alive: Any = Field(None, description="No effect: the model stays loaded")
+    keep_alive: float | str | None = Field(
+        None, description="How long the model stays loaded, where sleep_after_s is set; negative: for ever"
+    )
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     truncate: Any = Field(None, description="No effect: too long prompts are refused")

@@ -331,14 +331,13 @@ class TokenizeRequest(StrictModel):
     )
 
     model: str | None = Field(None, max_length=MAX_LABEL_CHARACTERS)
-    prompt: str | None = Field(
-        None,
-        validation_alias=AliasChoices("prompt", "content"),
-        description="`content` in llama-server's API",
-    )
+    prompt: str | None = None
+    content: str | None = Field(None, description="As `prompt`, in llama-server's API")
     messages: Messages | None = None
     add_special_tokens: bool | None = Field(
-        None, description="Unset: true for `prompt`, false for `messages`"
+        None,
+        validation_alias=AliasChoices("add_special_tokens", "add_special"),
+        description="Unset: true for `prompt`, false for `content` and `messages`",
     )
     tools: list[dict[str, Any]] | None = Field(None, description="As in chat requests")
     tool_choice: str | dict[str, Any] | None = Field(None, description="As in chat requests")
@@ -353,10 +352,13 @@ class TokenizeRequest(StrictModel):
         "`prompt`, false for `messages`",
     )
     return_token_strs: bool = False
+    with_pieces: bool = Field(
+        False, description="Tokens are objects of id and piece, whose bytes are listed where they are no text"
+    )
 
     @model_validator(mode="after")
     def _check_one(self) -> Self:
-        if (self.prompt is None) == (self.messages is None):
+        if sum(one is not None for one in (self.prompt, self.content, self.messages)) != 1:
             raise param_error("prompt", "send exactly one of 'prompt' and 'messages'")
         return self
 

@@ -366,3 +366,5 @@ class ResponsesRequest(StrictModel):
     chat_template_kwargs: dict[str, Any] | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    keep_prefix_s: float | None = None
+    prompt_cache_retention: Label | None = Field(None, description="As in chats")

@@ -35,7 +35,7 @@ def samples_of(registry: CollectorRegistry) -> Samples:
 
 
 def added(parts: Iterable[Samples], kinds: Sequence[str] | None = None) -> Samples:
-    """Returns the sum of all parts, of these kinds of metrics if given; creation times are the earliest."""
+    """Returns the sum of all parts, of these kinds of metrics if given; of points in time the earliest."""
     total: Samples = {}
     for part in parts:
         for name, family in part.items():
@@ -43,7 +43,7 @@ def added(parts: Iterable[Samples], kinds: Sequence[str] | None = None) -> Sampl
                 continue
             into = total.setdefault(name, MetricFamily(family.documentation, family.kind)).values
             for key, value in family.values.items():
-                if key[0].endswith("_created") and key in into:
+                if key[0].endswith(("_created", "_timestamp_seconds")) and key in into:
                     into[key] = min(into[key], value)
                 else:
                     into[key] = into.get(key, 0.0) + value

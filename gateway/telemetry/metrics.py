@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.samples import Sample
 
 from moebius import __version__
+from moebius.telemetry.certificates import CertificateCollector
 from protos import engine_pb2
 
 logger = structlog.get_logger(__name__)
@@ -117,6 +118,7 @@ class GatewayMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self.registry.register(CertificateCollector())
         self.replicas = ReplicaMetrics(self.registry)
         self._model = ""
         self._success = self._counter("request_success", "Finished outputs", "finished_reason")

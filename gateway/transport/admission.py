@@ -64,7 +64,7 @@ class Admission:
 
 logger = structlog.get_logger(__name__)
 # Probes and metrics are answered until the process ends.
-_PROBES = frozenset({"/health", "/ready", "/metrics", "/version"})
+_PROBES = frozenset({"/health", "/v1/health", "/ready", "/metrics", "/version"})
 _RETRY_AFTER_S = 2
 # Bounds how long a client that does not read its answer delays the shutdown.
 _SEND_TIMEOUT_S = 1.0

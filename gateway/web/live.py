@@ -49,6 +49,7 @@ def live_object(live: engine_pb2.GetLiveResponse) -> dict[str, Any]:
         "object": "live",
         "time": time.time(),  # Unix seconds
         "version": load.version,
+        "is_sleeping": load.is_sleeping,
         "tokens_per_second": load.gen_throughput,
         "prompt_tokens_per_second": live.prompt_throughput,
         "time_to_first_token": {"count": starts.count, "p50_s": starts.p50, "p95_s": starts.p95}
@@ -77,7 +78,7 @@ def live_object(live: engine_pb2.GetLiveResponse) -> dict[str, Any]:
 
 def cache_tiers(live: engine_pb2.GetLiveResponse) -> list[dict[str, Any]]:
     """Returns what each tier of the prefix cache holds, the fastest first."""
-    names = ("name", "tokens", "bytes", "total_bytes", "hit_tokens")
+    names = ("name", "tokens", "kept_tokens", "bytes", "total_bytes", "hit_tokens")
     return [{name: getattr(tier, name) for name in names} for tier in live.tiers]
 
 

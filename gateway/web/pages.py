@@ -15,18 +15,34 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
 STATIC = Path(__file__).parent / "static"
-# Images are only those that a user chooses, from memory; styles and scripts are files only.
+# Images are only those that a user chooses, and drawings, from memory; styles and scripts are files only.
 _POLICY = "; ".join(
     (
         "default-src 'none'",
         "script-src 'self'",
         "style-src 'self'",
+        "font-src 'self'",  # of formulas
         "img-src 'self' data: blob:",
         "connect-src 'self'",
+        "frame-src 'self'",  # of the one below
         "manifest-src 'self'",
         "base-uri 'none'",
         "form-action 'none'",
         "frame-ancestors 'none'",
+    )
+)
+# The frame that draws diagrams writes styles, as its library does, but is an origin of its own: without a
+# network, storage or access to the page around it.
+_FRAME = "diagram.html"
+_FRAME_POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'unsafe-inline'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'self'",
+        "sandbox allow-scripts",
     )
 )
 HEADERS = {
@@ -47,6 +63,8 @@ class Assets(StaticFiles):
         """Returns one file. Raises starlette's HTTPException 404 or 405."""
         response = await super().get_response(path, scope)
         response.headers.update(HEADERS)
+        if path == _FRAME:
+            response.headers["Content-Security-Policy"] = _FRAME_POLICY
         return response
 
 

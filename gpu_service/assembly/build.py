@@ -72,7 +72,7 @@ from gpu_service.experts.streaming.make import StreamingPlan, open_streamer, pro
 from gpu_service.experts.streaming.step import StreamedExperts
 from gpu_service.experts.streaming.streamer import ExpertStreamer
 from gpu_service.layers.deferral import deferral_rule
-from gpu_service.loader.load import dense_form, load_weights, shape_weights
+from gpu_service.loader.load import dense_form, load_weights
 from gpu_service.memory.plan import DENSE, GRAPHS, KV, LANE, RESIDENT, RING, STATES, VISION
 from gpu_service.models.common import CausalLM
 from gpu_service.models.compose import build_model
@@ -196,7 +196,6 @@ def _shaped_model(
     """Returns this rank's part, without weights."""
     rule = deferral_rule(config, model_config)
     model = build_model(model_config, device=device, parallel=group.parallel)
-    shape_weights(model, config.model)
     model.model.deferral = rule
     return model
 

@@ -101,6 +101,13 @@ def cache_shape(gpu: GpuConfig, model: ModelConfig, layers: Layers, device: torc
     return CacheShape(layers, gpu.page_size, dtype, storage, device)
 
 
+def shared_kv_bytes(gpu: GpuConfig, shape: CacheShape) -> int:
+    """Returns the most bytes of a KV cache on a CPU: as many as the settings say, or a modest default."""
+    if gpu.num_pages is not None:
+        return gpu.num_pages * shape.page_bytes
+    return int((_CPU_KV_CACHE_GIB if gpu.kv_cache_gib is None else gpu.kv_cache_gib) * 2**30)
+
+
 class KvMemory(ABC):
     """Accompanies loading; `num_pages` is asked once everything else that lives for ever is loaded."""
 
@@ -149,13 +156,18 @@ class SharedKvMemory(KvMemory):
         streamed: StreamedExperts | None = None,
         lane_stream: DeviceStream | None = None,
     ) -> int:
+        return self.pages_for(model.config)
+
+    def pages_for(self, model: ModelConfig) -> int:
+        """Returns the number of pages of the pool. Raises UserError for a size of less than two pages."""
         gpu = self._config.gpu
         if gpu.num_pages is not None:
             return gpu.num_pages
         per_page = self._shape.page_bytes
-        kv_cache_gib = _CPU_KV_CACHE_GIB if gpu.kv_cache_gib is None else gpu.kv_cache_gib
-        pages = min(int(kv_cache_gib * 2**30) // per_page, useful_pages(self._config, model.config))
+        nbytes = shared_kv_bytes(gpu, self._shape)
+        pages = min(nbytes // per_page, useful_pages(self._config, model))
         if pages < 2:
+            kv_cache_gib = _CPU_KV_CACHE_GIB if gpu.kv_cache_gib is None else gpu.kv_cache_gib
             raise UserError(f"kv_cache_gib: {kv_cache_gib} is too small; two pages take {2 * per_page} bytes")
         return pages
 

@@ -5,7 +5,6 @@ An engine asks before it loads, `moebius plan` on a GPU that need not be there; 
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,37 +12,48 @@ from typing import Any
 import structlog
 import torch
 
-from gpu_service.assembly.kv_memory import DeviceKvMemory, KvMemory, SharedKvMemory, cache_shape
-from gpu_service.loader.load import shape_weights
+from gpu_service.assembly.kv_memory import (
+    DeviceKvMemory,
+    KvMemory,
+    SharedKvMemory,
+    cache_shape,
+    shared_kv_bytes,
+)
+from gpu_service.cache.request_states import all_states_bytes
+from gpu_service.device import TORCH_DTYPES
+from gpu_service.loader.held import HeldWeights
+from gpu_service.loader.load import plan_weights
 from gpu_service.memory.device_memory import MemoryUse, gib, make_device_memory
 from gpu_service.memory.ledger import MemoryLedger
+from gpu_service.memory.mildest import Chosen, mildest_change
 from gpu_service.memory.plan import (
     ExpertMemory,
     MemoryPlan,
     MemoryShort,
     VisionMemory,
     most_chunk_tokens,
-    parameter_bytes,
     plan_memory,
 )
 from gpu_service.models.common import CausalLM
-from gpu_service.models.compose import build_model
 from gpu_service.parallel.group import RankGroup
-from moebius.checkpoint.index import has_weights
 from moebius.config import DEFAULT_BATCHED_TOKENS, DEFAULT_NUM_SEQS, MoebiusConfig
 from moebius.errors import UserError
+from moebius.models.config import ModelConfig
+from moebius.models.layers.layer import Layers
 
 # Tokens of a streamed step where no setting says how many.
 PREFILL_CHUNKS = (16384, 12288, 8192, 6144, 4096, 3072, 2048, 1024)
 # Tokens of a step where nothing is computed elsewhere; on small GPUs, which compute less, requests that
 # decode would wait too long for thousands of prompt tokens. The same bounds are vLLM's.
 _BATCHED_TOKENS, _SMALL_GPU_TOKENS, _SMALL_GPU_BYTES = (8192, 6144, 4096, 3072, 2048, 1024), 2048, 64 * 2**30
-_NUM_SEQS = (DEFAULT_NUM_SEQS, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1)
+NUM_SEQS = (DEFAULT_NUM_SEQS, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1)
 # Fewer tokens in a step make prompts slow; a context shorter than this is of no use.
 _LEAST_BATCHED_TOKENS, _LEAST_CONTEXT = 64, 4096
 # Of the KV cache, besides the state of the outputs, where no size is set: room for this many requests of the
 # longest kind, of at most this many tokens. `moebius plan` leaves as much when it fills a GPU with experts.
 _ROOMS, _ROOM_TOKENS = (4, 1), 8192
+# Of the KV cache of a CPU: what states of outputs take at most.
+_CPU_STATES_PART = 2
 # Tokens that a proposal leaves room for, the best last; the first: what one step needs.
 _LEAST_ROOMS = (0, 2048, 4096, 8192)
 
@@ -66,13 +76,6 @@ class _Setting:
     values: Sequence[Any]
     change: Callable[[Trial, Any], Trial]
     words: Callable[[Any], str]
-
-    def mildest(self, trial: Trial, fits: Fits) -> int | None:
-        """Returns the index of the mildest value that fits; what fits with one is taken to fit with all after
-        it.
-        """
-        index = bisect.bisect_left(self.values, True, key=lambda value: fits(self.change(trial, value)))
-        return index if index < len(self.values) else None
 
 
 def smallest_change(config: MoebiusConfig, num_experts: int, longest: int, fits: Fits) -> str | None:
@@ -102,26 +105,14 @@ def smallest_change(config: MoebiusConfig, num_experts: int, longest: int, fits:
 
 def _smallest(trial: Trial, longest: int, fits: Fits) -> list[str] | None:
     """Returns the mildest change of settings that fits, as command-line options; None: no change does."""
-    settings = [setting for setting in _settings(trial, longest) if setting.values]
-    for setting in settings:
-        index = setting.mildest(trial, fits)
-        if index is not None:
-            return [setting.words(setting.values[index])]
-    changed = {number: len(setting.values) - 1 for number, setting in enumerate(settings)}
-    if not fits(_apply(trial, settings, changed)):
+    settings = _settings(trial, longest)
+    changed = mildest_change(
+        [len(setting.values) for setting in settings],
+        lambda chosen: fits(_apply(trial, settings, chosen)),
+    )
+    if changed is None:
         return None
-    # What is given up most reluctantly is taken back first.
-    for number in reversed(range(len(settings))):
-        without = {other: index for other, index in changed.items() if other != number}
-        rest = _apply(trial, settings, without)
-        if fits(rest):
-            changed = without
-        else:
-            index = settings[number].mildest(rest, fits)
-            assert index is not None, "the last value fits"
-            changed[number] = index
-    chosen = [(settings[number], changed[number]) for number in sorted(changed)]
-    return [setting.words(setting.values[index]) for setting, index in chosen]
+    return [settings[number].words(settings[number].values[index]) for number, index in changed.items()]
 
 
 def chosen_num_seqs(config: MoebiusConfig, fits: Fits, num_experts: int, longest: int) -> int:
@@ -133,12 +124,27 @@ def chosen_num_seqs(config: MoebiusConfig, fits: Fits, num_experts: int, longest
     if config.gpu.max_num_seqs is not None:
         return config.gpu.max_num_seqs
     for tokens in _room_tokens(longest):
-        for count in _NUM_SEQS:
+        for count in NUM_SEQS:
             trial = Trial(_with_gpu(config, max_num_seqs=count), num_experts)
             if fits(_with_room(trial, tokens)):
                 return count
     alone = Trial(_with_gpu(config, max_num_seqs=1), num_experts)
     return 1 if fits(alone) else DEFAULT_NUM_SEQS
+
+
+def shared_num_seqs(config: MoebiusConfig, model: ModelConfig, layers: Layers) -> int:
+    """Returns the same for an engine on a CPU, whose memory is others', too: states of outputs take at most
+    twice what the KV cache may. `layers`: the rank's own.
+    """
+    if config.gpu.max_num_seqs is not None:
+        return config.gpu.max_num_seqs
+    shape = cache_shape(config.gpu, model, layers, torch.device("cpu"))
+    most = _CPU_STATES_PART * shared_kv_bytes(config.gpu, shape)
+    for count in NUM_SEQS:
+        gpu = config.gpu.model_copy(update={"max_num_seqs": count})
+        if all_states_bytes(gpu, layers, TORCH_DTYPES[model.dtype]) <= most:
+            return count
+    return 1
 
 
 def _room_tokens(longest: int) -> list[int]:
@@ -154,7 +160,7 @@ def _with_room(trial: Trial, tokens: int) -> Trial:
     return replace(trial, config=_with_gpu(trial.config, num_pages=pages))
 
 
-def _apply(trial: Trial, settings: Sequence[_Setting], changed: dict[int, int]) -> Trial:
+def _apply(trial: Trial, settings: Sequence[_Setting], changed: Chosen) -> Trial:
     for number, index in changed.items():
         trial = settings[number].change(trial, settings[number].values[index])
     return trial
@@ -165,7 +171,7 @@ def _settings(trial: Trial, longest: int) -> list[_Setting]:
     config, gpu = trial.config, trial.config.gpu
     tokens = gpu.num_batched_tokens
     kinds: list[tuple[str, Sequence[Any]]] = [
-        ("max_num_seqs", [count for count in _NUM_SEQS if count < gpu.num_seqs]),
+        ("max_num_seqs", [count for count in NUM_SEQS if count < gpu.num_seqs]),
         ("prefill_chunk_max", _halves(gpu.prefill_chunk_max or 0, tokens, 16)),
         ("max_num_batched_tokens", _halves(tokens, min(tokens, _LEAST_BATCHED_TOKENS), 16)),
         ("kv_cache_dtype", ["fp8_e4m3"] if gpu.kv_cache_dtype == "auto" else []),
@@ -224,26 +230,26 @@ _log = structlog.get_logger(__name__)
 
 
 class RankPlan:
-    """Plans one rank; `model` is its part as `config` composes it, memory or not."""
+    """Plans one rank."""
 
     def __init__(
         self,
         config: MoebiusConfig,
-        model: CausalLM,
+        held: HeldWeights,
         use: MemoryUse,
         experts: ExpertMemory,
         vision: VisionMemory | None = None,
-        dense_bytes: int | None = None,
     ) -> None:
-        """`use`: the device before loading; `dense_bytes`: `parameter_bytes(model)` where it is known."""
+        """`held`: its weights under `config`; `use`: the device before loading."""
         self._config = config
         self._use = use
         self._experts = experts
         self._vision = vision
-        # By how dense weights are kept: the model, and its bytes, which hundreds of trials ask for.
-        held = parameter_bytes(model) if dense_bytes is None else dense_bytes
-        self._models = {config.model.dense_weights: (model, held)}
-        self._parallel, self._longest = model.parallel, model.config.max_model_len
+        # By how dense weights are kept, their bytes, which hundreds of trials ask for.
+        self._dense_bytes = {config.model.dense_weights: held.device_bytes}
+        self._model, self._parallel, self._layers = held.config, held.parallel, held.rank_layers
+        self._longest = held.config.max_model_len
+        self._device = torch.device("cpu" if held.on_cpu else "meta")
 
     def make(self, config: MoebiusConfig) -> MemoryPlan:
         """Returns the ledger under these settings. Raises MemoryShort: it cannot fit; as `prefill_chunk`."""
@@ -268,12 +274,12 @@ class RankPlan:
         Where expert servers compute a part of each step, longer steps gain nothing: they stay short, and long
         prompts have steps of their own (`prefill_chunk`).
         """
-        wanted, (model, _) = config.gpu.max_num_batched_tokens, self._models[config.model.dense_weights]
+        wanted = config.gpu.max_num_batched_tokens
         if wanted is not None:
             return wanted
         if not self._experts.is_everything:
             return DEFAULT_BATCHED_TOKENS
-        most = most_chunk_tokens(model.config, self._parallel)
+        most = most_chunk_tokens(self._model, self._parallel)
         if self._use.total < _SMALL_GPU_BYTES:
             most = min(most, _SMALL_GPU_TOKENS)
         for tokens in _BATCHED_TOKENS:
@@ -289,8 +295,7 @@ class RankPlan:
 
         Raises UserError for a value that is impossible whatever the memory.
         """
-        gpu, (model, _) = config.gpu, self._models[config.model.dense_weights]
-        most = most_chunk_tokens(model.config, self._parallel)
+        gpu, most = config.gpu, most_chunk_tokens(self._model, self._parallel)
         if not self._experts.ring_bytes:
             return 0
         wanted = gpu.prefill_chunk_max
@@ -317,11 +322,12 @@ class RankPlan:
             words = f"it fits with {change}"
         else:
             words = "no setting alone or with others makes it fit"
-            if config.gpu.gpu_memory_utilization < 0.95:
+            if config.gpu.gpu_memory_gib is not None:
+                words += " at this gpu_memory_gib"
+            elif config.gpu.gpu_memory_utilization < 0.95:
                 words += " at this gpu_memory_utilization"
-        total = (self._use.total * config.gpu.gpu_memory_utilization + error.missing) / (
-            config.gpu.gpu_memory_utilization
-        )
+        usable = config.gpu.usable_bytes(self._use.total)
+        total = (usable + error.missing) / (usable / self._use.total)
         more = f"as it is set, with tensor_parallel_size above {ranks} or a GPU of {gib(int(total))} GiB"
         return UserError(f"{error}: {words}; {more}")
 
@@ -333,30 +339,24 @@ class RankPlan:
         return True
 
     def _plan(self, trial: Trial) -> MemoryPlan:
-        (model, dense_bytes), longest = self._model(trial.config), trial.config.model.max_model_len
-        page_bytes = cache_shape(
-            trial.config.gpu, model.config, model.rank_layers, torch.device("meta")
-        ).page_bytes
+        dense_bytes, longest = self._held_bytes(trial.config), trial.config.model.max_model_len
+        shape = cache_shape(trial.config.gpu, self._model, self._layers, torch.device("meta"))
         held = replace(self._experts, count=trial.num_experts)
         # Weights do not depend on it.
-        config = model.config.with_max_model_len(longest or self._longest)
+        config = self._model.with_max_model_len(longest or self._longest)
         return plan_memory(
-            trial.config, config, dense_bytes, self._use, page_bytes, held, self._parallel, self._vision
+            trial.config, config, dense_bytes, self._use, shape.page_bytes, held, self._parallel, self._vision
         )
 
-    def _model(self, config: MoebiusConfig) -> tuple[CausalLM, int]:
-        """Composes the model again where dense weights are kept otherwise.
-
-        Raises UserError where they cannot be.
+    def _held_bytes(self, config: MoebiusConfig) -> int:
+        """Returns the bytes of dense weights as the settings keep them. Raises UserError where they cannot be
+        kept so.
         """
         key = config.model.dense_weights
-        if key not in self._models:
-            composed, _ = self._models[self._config.model.dense_weights]
-            model = build_model(composed.config, device=torch.device("meta"), parallel=self._parallel)
-            if has_weights(config.model.model):
-                shape_weights(model, config.model)
-            self._models[key] = model, parameter_bytes(model)
-        return self._models[key]
+        if key not in self._dense_bytes:
+            held = plan_weights(config.model, self._model, self._parallel, self._device)
+            self._dense_bytes[key] = held.device_bytes
+        return self._dense_bytes[key]
 
 
 def make_kv_memory(
@@ -374,11 +374,14 @@ def make_kv_memory(
     """
     memory = make_device_memory(device)
     if memory is None:
+        count = group.minimum("max_num_seqs", shared_num_seqs(config, model.config, model.rank_layers))
+        # The default is what an unset number means.
+        config = config if count == config.gpu.num_seqs else with_num_seqs(config, count)
         return SharedKvMemory(
             config, cache_shape(config.gpu, model.config, model.rank_layers, device)
         ), config
     before = memory.use()
-    rank = RankPlan(config, model, before, experts, vision)
+    rank = RankPlan(config, _held(config, model), before, experts, vision)
     chosen = with_num_seqs(config, group.minimum("max_num_seqs", rank.num_seqs()))
     tokens = group.minimum("max_num_batched_tokens", rank.batched_tokens(chosen))
     chosen = _with_gpu(chosen, max_num_batched_tokens=tokens)
@@ -403,8 +406,12 @@ def has_room_to_stream(
 ) -> bool:
     """Returns whether the ring of `experts` fits with all else, on every rank; all of them call it."""
     memory = make_device_memory(device)
-    fits = memory is None or RankPlan(config, model, memory.use(), experts, vision).fits()
+    fits = memory is None or RankPlan(config, _held(config, model), memory.use(), experts, vision).fits()
     return group.minimum("room to stream", int(fits)) == 1
+
+
+def _held(config: MoebiusConfig, model: CausalLM) -> HeldWeights:
+    return plan_weights(config.model, model.config, model.parallel, model.device)
 
 
 def with_num_seqs(config: MoebiusConfig, count: int) -> MoebiusConfig:

@@ -18,9 +18,9 @@ from moebius.errors import UserError
 
 def check_speculation(gpu: GpuConfig, parallel: ParallelConfig) -> None:
     """Before anything is loaded. Raises UserError where the model's MTP layers cannot be run."""
-    if gpu.speculative_method == "mtp" and parallel.pipeline_parallel_size > 1:
+    if "mtp" in gpu.speculative_method and parallel.pipeline_parallel_size > 1:
         raise UserError(
-            f"speculative_method: 'mtp' is not supported with pipeline_parallel_size "
+            f"speculative_method: {gpu.speculative_method!r} is not supported with pipeline_parallel_size "
             f"{parallel.pipeline_parallel_size}: an MTP layer needs the embedding, which the first stage has,"
             " and the last stage's hidden states; allowed: 1, or speculative_method off or ngram"
         )
@@ -39,8 +39,15 @@ def make_speculation(gpu: GpuConfig, limits: SchedulerLimits, runner: ModelRunne
     """Returns the scheduler's part; None: speculation is off."""
     if gpu.speculative_method == "off":
         return None
-    host = None if runner.drafter is not None else NGramDrafter(gpu.ngram_match_min, gpu.ngram_match_max)
-    return Speculation(limits, gpu.num_draft_tokens, host, adaptive=gpu.adaptive_drafts)
+    host = None
+    if "ngram" in gpu.speculative_method:
+        host = NGramDrafter(gpu.ngram_match_min, gpu.ngram_match_max)
+    has_device_drafter = runner.drafter is not None
+    return Speculation(
+        *(limits, gpu.num_draft_tokens, host),
+        has_device_drafter=has_device_drafter,
+        adaptive=gpu.adaptive_drafts,
+    )
 
 
 def make_draft_pace(gpu: GpuConfig) -> DraftPace | None:

@@ -23,7 +23,7 @@ from moebius.models.layers.layer import Layers
 _MOST_CHUNK_ROWS = 8
 
 
-class _Rows(NamedTuple):
+class AttendingRows(NamedTuple):
     """Rows of a step that one call computes, for one window or chunk of layers; int32 `[n]` each."""
 
     requests: torch.Tensor
@@ -36,14 +36,14 @@ class CpuAttention(TorchReferenceAttention):
 
     def __init__(self, layers: Layers, kv_cache: KVCache) -> None:
         super().__init__(layers, kv_cache)
-        self._threads = dense_threads(torch.get_num_threads())
+        self.threads = dense_threads(torch.get_num_threads())
         # Of the planned step: rows that are computed one by one, with their requests and positions.
         self._single_rows: list[tuple[int, int, int]] = []
         self._row_index: torch.Tensor | None = None  # int64; None: all rows of the step, in order.
         # Requests whose rows are computed together.
         self._prompts: list[int] = []
         # By window and chunk of layers, and by request; None: the single rows.
-        self._rows: dict[tuple[int | None, int | None, int | None], _Rows] = {}
+        self._rows: dict[tuple[int | None, int | None, int | None], AttendingRows] = {}
 
     @classmethod
     def unsupported(cls, layers: Layers, kv_cache: KVCache) -> str:
@@ -67,6 +67,14 @@ class CpuAttention(TorchReferenceAttention):
         self._prompts, self._single_rows, self._rows = prompts, rows, {}
         everything = len(rows) == starts[-1]
         self._row_index = None if everything else torch.tensor([row for row, _, _ in rows])
+
+    def lone_rows(self, window: int | None, chunk: int | None) -> AttendingRows | None:
+        """Returns what the planned step's rows see in layers of this window or chunk, where all of them are
+        computed one by one; None: some are not.
+        """
+        if self._row_index is not None:
+            return None
+        return self._rows_of(AttentionLayer(window, chunk=chunk), None)
 
     def _attend(
         self,
@@ -103,7 +111,7 @@ class CpuAttention(TorchReferenceAttention):
         sinks = None if layer.sinks is None else layer.sinks.float().contiguous()
         output = torch.empty(num_rows, num_heads * head_dim, dtype=pages.dtype)
         table = self._planned.block_table
-        self._threads.attend(
+        self.threads.attend(
             pages.dtype == torch.bfloat16,
             query.data_ptr(),
             query.stride(0),
@@ -125,7 +133,7 @@ class CpuAttention(TorchReferenceAttention):
         )
         return output
 
-    def _rows_of(self, layer: AttentionLayer, prompt: int | None) -> _Rows:
+    def _rows_of(self, layer: AttentionLayer, prompt: int | None) -> AttendingRows:
         """The single rows, or those of one request, with what they see in layers of this window or chunk."""
         key = layer.window, layer.chunk, prompt
         found = self._rows.get(key)
@@ -136,13 +144,13 @@ class CpuAttention(TorchReferenceAttention):
                 requests, begins, ends = torch.tensor(columns, dtype=torch.int32).t().contiguous()
             else:
                 requests, begins, ends = self._rows_of_prompt(prompt, seen, layer.window)
-            found = self._rows[key] = _Rows(requests, begins, ends)
+            found = self._rows[key] = AttendingRows(requests, begins, ends)
         return found
 
     def _rows_of_prompt(
         self, request: int, seen: FirstSeen, window: int | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns the columns of `_Rows`; layers with a window see to the ends of images, too."""
+        """Returns the columns of `AttendingRows`; layers with a window see to the ends of images, too."""
         inputs = self._planned
         begin, end = inputs.query_start_loc[request : request + 2]
         last = inputs.seq_lens[request]

@@ -7,6 +7,7 @@ multiples of the page size. "Time" is a counter of operations, so that equal his
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -30,6 +31,8 @@ class Node:
     # Running requests whose prefix ends in or below this node. A locked node's ancestors are locked.
     locks: int = 0
     last_access: int = 0
+    # Until then it is given up after all that is not kept, seconds of `RadixCache.advance`.
+    keep_until_s: float = 0.0
     # Where the state of linear attention after the node's last token is kept; 0: nowhere.
     state_slot: int = 0
     # Names of the pages, where there are tiers below.
@@ -79,9 +82,17 @@ class RadixCache:
     their end, and a match ends at the deepest node that does. States go with their node, or before it.
     """
 
-    def __init__(self, page_size: int, drop_state: Callable[[int], None] | None = None) -> None:
-        """`drop_state` gets each slot that the tree no longer keeps; None: prefixes need no states."""
+    def __init__(
+        self, page_size: int, drop_state: Callable[[int], None] | None = None, most_kept_pages: int = 0
+    ) -> None:
+        """Makes an empty tree.
+
+        `drop_state` gets each slot that the tree no longer keeps; None: prefixes need no states.
+        `most_kept_pages`: while `keep` holds for more, it counts for nothing.
+        """
         self.page_size = page_size
+        self._most_kept_pages = most_kept_pages
+        self._now_s = self._last_kept_s = 0.0
         self._drop_state = drop_state
         self.tiers: LowerTiers | None = None  # None: what is evicted is gone.
         self._roots: dict[str, Node] = {}
@@ -164,6 +175,24 @@ class RadixCache:
         """Returns how many pages of the prefix are unlocked, which locking takes from `evictable_pages`."""
         return sum(len(node.pages) for node in _ancestry(handle.node) if node.locks == 0)
 
+    def advance(self, now_s: float) -> None:
+        """Sets what `keep` counts from, unless it is later already; equal on all ranks, so no clock."""
+        self._now_s = max(self._now_s, now_s)
+
+    def keep(self, handle: PrefixHandle, seconds: float) -> None:
+        """From now on `evict` gives up the prefix after those that are not kept, for a time."""
+        until_s = self._now_s + seconds
+        self._last_kept_s = max(self._last_kept_s, until_s)
+        for node in _ancestry(handle.node):
+            node.keep_until_s = max(node.keep_until_s, until_s)
+
+    @property
+    def kept_pages(self) -> int:
+        """Pages that are kept and unlocked."""
+        if self._last_kept_s <= self._now_s:
+            return 0
+        return sum(len(n.pages) for n in self.nodes() if n.locks == 0 and n.keep_until_s > self._now_s)
+
     @property
     def time(self) -> int:
         """The number of operations so far, which `last_access` of nodes is in."""
@@ -174,35 +203,48 @@ class RadixCache:
         return sum(len(node.pages) for node in self.nodes() if node.locks == 0 and node.last_access > time)
 
     def evict(self, num_pages: int, until: int | None = None) -> list[int]:
-        """Drops least recently used unlocked leaves until `num_pages` are freed or none is left.
+        """Drops least recently used unlocked leaves, those that are kept last, until `num_pages` are freed
+        or none is left.
 
-        `until`: a `time`; what was used later stays. Whole nodes go, so a little more than asked may come
-        back. The caller frees the pages.
+        `until`: a `time`; what was used later or is kept stays. Whole nodes go, so a little more than asked
+        may come back. The caller frees the pages.
         """
-        heap = [(n.last_access, n.serial, n) for n in self.nodes() if not n.children and n.locks == 0]
+        kept_from_s = self._kept_from_s()
+        heap = [
+            (n.keep_until_s > kept_from_s, n.last_access, n.serial, n)
+            for n in self.nodes()
+            if not n.children and n.locks == 0
+        ]
         heapq.heapify(heap)
         freed: list[int] = []
-        while heap and len(freed) < num_pages and (until is None or heap[0][0] <= until):
-            _, _, node = heapq.heappop(heap)
+        while heap and len(freed) < num_pages and (until is None or heap[0][:2] <= (False, until)):
+            node = heapq.heappop(heap)[-1]
             if self.tiers is not None:
                 self.tiers.evicting(node)
             freed.extend(node.pages)
             parent = self._remove(node)
             if parent.parent is not None and not parent.children and parent.locks == 0:
-                heapq.heappush(heap, (parent.last_access, parent.serial, parent))
+                is_kept = parent.keep_until_s > kept_from_s
+                heapq.heappush(heap, (is_kept, parent.last_access, parent.serial, parent))
         for namespace in [name for name, root in self._roots.items() if not root.children]:
             del self._roots[namespace]
         return freed
 
+    def _kept_from_s(self) -> float:
+        """Returns the time until which a node has to be kept at least; infinite if that is too many."""
+        return self._now_s if self.kept_pages <= self._most_kept_pages else math.inf
+
     def evict_state(self) -> bool:
-        """Gives up the least recently used state, also of a locked node; False: there is none.
+        """Gives up the least recently used state, one of a prefix that is kept last, also of a locked node;
+        False: there is none.
 
         A locked node's pages stay, and so does whatever a request has read of its state.
         """
         nodes = [node for node in self.nodes() if node.state_slot]
         if not nodes:
             return False
-        oldest = min(nodes, key=lambda node: (node.last_access, node.serial))
+        kept_from_s = self._kept_from_s()
+        oldest = min(nodes, key=lambda n: (n.keep_until_s > kept_from_s, n.last_access, n.serial))
         if self.tiers is not None:
             self.tiers.evicting_state(oldest)
         self._forget_state(oldest)
@@ -279,7 +321,7 @@ class RadixCache:
         parent = node.parent
         assert parent is not None
         upper = self._new_node(node.tokens[:cut].copy(), node.pages[:num_pages], parent)
-        upper.locks, upper.last_access = node.locks, node.last_access
+        upper.locks, upper.last_access, upper.keep_until_s = node.locks, node.last_access, node.keep_until_s
         parent.children[self._key(upper.tokens)] = upper
         upper.digests, node.digests = node.digests[:num_pages], node.digests[num_pages:]
         node.tokens, node.pages, node.parent = node.tokens[cut:].copy(), node.pages[num_pages:], upper

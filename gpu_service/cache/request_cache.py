@@ -227,6 +227,7 @@ class RequestCache:
         return {
             "used_pages": self.pool.usable - self.pool.available - evictable,
             "cached_pages": evictable,
+            "kept_pages": self.tree.kept_pages,
             "usable_pages": self.pool.num_pages - 1,
             "query_tokens": self.query_tokens,
             "hit_tokens": self.hit_tokens,
@@ -433,6 +434,8 @@ class RequestCache:
         self.pool.free(self.exclusive_pages(request))
         handle = self._prefixes.pop(request, None)
         if handle is not None:
+            if keep and request.keep_prefix_s:
+                self.tree.keep(handle, request.keep_prefix_s)
             self.tree.unlock(handle)
         self._set_pages(request, [])
         request.computed_len = request.scheduled_len = 0
@@ -471,7 +474,6 @@ def make_request_cache(
 ) -> RequestCache:
     """Accounts for pages, prefixes and, where there are some, states; `absent` as in `PagePool`."""
     pool = PagePool(num_pages, absent)
-    if states is None:
-        return RequestCache(pool, RadixCache(gpu.page_size), gpu.prefix_caching)
-    held = RequestStates(StatePool(states.num_slots), num_snapshots(gpu))
-    return RequestCache(pool, RadixCache(gpu.page_size, held.forget), gpu.prefix_caching, held)
+    held = None if states is None else RequestStates(StatePool(states.num_slots), num_snapshots(gpu))
+    tree = RadixCache(gpu.page_size, None if held is None else held.forget, most_kept_pages=num_pages // 2)
+    return RequestCache(pool, tree, gpu.prefix_caching, held)

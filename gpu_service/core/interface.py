@@ -168,6 +168,7 @@ class EngineLoad:
     num_waiting: int = 0
     used_pages: int = 0  # owned by running requests or locked by them
     cached_pages: int = 0  # held by the prefix tree only
+    kept_pages: int = 0  # of these, given up last
     usable_pages: int = 1  # what there may be, also where experts have their memory now
     num_preemptions: int = 0
     query_tokens: int = 0

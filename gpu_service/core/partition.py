@@ -12,42 +12,10 @@ from gpu_service.core.parallel import ParallelContext
 from moebius.errors import ConfigError
 from moebius.models.config import ModelConfig
 from moebius.models.layers.layer import Layer, cached, mixers
-from moebius.models.layers.ranks import ShardRange, even_shard, kv_shard
+from moebius.models.layers.ranks import even_shard
 
-# Rows of a rank's part of the head: products of GPUs like multiples of 8.
-_VOCAB_MULTIPLE = 8
 # Numbers of ranks that messages list.
 _MOST_RANKS = 128
-
-
-def vocab_shard(vocab_size: int, parallel: ParallelContext) -> ShardRange:
-    """Token ids a rank holds embedding and head rows of; later ranks may have fewer, or none.
-
-    All ranks have `padded_vocab` rows in memory, so that gathered logits have equal parts.
-    """
-    rows = padded_vocab(vocab_size, parallel)
-    begin = min(parallel.tp_rank * rows, vocab_size)
-    return ShardRange(begin, min(begin + rows, vocab_size), vocab_size)
-
-
-def padded_vocab(vocab_size: int, parallel: ParallelContext) -> int:
-    """Returns the number of rows of embedding and head in each rank's memory; those without a token
-    are zero.
-    """
-    if parallel.tp_size == 1:
-        return vocab_size
-    rows = -(-vocab_size // parallel.tp_size)
-    return -(-rows // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
-
-
-def heads_shard(num_heads: int, parallel: ParallelContext) -> ShardRange:
-    """Returns query heads, or key heads of linear attention, of a rank."""
-    return even_shard(num_heads, parallel.tp_rank, parallel.tp_size)
-
-
-def kv_heads_shard(num_heads: int, parallel: ParallelContext) -> ShardRange:
-    """Key and value heads of a rank, see `ranks.kv_shard`."""
-    return kv_shard(num_heads, parallel.tp_rank, parallel.tp_size)
 
 
 def stage_layers(config: ModelConfig, parallel: ParallelContext) -> range:

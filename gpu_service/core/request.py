@@ -114,6 +114,8 @@ class Request:
     priority: int = 0
     cache_namespace: str = ""
     fairness_id: str = ""  # whose request it is: clients get equal shares
+    keep_prefix_s: float = 0.0  # For how long its pages outlive others in the prefix cache.
+    arrived_s: float = 0.0  # When it arrived, by rank 0's monotonic clock.
     arrival: int = 0
     trace_context: dict[str, str] = field(default_factory=dict)
     # Of the trace that the call belongs to, hex, also when that is not recorded; filled by the servicer.
@@ -167,10 +169,7 @@ class Request:
     drafts: Sequence[int] = ()
     # False: its steps verify no drafts; set where a draft's row was not finite, or where masks take long.
     speculates: bool = True
-    # Filled by the speculation policy: the latest drafts, those that were accepted and those that were
-    # verified, older ones counting less.
-    drafts_accepted: float = 0.0
-    drafts_verified: float = 0.0
+    drafts_source: int = 0  # A `DraftSource`, of the drafts that the next step verifies.
     # Of all its steps, how many draft tokens became output tokens, and how many did not.
     accepted_draft_tokens: int = 0
     rejected_draft_tokens: int = 0

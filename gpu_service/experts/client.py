@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ import torch
 from opentelemetry import trace
 from opentelemetry.trace import SpanContext
 
+from moebius import _kernels
 from moebius.models.geometry import MoeGeometry
 
 
@@ -105,6 +107,14 @@ class ExpertClient(ABC):
         to it in place and it is returned; without, the answer is a new tensor.
         Raises ExpertUnavailable, or ExpertComputeFailed with the server's reason.
         """
+
+    def driven_by_host(self, rows: int) -> AbstractContextManager[_kernels.RoutedExperts | None]:
+        """Gives what C++ code may ask for the experts of layers of `rows` rows, one layer at a time, in
+        place of `submit` and `collect`; None: it may not.
+
+        No layer is in flight, and none is submitted meanwhile. Raises as `collect` at the end.
+        """
+        return nullcontext(None)
 
     def agree_with_ranks(self, agree: Callable[[int], int]) -> None:
         """Several ranks drive clients of one mailbox: `agree` gives all of them the largest of their numbers.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -21,6 +22,7 @@ from gpu_service.experts.client import (
     sampled_span_context,
 )
 from gpu_service.experts.servers import MailboxServers
+from moebius import _kernels
 from moebius.mailbox import (
     MAX_SERVERS,
     ExpertComputeError,
@@ -88,6 +90,7 @@ class MailboxExpertClient(ExpertClient):
         self._stats = ExpertClientStats()
         self._hand_off_s = 0.0
         self._compute_ns = [0] * mailbox.geometry.num_servers
+        self._driver = _kernels.MailboxExperts(mailbox.kernel)
 
     def agree_with_ranks(self, agree: Callable[[int], int]) -> None:
         self._agree = agree
@@ -176,16 +179,40 @@ class MailboxExpertClient(ExpertClient):
             )
         except (ServerLost, StaleEpoch, ShutDown) as error:
             self._tell_peers(error, chunk)
-            reason = error.reason if isinstance(error, ServerLost) else str(error)
-            raise ExpertUnavailable(error.server_index, reason) from error
+            raise _unavailable(error) from error
         except ExpertComputeError as error:
             self._tell_peers(error, chunk)
-            raise ExpertComputeFailed(f"expert server {error.server_index}: {error}") from error
+            raise _compute_failed(error) from error
         for server, nanoseconds in enumerate(spent):
             self._compute_ns[server] += nanoseconds
         end = time.perf_counter()
         # An answer that was there before it was asked for cost no more than its copy.
         self._hand_off_s += max(0.0, min(end - chunk.submitted - max(spent) * 1e-9, end - begin))
+
+    @contextmanager
+    def driven_by_host(self, rows: int) -> Iterator[_kernels.RoutedExperts | None]:
+        """Not for several ranks, sampled traces, or more rows than a slot holds."""
+        is_busy = self._waiting or len(self._free) < len(self._slots)
+        is_shared = self._mailbox.geometry.num_clients > 1
+        if is_busy or is_shared or rows > self._max_rows or sampled_span_context() is not None:
+            yield None
+            return
+        self._driver.use(self._free[0], self._deadline_ms)
+        try:
+            yield self._driver
+        except (ServerLost, StaleEpoch, ShutDown) as error:
+            raise _unavailable(error) from error
+        except ExpertComputeError as error:
+            raise _compute_failed(error) from error
+        finally:
+            self._count(*self._driver.take_times())
+
+    def _count(self, calls: int, rows: int, waited_ns: int, hand_off_ns: int, compute_ns: list[int]) -> None:
+        self._stats.calls += calls
+        self._stats.rows += rows
+        self._stats.wait_seconds += waited_ns * 1e-9
+        self._hand_off_s += hand_off_ns * 1e-9
+        self._compute_ns = [old + new for old, new in zip(self._compute_ns, compute_ns, strict=True)]
 
     def _tell_peers(self, error: MailboxError, chunk: RowChunk) -> None:
         """Ends the waits of ranks that share the slots: this one will not ring again in this step."""
@@ -248,6 +275,16 @@ class MailboxExpertClient(ExpertClient):
     def close(self) -> None:
         """Another process may be this client from now on; servers keep running."""
         self._mailbox.kernel.release()
+
+
+def _unavailable(error: MailboxError) -> ExpertUnavailable:
+    return ExpertUnavailable(
+        error.server_index, error.reason if isinstance(error, ServerLost) else str(error)
+    )
+
+
+def _compute_failed(error: ExpertComputeError) -> ExpertComputeFailed:
+    return ExpertComputeFailed(f"expert server {error.server_index}: {error}")
 
 
 def _address(tensor: torch.Tensor, row: int) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import structlog
 import torch
@@ -221,6 +222,9 @@ class CheckedExperts(ExpertClient):
 
     def collect(self, ticket: Ticket, partial: torch.Tensor | None = None) -> torch.Tensor:
         return self._inner.collect(ticket, partial)
+
+    def driven_by_host(self, rows: int) -> AbstractContextManager[_kernels.RoutedExperts | None]:
+        return self._inner.driven_by_host(rows)
 
     def begin_step(self) -> None:
         self._inner.begin_step()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,28 +10,21 @@ from torch import nn
 from torch.nn import functional
 
 from gpu_service.attention.base import AttentionBackend, AttentionLayer
-from gpu_service.core.partition import heads_shard, kv_heads_shard
+from gpu_service.cache.kv_cache import KVCache
 from gpu_service.core.step import ForwardInputs
 from gpu_service.layers.composition import Composition
 from gpu_service.layers.context import ForwardContext
-from gpu_service.layers.linear import (
-    CheckpointPart,
-    FusedLinear,
-    Linear,
-    RowParallelLinear,
-    Seam,
-    empty_parameter,
-    gated_query_order,
-)
+from gpu_service.layers.linear import Linear, RowParallelLinear, Seam, gated_query_order
 from gpu_service.layers.norm import FullWidthNorm, Norm, RMSNorm, make_norm, make_rms_norm, norm_full_width
+from gpu_service.layers.rank_weights import RankWeights
 from gpu_service.ops.activation import GATE_ACTIVATIONS
 from gpu_service.ops.kv import mean_index_keys
 from gpu_service.ops.norm import rms_norm
 from gpu_service.ops.rope import RopeTable, Unrotated, apply_rope, qk_norm_rope, query_scales
+from moebius import _kernels
 from moebius.models.layers import gqa as blocks
 from moebius.models.layers.gqa import GQA, FullWidthQkNorm
 from moebius.models.layers.layer import Places
-from moebius.models.layers.ranks import ShardRange
 
 
 class BlockIndexer(nn.Module):
@@ -42,17 +34,14 @@ class BlockIndexer(nn.Module):
     `index_layer` counts the layers of this stage that choose.
     """
 
-    def __init__(
-        self, index_layer: int, sizes: blocks.BlockIndexer, keys: ShardRange, made: Composition
-    ) -> None:
-        """`keys`: the rank's KV heads."""
+    def __init__(self, index_layer: int, sizes: blocks.BlockIndexer, kv_heads: int, own: RankWeights) -> None:
+        """`kv_heads`: the rank's."""
         super().__init__()
-        self._index_layer, self._num_heads, self._head_dim = index_layer, keys.size, sizes.head_dim
+        self._index_layer, self._num_heads, self._head_dim = index_layer, kv_heads, sizes.head_dim
         self.block_size = sizes.block_size
-        parts = {"q_proj": keys.scaled(sizes.head_dim), "k_proj": ShardRange.whole(sizes.head_dim)}
-        self.qk_proj = FusedLinear(made.hidden_size, parts, bias=False, dtype=made.dtype)
-        self.q_norm = make_rms_norm(sizes.norm, sizes.head_dim, dtype=made.dtype)
-        self.k_norm = make_rms_norm(sizes.norm, sizes.head_dim, dtype=made.dtype)
+        self.qk_proj = Linear(own.under("qk_proj"))
+        self.q_norm = make_rms_norm(sizes.norm, own.under("q_norm"))
+        self.k_norm = make_rms_norm(sizes.norm, own.under("k_norm"))
 
     def forward(
         self,
@@ -79,14 +68,13 @@ class MeanBlockIndexer(nn.Module):
     Every rank has all of it. Attribute names are those of checkpoints.
     """
 
-    def __init__(self, index_layer: int, sizes: blocks.BlockIndexer, made: Composition) -> None:
+    def __init__(self, index_layer: int, sizes: blocks.BlockIndexer, own: RankWeights) -> None:
         super().__init__()
         self._index_layer, self._num_heads, self._head_dim = index_layer, sizes.shared_heads, sizes.head_dim
         self.block_size = sizes.block_size
-        rows = (sizes.shared_heads + 1) * sizes.head_dim
-        self.index_qk_proj = Linear(made.hidden_size, rows, bias=False, dtype=made.dtype)
-        self.q_layernorm = make_rms_norm(sizes.norm, sizes.head_dim, dtype=made.dtype)
-        self.k_layernorm = make_rms_norm(sizes.norm, sizes.head_dim, dtype=made.dtype)
+        self.index_qk_proj = Linear(own.under("index_qk_proj"))
+        self.q_layernorm = make_rms_norm(sizes.norm, own.under("q_layernorm"))
+        self.k_layernorm = make_rms_norm(sizes.norm, own.under("k_layernorm"))
 
     def forward(
         self, hidden_states: torch.Tensor, rope: RopeTable, backend: AttentionBackend, inputs: ForwardInputs
@@ -107,13 +95,13 @@ class MeanBlockIndexer(nn.Module):
 
 
 def _indexer(
-    spec: GQA, place: int | None, keys: ShardRange, made: Composition
+    spec: GQA, place: int | None, kv_heads: int, own: RankWeights
 ) -> BlockIndexer | MeanBlockIndexer | None:
     if spec.blocks is None or place is None:
         return None
     if spec.blocks.shared_heads:
-        return MeanBlockIndexer(place, spec.blocks, made)
-    return BlockIndexer(place, spec.blocks, keys, made)
+        return MeanBlockIndexer(place, spec.blocks, own)
+    return BlockIndexer(place, spec.blocks, kv_heads, own)
 
 
 class GQAttention(nn.Module):
@@ -125,54 +113,39 @@ class GQAttention(nn.Module):
     def __init__(self, spec: GQA, places: Places, made: Composition) -> None:
         super().__init__()
         assert places.cache is not None
-        self.layer_id, self.head_dim, dtype = places.cache, spec.head_dim, made.dtype
-        queries = heads_shard(spec.num_heads, made.parallel)
-        keys = kv_heads_shard(spec.num_kv_heads, made.parallel)
-        self.num_heads, self.num_kv_heads = queries.size, keys.size
+        self.layer_id, self.head_dim = places.cache, spec.head_dim
+        own, rank = made.weights(spec.weights(made.hidden_size)), made.own(spec)
+        self.num_heads, self.num_kv_heads = rank.num_heads, rank.num_kv_heads
         self._value_dim, self._spec = spec.value_dim, spec
         # Of norms that have no weight to load; made by `pack`.
         self._value_ones: torch.Tensor | None = None
         self._head_ones: torch.Tensor | None = None
-        query_rows, output_columns = queries.scaled(spec.head_dim), queries.scaled(spec.value_dim)
-        gates = None if spec.gate is None else spec.gate.of
-        parts = {"q_proj": query_rows.scaled(2) if gates == "query" else query_rows}
-        parts["k_proj"] = keys.scaled(spec.head_dim)
-        if not spec.keys_are_values:
-            parts["v_proj"] = keys.scaled(spec.value_dim)
-        if gates == "element":
-            parts["g_proj"] = output_columns
-        order = gated_query_order(queries.size, keys.size, spec.head_dim) if gates == "query" else None
-        self.qkv_proj = FusedLinear(made.hidden_size, parts, bias=spec.bias, dtype=dtype, order=order)
-        self.o_proj = RowParallelLinear(
-            output_columns, made.hidden_size, bias=spec.output_bias, dtype=dtype, parallel=made.parallel
-        )
-        self._query_heads = queries
-        self.indexer = _indexer(spec, places.index, keys, made)
-        self.g_proj: FusedLinear | None = None
-        if gates == "head":
-            self.g_proj = FusedLinear(made.hidden_size, {"g_proj": queries}, bias=False, dtype=dtype)
-        self.sinks = empty_parameter(queries.size, dtype=dtype) if spec.has_sinks else None
+        order = None
+        if spec.gate is not None and spec.gate.of == "query":
+            order = gated_query_order(rank.num_heads, rank.num_kv_heads, spec.head_dim)
+        self.qkv_proj = Linear(own.under("qkv_proj"), order)
+        self.o_proj = RowParallelLinear(own.under("o_proj"), made.parallel)
+        self.indexer = _indexer(spec, places.index, rank.num_kv_heads, own.under("indexer"))
+        self.g_proj = Linear(gates) if (gates := own.under("g_proj")) else None
+        self.sinks = own.optional("sinks")
         self.q_norm: FullWidthNorm | Norm | None = None
         self.k_norm: FullWidthNorm | Norm | None = None
         if isinstance(spec.qk_norm, FullWidthQkNorm):
             ranks, eps = made.parallel.tp_size, spec.qk_norm.eps
-            self.q_norm = FullWidthNorm(query_rows, ranks, eps, dtype=dtype)
-            self.k_norm = FullWidthNorm(parts["k_proj"], ranks, eps, dtype=dtype)
+            self.q_norm = FullWidthNorm(own.under("q_norm"), ranks, eps)
+            self.k_norm = FullWidthNorm(own.under("k_norm"), ranks, eps)
         elif spec.qk_norm is not None:
-            self.q_norm = make_norm(spec.qk_norm.norm, spec.head_dim, dtype=dtype)
-            self.k_norm = make_norm(spec.qk_norm.norm, spec.head_dim, dtype=dtype)
+            self.q_norm = make_norm(spec.qk_norm.norm, own.under("q_norm"))
+            self.k_norm = make_norm(spec.qk_norm.norm, own.under("k_norm"))
         self._norm_after_rope = spec.qk_norm is not None and spec.qk_norm.after_rope
         self._gate_weights = GATE_ACTIVATIONS["sigmoid" if spec.gate is None else spec.gate.activation]
-        self._group, self._dtype = made.parallel.tensor_group, dtype
+        self._group, self._dtype = made.parallel.tensor_group, made.dtype
+        # As `host_weights` gives them away.
+        self._wide_sinks: torch.Tensor | None = None
 
     def read_seam(self, seam: Seam, inputs: ForwardInputs) -> tuple[torch.Tensor, ...] | None:
         """With queries, keys and values, see `ReadsSeam`."""
         return self.qkv_proj.after_seam(seam)
-
-    def checkpoint_parts(self) -> Iterator[CheckpointPart]:
-        """Returns the parts that a rank has of this module's own parameters: those of its heads."""
-        if self.sinks is not None:
-            yield CheckpointPart("", "sinks", self._query_heads, None)
 
     def pack(self) -> None:
         """Makes what is used but not loaded; the loader calls it once."""
@@ -235,6 +208,45 @@ class GQAttention(nn.Module):
             attended = attended.view(*weights.shape, self._value_dim).mul_(weights.unsqueeze(-1)).flatten(1)
         output: torch.Tensor = self.o_proj(attended)
         return output
+
+    def host_weights(self, cache: KVCache, rotation: int, sight: int) -> _kernels.AttentionWeights | None:
+        """Returns the layer as `_kernels.DecoderLayers` computes it; None: there is more to do than it does.
+
+        `rotation` and `sight`: the indices of the rotary table and of what rows see among those of a step.
+        """
+        spec, norms = self._spec, self._fused_norms()
+        qkv, output = self.qkv_proj.projection, self.o_proj.projection
+        plain_values = spec.value_dim == spec.head_dim and spec.value_scale == 1.0 and not spec.value_norm
+        is_plain = plain_values and spec.gate is None and spec.blocks is None and not spec.keys_are_values
+        if spec.rope is None or spec.rope.query_growth or norms is None or not is_plain:
+            return None
+        weights = [weight for weight in norms[:2] if weight is not None]
+        if qkv is None or output is None or any(weight.dtype != self._dtype for weight in weights):
+            return None
+        if self.sinks is not None:
+            self._wide_sinks = self.sinks.float().contiguous()
+        addresses = [0 if weight is None else weight.data_ptr() for weight in (*norms[:2], self._wide_sinks)]
+        return _kernels.AttentionWeights(
+            qkv=qkv,
+            output=output,
+            query_norm=addresses[0],
+            key_norm=addresses[1],
+            norm_eps=norms[2],
+            sinks=addresses[2],
+            pages=cache.pages(self.layer_id).data_ptr(),
+            page_size=cache.page_size,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            scale=spec.scale,
+            rotation=rotation,
+            sight=sight,
+        )
+
+    @property
+    def sight(self) -> tuple[int | None, int | None]:
+        """The layer's window and chunk, see `AttentionLayer`."""
+        return self._spec.window, self._spec.chunk
 
     def _cached_value(self, projected: torch.Tensor) -> torch.Tensor:
         """Returns `[T, num_kv_heads, head_dim]` of projected values: normed, scaled, padded to a

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -10,9 +10,13 @@ import torch
 from torch import nn
 
 from gpu_service.core.parallel import SOLO, ParallelContext
+from gpu_service.layers.rank_weights import RankWeights
 from moebius.models.layers.layer import Places
+from moebius.models.layers.mixer import Mixer
+from moebius.models.layers.weights import Weight
 
 T = TypeVar("T")
+M = TypeVar("M", bound=Mixer)
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +50,14 @@ class Composition:
     vocab_size: int = 0
     max_model_len: int = 0
     _shared: dict[Any, Any] = field(default_factory=dict)
+
+    def weights(self, declared: Iterable[Weight]) -> RankWeights:
+        """Returns what this rank has of declared weights."""
+        return RankWeights(declared, self.dtype, self.parallel)
+
+    def own(self, mixer: M) -> M:
+        """Returns what this rank computes of a mixer."""
+        return mixer.on_rank(self.parallel.tp_rank, self.parallel.tp_size)
 
     def shared(self, make: Callable[..., T], *of: Any) -> T:
         """Returns what `make(*of)` returned for the first of the model's modules that asked for it."""

@@ -7,25 +7,22 @@ checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import nn
 
 from gpu_service.attention.compressed.base import CompressedAttentionBackend, Compression
-from gpu_service.core.partition import heads_shard
 from gpu_service.core.step import ForwardInputs
 from gpu_service.layers.composition import Composition
 from gpu_service.layers.context import ForwardContext
 from gpu_service.layers.decoder import RotaryEmbedding
-from gpu_service.layers.linear import CheckpointPart, FusedLinear, Linear, RowParallelLinear, empty_parameter
+from gpu_service.layers.linear import Linear, RowParallelLinear
 from gpu_service.layers.norm import RMSNorm
+from gpu_service.layers.rank_weights import RankWeights
 from gpu_service.ops.linear import widened
 from gpu_service.ops.norm import rms_norm
 from gpu_service.ops.rope import RopeTable, apply_rope
 from moebius.models.layers import compressed
 from moebius.models.layers.layer import Places
-from moebius.models.layers.ranks import ShardRange
 from moebius.models.layers.rope import RopeConfig
 
 
@@ -76,17 +73,11 @@ def _step_tables(
 class Compressor(nn.Module):
     """What tokens project for their entries; every rank has all of it."""
 
-    def __init__(self, spec: compressed.CompressedAttention, size: int, made: Composition) -> None:
-        """`size`: elements of an entry. Of those that are chosen a token has a part in two."""
+    def __init__(self, spec: compressed.CompressedAttention, own: RankWeights) -> None:
         super().__init__()
         self.rate = spec.rate
-        width = size if spec.indexer is None else 2 * size
-        rows = ShardRange.whole(width)
-        parts = {"wkv": rows, "wgate": rows}
-        self.projections = FusedLinear(made.hidden_size, parts, bias=False, dtype=made.dtype)
-        # Float32 as they are added.
-        self.ape = empty_parameter(spec.rate, width, dtype=torch.float32)
-        self.norm = RMSNorm(size, spec.eps, dtype=made.dtype)
+        self.projections, self.ape = Linear(own.under("projections")), own.parameter("ape")
+        self.norm = RMSNorm(own.under("norm"), spec.eps)
 
     def forward(
         self,
@@ -105,14 +96,12 @@ class EntryIndexer(nn.Module):
     """Small queries and small entries whose products only rank entries; every rank has all of it."""
 
     def __init__(
-        self, spec: compressed.CompressedAttention, sizes: compressed.EntryIndexer, made: Composition
+        self, spec: compressed.CompressedAttention, sizes: compressed.EntryIndexer, own: RankWeights
     ) -> None:
         super().__init__()
         self._heads, self._head_dim, self._rope_dim = sizes.num_heads, sizes.head_dim, spec.rope_dim
-        self.compressor = Compressor(spec, self._head_dim, made)
-        self.wq_b = Linear(spec.q_lora_rank, self._heads * self._head_dim, bias=False, dtype=made.dtype)
-        # Its few rows weigh whole heads against one another: in 16 bits, ranks of entries would change.
-        self.weights_proj = Linear(made.hidden_size, self._heads, bias=False, dtype=torch.float32)
+        self.compressor = Compressor(spec, own.under("compressor"))
+        self.wq_b, self.weights_proj = Linear(own.under("wq_b")), Linear(own.under("weights_proj"))
         self._score_scale = (self._heads * self._head_dim) ** -0.5
 
     def forward(
@@ -135,14 +124,11 @@ class EntryIndexer(nn.Module):
 class GroupedProjection(nn.Module):
     """Groups of heads, each projected by itself; a rank has its groups' rows."""
 
-    def __init__(self, columns: int, groups: ShardRange, rank: int, *, dtype: torch.dtype) -> None:
-        """`columns` of a group's heads to `rank` elements."""
+    def __init__(self, groups: int, own: RankWeights) -> None:
+        """`groups`: the rank's."""
         super().__init__()
-        self._groups, self._rows, self._columns = groups.size, groups.scaled(rank), columns
-        self.weight = empty_parameter(self._rows.size, columns, dtype=dtype)
-
-    def checkpoint_parts(self) -> Iterator[CheckpointPart]:
-        yield CheckpointPart("", "weight", self._rows, ShardRange.whole(self._columns))
+        self._groups, self.weight = groups, own.parameter("weight")
+        self._columns = self.weight.shape[1]
 
     def forward(self, heads: torch.Tensor) -> torch.Tensor:
         """Maps `[T, heads, head_dim]` to `[T, groups * rank]`."""
@@ -165,31 +151,18 @@ class CompressedAttention(nn.Module):
         assert places.state is not None
         self.layer_id, self._state, self._spec = places.cache, places.state, spec
         self._tables = made.shared(_step_tables, spec.rope, made.max_model_len, made.dtype, made.device)
-        head_dim, eps, dtype = spec.head_dim, spec.eps, made.dtype
-        heads = heads_shard(spec.num_heads, made.parallel)
-        groups = heads_shard(spec.output_groups, made.parallel)
-        narrow = {"q_a_proj": ShardRange.whole(spec.q_lora_rank), "kv_proj": ShardRange.whole(head_dim)}
-        self.a_proj = FusedLinear(made.hidden_size, narrow, bias=False, dtype=dtype)
-        self.q_a_norm = RMSNorm(spec.q_lora_rank, eps, dtype=dtype)
-        self.kv_norm = RMSNorm(head_dim, eps, dtype=dtype)
-        query_rows = {"q_b_proj": heads.scaled(head_dim)}
-        self.q_b_proj = FusedLinear(spec.q_lora_rank, query_rows, bias=False, dtype=dtype)
-        self._heads = heads
-        self.sinks = empty_parameter(heads.size, dtype=torch.float32)
-        columns = spec.num_heads // spec.output_groups * head_dim
-        self.o_a_proj = GroupedProjection(columns, groups, spec.output_rank, dtype=dtype)
-        outputs = groups.scaled(spec.output_rank)
-        self.o_b_proj = RowParallelLinear(
-            outputs, made.hidden_size, bias=False, dtype=dtype, parallel=made.parallel
-        )
-        self.compressor = Compressor(spec, head_dim, made) if spec.rate else None
-        self.indexer = None if spec.indexer is None else EntryIndexer(spec, spec.indexer, made)
+        own, eps = made.weights(spec.weights(made.hidden_size)), spec.eps
+        self.a_proj = Linear(own.under("a_proj"))
+        self.q_a_norm, self.kv_norm = RMSNorm(own.under("q_a_norm"), eps), RMSNorm(own.under("kv_norm"), eps)
+        self.q_b_proj, self.sinks = Linear(own.under("q_b_proj")), own.parameter("sinks")
+        self.o_a_proj = GroupedProjection(made.own(spec).output_groups, own.under("o_a_proj"))
+        self.o_b_proj = RowParallelLinear(own.under("o_b_proj"), made.parallel)
+        self.compressor = Compressor(spec, own.under("compressor")) if spec.rate else None
+        self.indexer: EntryIndexer | None = None
+        if spec.indexer is not None:
+            self.indexer = EntryIndexer(spec, spec.indexer, own.under("indexer"))
         # Of the queries' norm, which has no weight to load; made by `pack`.
         self._ones: torch.Tensor | None = None
-
-    def checkpoint_parts(self) -> Iterator[CheckpointPart]:
-        """Returns the parts that a rank has of this module's own parameters: those of its heads."""
-        yield CheckpointPart("", "sinks", self._heads, None)
 
     def pack(self) -> None:
         """Makes what is used but not loaded; the loader calls it once."""

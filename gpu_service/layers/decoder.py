@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import cast
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from gpu_service.core.parallel import SOLO, ParallelContext
-from gpu_service.core.partition import padded_vocab, vocab_shard
+from gpu_service.cache.kv_cache import KVCache
+from gpu_service.core.parallel import ParallelContext
 from gpu_service.core.step import ForwardInputs
+from gpu_service.layers.attention import GQAttention
 from gpu_service.layers.composition import Composition, LayerParts
 from gpu_service.layers.context import ForwardContext
-from gpu_service.layers.linear import CheckpointPart, Linear, ReadsSeam, Seam, StoredWeight, empty_parameter
+from gpu_service.layers.linear import ReadsSeam, Seam, StoredWeight
 from gpu_service.layers.moe import MLP, MoE, MoEWithOwnNorms
 from gpu_service.layers.norm import Norm, RMSNorm, make_norm
+from gpu_service.layers.rank_weights import RankWeights
 from gpu_service.ops.rope import RopeTable, query_scales, rope_table, section_axes
 from gpu_service.ops.rope_frequencies import inverse_frequencies
+from moebius import _kernels
 from moebius.models.layers.layer import Layer
-from moebius.models.layers.ranks import ShardRange
 from moebius.models.layers.residual import NormedStream, Sequential, Shortcut
 from moebius.models.layers.rope import RopeConfig
 
@@ -28,13 +30,9 @@ from moebius.models.layers.rope import RopeConfig
 class Embedding(StoredWeight):
     """Row look-up; a rank holds the rows of its part of the vocabulary, padded with zeros to equal parts."""
 
-    def __init__(
-        self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype, parallel: ParallelContext = SOLO
-    ) -> None:
-        super().__init__(padded_vocab(vocab_size, parallel), hidden_size, dtype=dtype)
-        self._shard = vocab_shard(vocab_size, parallel)
-        self._hidden_size = hidden_size
-        self._parallel, self._dtype = parallel, dtype
+    def __init__(self, own: RankWeights, dtype: torch.dtype, parallel: ParallelContext) -> None:
+        super().__init__(own)
+        self._shard, self._parallel, self._dtype = own.rows("weight"), parallel, dtype
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Maps int64 `[T]` to `[T, hidden_size]`: each id's row from the rank that has it, zeros
@@ -56,31 +54,6 @@ class Embedding(StoredWeight):
         """The loader calls it once: a kept weight may be the head as well."""
         if self.packed is not None:
             self.packed.calibrate()
-
-    def checkpoint_parts(self) -> Iterator[CheckpointPart]:
-        yield CheckpointPart("", "weight", self._shard, ShardRange.whole(self._hidden_size))
-
-
-class Head(Linear):
-    """The output projection; a rank computes the logits of its part of the vocabulary."""
-
-    def __init__(
-        self,
-        hidden_size: int,
-        vocab_size: int,
-        *,
-        bias: bool = False,
-        dtype: torch.dtype,
-        parallel: ParallelContext = SOLO,
-    ) -> None:
-        super().__init__(hidden_size, padded_vocab(vocab_size, parallel), bias=bias, dtype=dtype)
-        self._shard = vocab_shard(vocab_size, parallel)
-        self._hidden_size = hidden_size
-
-    def checkpoint_parts(self) -> Iterator[CheckpointPart]:
-        yield CheckpointPart("", "weight", self._shard, ShardRange.whole(self._hidden_size))
-        if self.bias is not None:
-            yield CheckpointPart("", "bias", self._shard, None)
 
 
 def gather_logits(logits: torch.Tensor, vocab_size: int, parallel: ParallelContext) -> torch.Tensor:
@@ -141,13 +114,12 @@ class RotaryEmbedding:
 class LearnedRotation(nn.Module):
     """Factors of a model's rotary frequencies, as logarithms that the checkpoint holds (LeRoPE)."""
 
-    def __init__(self, rotaries: list[RotaryEmbedding]) -> None:
+    def __init__(self, rotaries: list[RotaryEmbedding], own: RankWeights) -> None:
         """Raises ValueError unless the model has one kind of rotation."""
         super().__init__()
         if len(rotaries) != 1:
             raise ValueError(f"learned frequencies belong to one kind of rotation, not to {len(rotaries)}")
-        self._rotary = rotaries[0]
-        self.alpha = empty_parameter(self._rotary.frequencies.shape[0], dtype=torch.float32)
+        self._rotary, self.alpha = rotaries[0], own.parameter("alpha")
 
     def pack(self) -> None:
         """From here on the frequencies are the learned ones; the loader calls it once."""
@@ -235,28 +207,58 @@ class ResidualStream:
 class DecoderLayer(nn.Module):
     """`x += attention(norm(x)); x += mlp(norm(x))`; `mlp` is an `MLP` or a `MoE`.
 
-    Its `Sequential` says where and what is normed and multiplied. The attention's name is the checkpoint's:
-    `linear_attn` where its class says so.
+    Its `Sequential` says where and what is normed and multiplied. The attention's name is the checkpoint's.
     """
 
     def __init__(self, layer: Layer, parts: LayerParts, made: Composition) -> None:
         super().__init__()
         residual, self._dtype = layer.residual, made.dtype
         assert isinstance(residual, Sequential)
+        assert layer.mixer is not None
+        own = made.weights(residual.weights(layer.norm, made.hidden_size))
 
-        def norm(is_there: bool) -> Norm | None:
-            return make_norm(layer.norm, made.hidden_size, dtype=made.dtype) if is_there else None
+        def norm(name: str) -> Norm | None:
+            return make_norm(layer.norm, declared) if (declared := own.under(name)) else None
 
         attention, mlp = parts.both()
-        self.input_layernorm = norm(residual.normed_input)
-        self._attention_name: str = getattr(attention, "checkpoint_name", "self_attn")
+        self.input_layernorm = norm("input_layernorm")
+        self._attention_name = layer.mixer.name
         self.add_module(self._attention_name, attention)
-        self.post_attention_layernorm = norm(residual.normed_input)
+        self.post_attention_layernorm = norm("post_attention_layernorm")
         self.mlp = mlp
-        self.post_self_attn_layernorm = norm(residual.normed_output == "both")
-        self.post_mlp_layernorm = norm(residual.normed_output != "none")
-        self.layer_scalar = empty_parameter(1, dtype=made.dtype) if residual.learned_scale else None
+        self.post_self_attn_layernorm = norm("post_self_attn_layernorm")
+        self.post_mlp_layernorm = norm("post_mlp_layernorm")
+        self.layer_scalar = own.optional("layer_scalar")
         self._scale = residual.scale
+
+    @property
+    def sight(self) -> tuple[int | None, int | None] | None:
+        """The window and the chunk of a layer that attends with grouped queries; None: it does not."""
+        attention = self._modules[self._attention_name]
+        return attention.sight if isinstance(attention, GQAttention) else None
+
+    def host_weights(self, cache: KVCache, rotation: int, sight: int) -> _kernels.LayerWeights | None:
+        """Returns the layer as `_kernels.DecoderLayers` computes it; None: it is another kind of layer.
+
+        Arguments as `GQAttention.host_weights`.
+        """
+        attention, mlp = self._modules[self._attention_name], self.mlp
+        norms = self.input_layernorm, self.post_attention_layernorm
+        after = self.post_self_attn_layernorm, self.post_mlp_layernorm, self.layer_scalar
+        if self._scale != 1.0 or any(part is not None for part in after):
+            return None
+        if not isinstance(attention, GQAttention) or not all(isinstance(norm, RMSNorm) for norm in norms):
+            return None
+        attends = attention.host_weights(cache, rotation, sight)
+        dense, router, layer_id = None, None, 0
+        if isinstance(mlp, MoE) and (found := mlp.host_weights()) is not None:
+            (dense, router), layer_id = found, mlp.layer_id
+        elif isinstance(mlp, MLP):
+            dense = mlp.host_weights()
+        if attends is None or (dense is None and router is None):
+            return None
+        first, second = (norm.host_weights() for norm in norms if isinstance(norm, RMSNorm))
+        return _kernels.LayerWeights(first, attends, second, dense, router, layer_id)
 
     def forward(
         self, stream: ResidualStream, rope: RopeTable | None, context: ForwardContext
@@ -290,7 +292,8 @@ class SingleLayer(nn.Module):
 
     def __init__(self, layer: Layer, parts: LayerParts, made: Composition) -> None:
         super().__init__()
-        self.norm = make_norm(layer.norm, made.hidden_size, dtype=made.dtype)
+        own = made.weights(layer.residual.weights(layer.norm, made.hidden_size))
+        self.norm = make_norm(layer.norm, own.under("norm"))
         self.mixer = parts.single()
 
     def forward(
@@ -310,9 +313,10 @@ class NormedResidualLayer(nn.Module):
         super().__init__()
         residual = layer.residual
         assert isinstance(residual, NormedStream)
-        self.input_layernorm = make_norm(layer.norm, made.hidden_size, dtype=made.dtype)
+        own = made.weights(residual.weights(layer.norm, made.hidden_size))
+        self.input_layernorm = make_norm(layer.norm, own.under("input_layernorm"))
         self.self_attn, mlp = parts.both()
-        self.post_attention_layernorm = make_norm(layer.norm, made.hidden_size, dtype=made.dtype)
+        self.post_attention_layernorm = make_norm(layer.norm, own.under("post_attention_layernorm"))
         self.mlp = mlp
         self._attention_weights, self._mlp_weights = residual.mixer, residual.ffn
 
@@ -336,7 +340,8 @@ class ParallelLayer(nn.Module):
 
     def __init__(self, layer: Layer, parts: LayerParts, made: Composition) -> None:
         super().__init__()
-        self.input_layernorm = make_norm(layer.norm, made.hidden_size, dtype=made.dtype)
+        own = made.weights(layer.residual.weights(layer.norm, made.hidden_size))
+        self.input_layernorm = make_norm(layer.norm, own.under("input_layernorm"))
         self.self_attn, self.mlp = parts.both()
 
     def forward(
@@ -362,13 +367,16 @@ class ShortcutLayer(nn.Module):
         assert isinstance(residual, Shortcut)
         assert isinstance(parts.ffn, MoE), "the family's reader lists all layers as MoE"
 
-        def norms() -> nn.ModuleList:
-            return nn.ModuleList(make_norm(layer.norm, made.hidden_size, dtype=made.dtype) for _ in halves)
+        own = made.weights(layer.weights(made.hidden_size))
 
-        self.input_layernorm = norms()
+        def norms(name: str) -> nn.ModuleList:
+            return nn.ModuleList(make_norm(layer.norm, own.under(f"{name}.{half}")) for half in halves)
+
+        self.input_layernorm = norms("input_layernorm")
         self.self_attn = nn.ModuleList(parts.mixers)
-        self.post_attention_layernorm = norms()
-        self.mlps = nn.ModuleList(MLP(residual.dense, made) for _ in halves)
+        self.post_attention_layernorm = norms("post_attention_layernorm")
+        dense = residual.dense
+        self.mlps = nn.ModuleList(MLP(dense, own.under(f"mlps.{half}"), made.parallel) for half in halves)
         self.mlp = parts.ffn
 
     def forward(

@@ -2,58 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from gpu_service.layers.composition import Composition
 from gpu_service.layers.context import ForwardContext
-from gpu_service.layers.linear import FusedLinear, RowParallelLinear, linear_attention_order
+from gpu_service.layers.linear import Linear, RowParallelLinear, linear_attention_order
 from gpu_service.layers.norm import RMSNorm
-from gpu_service.layers.states import ConvTaps, StateLayer, own_rows
+from gpu_service.layers.states import ConvTaps, StateLayer
 from gpu_service.ops.linear_attention import gated_delta_extend, gated_delta_update
 from gpu_service.ops.norm import gated_rms_norm, sigmoid_gated_rms_norm
 from gpu_service.ops.rope import RopeTable
 from moebius.models.layers import recurrent
 from moebius.models.layers.layer import Places
-from moebius.models.layers.ranks import ShardRange
 
 
 class GatedDeltaNet(StateLayer):
     """Projection, convolution, recurrence, gated norm, output."""
 
-    checkpoint_name = "linear_attn"
-    A_log: torch.Tensor
-    dt_bias: torch.Tensor
-
     def __init__(self, spec: recurrent.GatedDeltaNet, places: Places, made: Composition) -> None:
         super().__init__(spec, places, made)
-        self._spec, keys, values, dtype = spec, self._keys, self._values, made.dtype
-        self._widths = (2 * keys.size + values.size, values.size, self._heads.size, self._heads.size)
-        parts, order = self._projections()
-        self.in_proj = FusedLinear(made.hidden_size, parts, bias=False, dtype=dtype, order=order)
-        channels = {"": ShardRange.whole(spec.conv_size)}
-        self.conv1d = ConvTaps(channels, spec.conv_width, dtype=dtype, order=own_rows(keys, keys, values))
-        self.norm = RMSNorm(spec.value_head_dim, spec.eps, dtype=dtype)
-        self.out_proj = RowParallelLinear(
-            values, made.hidden_size, bias=False, dtype=dtype, parallel=made.parallel
-        )
-
-    def _projections(self) -> tuple[dict[str, ShardRange], list[int] | None]:
-        """Returns what the rank loads, and which rows of it, in which order, it keeps."""
-        spec, own, heads = self._spec, self._key_heads, self._heads
-        repeats = spec.num_value_heads // spec.num_key_heads
-        if spec.interleaved:
-            width = 2 * spec.key_head_dim + 2 * repeats * spec.value_head_dim
-            parts = {"in_proj_qkvz": own.scaled(width), "in_proj_ba": own.scaled(2 * repeats)}
-            sizes = replace(spec, num_key_heads=own.size, num_value_heads=heads.size)
-            return parts, linear_attention_order(sizes)
-        apart = {"in_proj_z": self._values, "in_proj_b": heads, "in_proj_a": heads}
-        parts = {"in_proj_qkv": ShardRange.whole(spec.conv_size)} | apart
-        if own.is_whole:
-            return parts, None
-        rest = ShardRange.whole(sum(shard.size for shard in apart.values()))
-        return parts, own_rows(self._keys, self._keys, self._values, rest)
+        own, rank = made.weights(spec.weights(made.hidden_size)), made.own(spec)
+        self._spec, heads = spec, rank.num_value_heads
+        self._widths = rank.conv_size, rank.value_size, heads, heads
+        order = linear_attention_order(rank) if spec.interleaved else None
+        self.in_proj = Linear(own.under("in_proj"), order)
+        self.conv1d = ConvTaps(own.under("conv1d"))
+        self.A_log, self.dt_bias = own.parameter("A_log"), own.parameter("dt_bias")
+        self.norm = RMSNorm(own.under("norm"), spec.eps)
+        self.out_proj = RowParallelLinear(own.under("out_proj"), made.parallel)
 
     def forward(
         self, hidden_states: torch.Tensor, rope: RopeTable | None, context: ForwardContext

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -17,29 +17,29 @@ from gpu_service.layers.composition import Composition, LayerParts
 from gpu_service.layers.context import ForwardContext
 from gpu_service.layers.decoder import ResidualStream
 from gpu_service.layers.hyper_connections import HyperStreams
-from gpu_service.layers.linear import CheckpointPart, FusedLinear, Linear, empty_parameter
+from gpu_service.layers.linear import Linear
 from gpu_service.layers.norm import OnePlusWeightRMSNorm
+from gpu_service.layers.rank_weights import RankWeights, empty_parameter
 from gpu_service.layers.states import ConvTaps, LayerStates, StepSequences
 from gpu_service.ops.gated_streams import gate_values, inject_update, mix_gated_streams, norm_streams
 from gpu_service.ops.ngrams import NGramTable, ngram_rows, ngram_table, table_rows
 from gpu_service.ops.rope import RopeTable
 from moebius.models.layers import residual as specs
 from moebius.models.layers.layer import Layer, Places
-from moebius.models.layers.ranks import ShardRange, even_shard
-from moebius.models.layers.residual import NGramConfig, NGrams
+from moebius.models.layers.ngrams import NGramConfig, NGrams
 
 
 class StreamNorm(OnePlusWeightRMSNorm):
     """The norm of each residual stream by itself; the weights of all streams are one `[N * H]`."""
 
-    def __init__(self, num_streams: int, eps: float, made: Composition) -> None:
-        super().__init__(num_streams * made.hidden_size, eps, dtype=made.dtype)
-        self._hidden_size = made.hidden_size
+    def __init__(self, own: RankWeights, eps: float, num_streams: int) -> None:
+        super().__init__(own, eps)
+        self._num_streams = num_streams
 
     @property
     def by_stream(self) -> torch.Tensor:
         """View `[N, H]` of the weights."""
-        return self.weight.view(-1, self._hidden_size)
+        return self.weight.view(self._num_streams, -1)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Streams `[T, N, H]` to new ones."""
@@ -49,18 +49,12 @@ class StreamNorm(OnePlusWeightRMSNorm):
 class StreamMixer(nn.Module):
     """What the streams are read as, at the end of a model; attribute names are those of transformers."""
 
-    def __init__(
-        self, hyper: specs.GatedStreams, eps: float, made: Composition, *, injects: bool = False
-    ) -> None:
+    def __init__(self, hyper: specs.GatedStreams, eps: float, own: RankWeights) -> None:
         super().__init__()
-        whole, stream_size, dtype = ShardRange.whole, hyper.num_streams * made.hidden_size, made.dtype
         self._rank, self._num_streams = hyper.rank, hyper.num_streams
-        self.hc_norm = StreamNorm(hyper.num_streams, eps, made)
-        down = {"input_mix_weight_down": whole(hyper.rank)}
-        if injects:
-            down |= {"block_inject_weight": whole(hyper.num_streams)}
-        self.down = FusedLinear(stream_size, down, bias=False, dtype=dtype)
-        self.input_mix_weight_up = Linear(hyper.rank, stream_size, bias=False, dtype=dtype)
+        self.hc_norm = StreamNorm(own.under("hc_norm"), eps, hyper.num_streams)
+        self.down = Linear(own.under("down"))
+        self.input_mix_weight_up = Linear(own.under("input_mix_weight_up"))
 
     def forward(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Streams `[T, N, H]` to `[T, H]`, and `[T, N]` (or nothing) for `inject_update`."""
@@ -72,9 +66,6 @@ class StreamMixer(nn.Module):
 
 class StreamConnection(StreamMixer):
     """Around one half of a layer."""
-
-    def __init__(self, hyper: specs.GatedStreams, eps: float, made: Composition) -> None:
-        super().__init__(hyper, eps, made, injects=True)
 
     def around(self, streams: torch.Tensor, half: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Streams `[T, N, H]` after a half of a layer that turns `[T, H]` into a new `[T, H]`; in place."""
@@ -99,18 +90,13 @@ class NGramRows(nn.Module):
     stored in 8 bits with one scale it stays so.
     """
 
-    def __init__(self, sizes: NGramConfig, num_rows: int, made: Composition) -> None:
+    def __init__(self, own: RankWeights, first_row: int, made: Composition) -> None:
+        """`first_row`: of the rank's part."""
         super().__init__()
-        self._shard = even_shard(num_rows, made.parallel.tp_rank, made.parallel.tp_size)
-        self.weight = empty_parameter(self._shard.size, sizes.row_dim, dtype=made.dtype)
+        self.weight, self._first_row = own.parameter("weight"), first_row
         self.weight_scale: nn.Parameter | None = None
-        self.num_parts, self._dtype, self._device = sizes.parts, made.dtype, made.device
+        self._dtype, self._device = made.dtype, made.device
         self._group = made.parallel.tensor_group
-
-    @property
-    def host_parameters(self) -> tuple[str, ...]:
-        """See `linear.HostMemory`."""
-        return () if self._device.type == "cpu" else ("weight",)
 
     def pack(self) -> None:
         """Lets the GPU read the table; the loader calls it once."""
@@ -118,43 +104,29 @@ class NGramRows(nn.Module):
             page_lock(self.weight, self._device, "the table of n-grams")
 
     def keep_fp8(self) -> None:
-        """Hold the table in e4m3; the loader calls this before filling it."""
+        """See `linear.Scaled`."""
         self.weight = empty_parameter(*self.weight.shape, dtype=torch.float8_e4m3fn)
         self.weight_scale = empty_parameter(1, dtype=torch.float32)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Maps int64 `[T, n]` to `[T, n, row_dim]`: each row from the rank that has it, zeros from others."""
-        own = rows - self._shard.begin if self._shard.begin else rows
+        own = rows - self._first_row if self._first_row else rows
         return self._group.all_reduce(table_rows(own, self.weight, self.weight_scale, self._dtype))
-
-    def checkpoint_parts(self) -> Iterator[CheckpointPart]:
-        """Every part is named, also those of which this rank has nothing."""
-        shard, columns = self._shard, ShardRange.whole(self.weight.shape[1])
-        rows = shard.total // self.num_parts
-        for part in range(self.num_parts):
-            first = part * rows
-            begin, end = (min(max(bound - first, 0), rows) for bound in (shard.begin, shard.end))
-            place = min(max(first + begin - shard.begin, 0), shard.size)
-            own = ShardRange(begin, end, rows)
-            yield CheckpointPart(f"ngram_embedding.shard_{part}", "weight", own, columns, place)
-        if self.weight_scale is not None:
-            yield CheckpointPart("", "weight_scale", ShardRange.whole(1), None)
 
 
 class NGramEmbedding(nn.Module):
     """A token's rows of the table, one after another. Its factors follow from config.json."""
 
-    def __init__(self, spec: NGrams, made: Composition) -> None:
+    def __init__(self, spec: NGrams, own: RankWeights, made: Composition) -> None:
         super().__init__()
         self._sizes, self._device = spec.sizes, made.device
         self._table = ngram_table(spec.sizes, spec.place, made.vocab_size, "cpu")
-        self.ngram_embedding = NGramRows(spec.sizes, self._table.num_rows, made)
+        first_row = spec.table_part(made.parallel.tp_rank, made.parallel.tp_size).begin
+        self.ngram_embedding = NGramRows(own.under("ngram_embedding"), first_row, made)
 
     def pack(self) -> None:
         """Puts what was computed to the weights; the loader calls it once."""
-        factors, primes, offsets, num_rows = self._table
-        device = self._device
-        self._table = NGramTable(factors.to(device), primes.to(device), offsets.to(device), num_rows)
+        self._table = NGramTable(*(numbers.to(self._device) for numbers in self._table))
 
     def forward(self, inputs: ForwardInputs, tokens: torch.Tensor) -> torch.Tensor:
         """Returns `[T, embed_dim]`; tokens: all slots of the layer's latest tokens."""
@@ -178,7 +150,7 @@ class NGramEmbedding(nn.Module):
             inputs.state_reads,
             inputs.state_writes,
             inputs.query_start_loc_tensor,
-            *self._table[:3],
+            *self._table,
             self._sizes.end_token_id,
         )
 
@@ -186,18 +158,18 @@ class NGramEmbedding(nn.Module):
 class NGramLayer(nn.Module):
     """Adds embedded n-grams to every stream, gated by the stream, and a convolution of them over time."""
 
-    def __init__(self, spec: NGrams, eps: float, places: Places, made: Composition) -> None:
+    def __init__(self, spec: NGrams, eps: float, own: RankWeights, places: Places, made: Composition) -> None:
         """`eps` is that of the norms."""
         super().__init__()
         assert places.state is not None
-        sizes, width, hidden_size = spec.sizes, spec.stream_size, made.hidden_size
         self._state, self._sequences = places.state, made.shared(StepSequences)
-        self._hidden_size, norms = hidden_size, (width // hidden_size, eps, made)
-        self.ple_embedding = NGramEmbedding(spec, made)
-        parts = {"key_proj": ShardRange.whole(width), "value_proj": ShardRange.whole(hidden_size)}
-        self.kv_proj = FusedLinear(sizes.embed_dim, parts, bias=False, dtype=made.dtype)
-        self.norm_key, self.norm_query, self.norm_conv = (StreamNorm(*norms) for _ in range(3))
-        self.conv1d = SpreadTaps({"": ShardRange.whole(width)}, sizes, dtype=made.dtype)
+        self._hidden_size, num_streams = made.hidden_size, spec.stream_size // made.hidden_size
+        self.ple_embedding = NGramEmbedding(spec, own.under("ple_embedding"), made)
+        self.kv_proj = Linear(own.under("kv_proj"))
+        self.norm_key, self.norm_query, self.norm_conv = (
+            StreamNorm(own.under(name), eps, num_streams) for name in ("norm_key", "norm_query", "norm_conv")
+        )
+        self.conv1d = SpreadTaps(own.under("conv1d"), spec.sizes)
 
     def forward(self, streams: torch.Tensor, context: ForwardContext) -> None:
         """Streams `[T, N, H]` are added to in place; the states after the step are in its slots."""
@@ -221,8 +193,8 @@ class NGramLayer(nn.Module):
 class SpreadTaps(ConvTaps):
     """Taps of a convolution over every `size`-th token, as one over all with zeros in between."""
 
-    def __init__(self, parts: dict[str, ShardRange], sizes: NGramConfig, *, dtype: torch.dtype) -> None:
-        super().__init__(parts, sizes.conv_taps, dtype=dtype)
+    def __init__(self, own: RankWeights, sizes: NGramConfig) -> None:
+        super().__init__(own)
         self._sizes = sizes
 
     def pack(self) -> None:
@@ -236,21 +208,23 @@ class SpreadTaps(ConvTaps):
 class GatedStreamLayer(nn.Module):
     """A decoder layer each of whose halves reads all streams and adds to all; no other norms.
 
-    The attention's name is the checkpoint's: `linear_attn` where its class says so.
+    The attention's name is the checkpoint's.
     """
 
     def __init__(self, layer: Layer, parts: LayerParts, made: Composition) -> None:
         super().__init__()
         residual, eps = layer.residual, layer.norm.eps
         assert isinstance(residual, specs.GatedStreams)
+        assert layer.mixer is not None
+        own = made.weights(residual.weights(layer.norm, made.hidden_size))
         attention, self.mlp = parts.both()
-        self._attention_name: str = getattr(attention, "checkpoint_name", "self_attn")
+        self._attention_name = layer.mixer.name
         self.ple: NGramLayer | None = None
         if residual.ngrams is not None:
-            self.ple = NGramLayer(residual.ngrams, eps, parts.places[-1], made)
-        self.attn_hyper_connection = StreamConnection(residual, eps, made)
+            self.ple = NGramLayer(residual.ngrams, eps, own.under("ple"), parts.places[-1], made)
+        self.attn_hyper_connection = StreamConnection(residual, eps, own.under("attn_hyper_connection"))
         self.add_module(self._attention_name, attention)
-        self.mlp_hyper_connection = StreamConnection(residual, eps, made)
+        self.mlp_hyper_connection = StreamConnection(residual, eps, own.under("mlp_hyper_connection"))
 
     def forward(
         self, stream: ResidualStream, rope: RopeTable | None, context: ForwardContext

@@ -12,8 +12,8 @@ from torch import nn
 from gpu_service.layers.composition import Composition, LayerParts
 from gpu_service.layers.context import ForwardContext
 from gpu_service.layers.decoder import DecoderLayer, ResidualStream
-from gpu_service.layers.linear import empty_parameter
 from gpu_service.layers.norm import Norm
+from gpu_service.layers.rank_weights import RankWeights
 from gpu_service.ops.hyper_connections import collapse_streams, mix_streams, weigh_streams
 from gpu_service.ops.rope import RopeTable
 from moebius.models.layers.layer import Layer
@@ -23,15 +23,10 @@ from moebius.models.layers.residual import HyperConnections, Sequential
 class HyperConnection(nn.Module):
     """Weights of one half of a layer, float32 as they are used; attribute names are those of transformers."""
 
-    def __init__(self, hyper: HyperConnections, eps: float, hidden_size: int) -> None:
+    def __init__(self, hyper: HyperConnections, eps: float, own: RankWeights) -> None:
         super().__init__()
-        self._sizes, self._norm_eps, num = hyper, eps, hyper.num_streams
-        # Of the weights between streams there may be none.
-        kinds = 3 if hyper.iterations else 2
-        rows = (2 + num) * num if hyper.iterations else 2 * num
-        self.fn = empty_parameter(rows, num * hidden_size, dtype=torch.float32)
-        self.base = empty_parameter(rows, dtype=torch.float32)
-        self.scale = empty_parameter(kinds, dtype=torch.float32)
+        self._sizes, self._norm_eps = hyper, eps
+        self.fn, self.base, self.scale = (own.parameter(name) for name in ("fn", "base", "scale"))
 
     def forward(self, streams: torch.Tensor, half: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """Streams `[T, N, H]` after a half of a layer that turns `[T, H]` into a new `[T, H]`; in place."""
@@ -45,12 +40,11 @@ class HyperConnection(nn.Module):
 class HyperHead(nn.Module):
     """Weights of the last sum of streams, float32; attribute names are those of transformers."""
 
-    def __init__(self, hyper: HyperConnections, eps: float, hidden_size: int) -> None:
+    def __init__(self, hyper: HyperConnections, eps: float, own: RankWeights) -> None:
         super().__init__()
-        self._norm_eps, self._eps, num = eps, hyper.eps, hyper.num_streams
-        self.hc_fn = empty_parameter(num, num * hidden_size, dtype=torch.float32)
-        self.hc_base = empty_parameter(num, dtype=torch.float32)
-        self.hc_scale = empty_parameter(1, dtype=torch.float32)
+        self._norm_eps, self._eps = eps, hyper.eps
+        names = "hc_fn", "hc_base", "hc_scale"
+        self.hc_fn, self.hc_base, self.hc_scale = (own.parameter(name) for name in names)
 
     def forward(self, streams: torch.Tensor) -> torch.Tensor:
         """Streams `[T, N, H]` to `[T, H]`, weighed by sigmoids that depend on all of them."""
@@ -86,8 +80,9 @@ class HyperDecoderLayer(DecoderLayer):
         residual = layer.residual
         assert isinstance(residual, HyperConnections)
         super().__init__(replace(layer, residual=Sequential()), parts, made)
-        sizes = residual, layer.norm.eps, made.hidden_size
-        self.attn_hc, self.ffn_hc = HyperConnection(*sizes), HyperConnection(*sizes)
+        own, eps = made.weights(residual.weights(layer.norm, made.hidden_size)), layer.norm.eps
+        self.attn_hc = HyperConnection(residual, eps, own.under("attn_hc"))
+        self.ffn_hc = HyperConnection(residual, eps, own.under("ffn_hc"))
 
     def forward(
         self, stream: ResidualStream, rope: RopeTable | None, context: ForwardContext

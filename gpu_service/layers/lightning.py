@@ -8,7 +8,6 @@ and no term that skips the state: `ops.state_space` computes it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import structlog
 import torch
@@ -16,13 +15,7 @@ from torch.nn import functional
 
 from gpu_service.layers.composition import Composition
 from gpu_service.layers.context import ForwardContext
-from gpu_service.layers.linear import (
-    CheckpointPart,
-    FusedLinear,
-    RowParallelLinear,
-    empty_parameter,
-    lightning_order,
-)
+from gpu_service.layers.linear import Linear, RowParallelLinear, lightning_order
 from gpu_service.layers.norm import FullWidthNorm
 from gpu_service.layers.states import StateLayer
 from gpu_service.ops.norm import rms_norm
@@ -30,7 +23,6 @@ from gpu_service.ops.rope import RopeTable
 from gpu_service.ops.state_space import state_space_extend, state_space_update
 from moebius.checkpoint.errors import CheckpointError
 from moebius.models.layers.layer import Places
-from moebius.models.layers.ranks import ShardRange
 from moebius.models.layers.recurrent import Lightning
 
 # Softplus of it is 1: the bias of steps that nothing is projected for.
@@ -46,32 +38,20 @@ _EPS = 1e-6
 class LightningAttention(StateLayer):
     """Projections through SiLU, recurrence, norm over all heads, gate, output."""
 
-    checkpoint_name = "self_attn"
-    head_vectors = ()
-    # Published checkpoints have no rates; those that transformers has saved do.
-    zero_if_missing = ("slope_rate",)
-
     def __init__(self, spec: Lightning, places: Places, made: Composition) -> None:
         super().__init__(spec, places, made)
-        size, dtype, parallel, values = made.hidden_size, made.dtype, made.parallel, self._values
+        own, rank, parallel = made.weights(spec.weights(made.hidden_size)), made.own(spec), made.parallel
         rates = decay_rates(spec.num_value_heads, spec.layer, spec.num_layers)
-        self._layer, self._rates = spec.layer, rates[self._heads.slice]
-        self.slope_rate = empty_parameter(self._heads.size, 1, 1, dtype=torch.float32)
-        rows = self._heads.scaled(3 * spec.value_head_dim)
-        order = lightning_order(self._heads.size, spec.value_head_dim)
-        gates = range(rows.size, rows.size + values.size)
-        parts = {"qkv_proj": rows, "output_gate": values}
-        self.in_proj = FusedLinear(size, parts, bias=False, dtype=dtype, order=[*order, *gates])
-        self.norm = FullWidthNorm(values, parallel.tp_size, _EPS, dtype=dtype)
-        self.out_proj = RowParallelLinear(values, size, bias=False, dtype=dtype, parallel=parallel)
-        self._widths, self._group = (rows.size, values.size), parallel.tensor_group
+        self.slope_rate = own.parameter("slope_rate")
+        self._layer, self._rates = spec.layer, rates[own.rows("slope_rate").slice]
+        order = lightning_order(rank.num_value_heads, spec.value_head_dim)
+        self._widths, self._group = (rank.conv_size, rank.value_size), parallel.tensor_group
+        self.in_proj = Linear(own.under("in_proj"), [*order, *range(len(order), sum(self._widths))])
+        self.norm = FullWidthNorm(own.under("norm"), parallel.tp_size, _EPS)
+        self.out_proj = RowParallelLinear(own.under("out_proj"), parallel)
         # Logarithms of rates, biases of steps and factors of what skips the state, float32 `[3, heads]`;
         # made by `pack`.
         self._scalars: torch.Tensor | None = None
-
-    def checkpoint_parts(self) -> Iterator[CheckpointPart]:
-        """Returns the parts that a rank has of the rates, where there are any: those of its heads."""
-        yield CheckpointPart("", "slope_rate", self._heads, ShardRange.whole(1), rest=(1,))
 
     def pack(self) -> None:
         """Makes what is used but not loaded; the loader calls it once.
@@ -106,7 +86,7 @@ class LightningAttention(StateLayer):
         assert self._scalars is not None, "the loader calls `pack`"
         states = self._states(context)
         vkq, gate = self.in_proj(hidden_states).split(self._widths, dim=1)
-        steps = hidden_states.new_zeros((hidden_states.shape[0], self._heads.size))
+        steps = hidden_states.new_zeros((hidden_states.shape[0], len(self._rates)))
         rows = functional.silu(vkq), steps
         values = states.recur(state_space_update, state_space_extend, rows, *self._scalars).flatten(1)
         output: torch.Tensor = self.out_proj(self._normed(values.to(hidden_states.dtype)) * gate.sigmoid())

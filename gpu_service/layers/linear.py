@@ -1,49 +1,29 @@
 """Linear layers: alone, fused, and divided over tensor-parallel ranks.
 
-Modules here hold parameters on the `meta` device until the loader fills them; they state which parts of
-which checkpoint tensors fill which rows (`checkpoint_parts`), so that the loader needs no list of its own.
-Checkpoints that mix by head what is computed apart are put in order by the functions at the end.
+Modules here hold parameters on the `meta` device until the loader fills them, in the shapes that the layer's
+value declares (`rank_weights`). Checkpoints that mix by head what is computed apart are put in order by the
+functions at the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
-from gpu_service.core.parallel import SOLO, ParallelContext
+from gpu_service.core.parallel import ParallelContext
 from gpu_service.core.step import ForwardInputs
 from gpu_service.device.stream import own_pages
+from gpu_service.layers.rank_weights import RankWeights, empty_parameter
 from gpu_service.ops.linear import GROUP, add_norm_linear, can_pack, fp8_linear, linear, pack_weight
 from gpu_service.ops.packed_weight import PackedPart, PackedWeight, packed_bytes
 from moebius import _kernels
-from moebius.models.layers.ranks import ShardRange
 from moebius.models.layers.recurrent import GatedDeltaNet
 
-
-@dataclass(frozen=True, slots=True)
-class CheckpointPart:
-    """A part of one checkpoint tensor, and where it goes; filled by `checkpoint_parts`."""
-
-    # Name of the sibling module the checkpoint stores it under; empty: this module's own.
-    sibling: str
-    parameter: str
-    rows: ShardRange
-    cols: ShardRange | None  # None: all columns, or a tensor of one dimension.
-    begin: int = 0  # First row of the parameter that it fills.
-    # Dimensions after rows and columns, of which nothing is left out (a convolution's).
-    rest: tuple[int, ...] = ()
-
-
-@runtime_checkable
-class Divided(Protocol):
-    """A module whose parameters are not simply the checkpoint's tensors of the same names."""
-
-    def checkpoint_parts(self) -> Iterator[CheckpointPart]:
-        """Returns the parts of checkpoint tensors that fill this module's parameters, one after the other."""
+# A weight as `_kernels.DecoderLayers` multiplies by it, and the address of its bias, 0: none.
+Projection = tuple[_kernels.DenseMatrix, int]
 
 
 @runtime_checkable
@@ -55,17 +35,11 @@ class Packed(Protocol):
 
 
 @runtime_checkable
-class HostMemory(Protocol):
-    """A module some of whose parameters stay in the host's memory when the model computes elsewhere."""
+class Scaled(Protocol):
+    """A module whose weight may stay in 8 bits with one scale of all its values, `Weight.scale`."""
 
-    @property
-    def host_parameters(self) -> tuple[str, ...]:
-        """Their names; none where the model computes on the host."""
-
-
-def empty_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
-    """Returns a parameter without memory; the loader gives it memory and values."""
-    return nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
+    def keep_fp8(self) -> None:
+        """Hold the weight in e4m3; the loader calls this before filling it."""
 
 
 class Seam(NamedTuple):
@@ -93,10 +67,10 @@ class StoredWeight(nn.Module):
     Kept so, the parameter is the packed memory, uint8 `[bytes]`, and `packed` what computes with it.
     """
 
-    def __init__(self, rows: int, columns: int, *, dtype: torch.dtype) -> None:
+    def __init__(self, own: RankWeights) -> None:
         super().__init__()
-        self.weight = empty_parameter(rows, columns, dtype=dtype)
-        self.weight_shape = rows, columns
+        self.weight = own.parameter("weight")
+        self.weight_shape = self.weight.shape
         # Of a weight that is kept: its parts, and the whole once it has memory.
         self.packed_parts: tuple[PackedPart, ...] = ()
         self.packed: PackedWeight | None = None
@@ -116,11 +90,19 @@ class StoredWeight(nn.Module):
 
 
 class Linear(StoredWeight):
-    """`y = x W^T + b`; weight `[out_features, in_features]`."""
+    """`y = x W^T + b`; weight `[out_features, in_features]`.
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype) -> None:
-        super().__init__(out_features, in_features, dtype=dtype)
-        self.bias = empty_parameter(out_features, dtype=dtype) if bias else None
+    Several projections of one input may be one product: their rows lie in the order in which they are
+    declared. A rank that holds some rows (column parallel) needs no exchange for what it computes.
+    """
+
+    def __init__(self, own: RankWeights, order: Sequence[int] | None = None) -> None:
+        """`order`: where the checkpoint mixes what is to lie apart, the loaded rows in the order that they
+        are computed in; None: as they are loaded, of a tensor that is loaded whole those that the rank keeps.
+        """
+        super().__init__(own)
+        self.bias = own.optional("bias")
+        self._order = own.kept("weight") if order is None else list(order)
         # Of a weight kept in 8 bits; its first column is this one of its group.
         self.weight_scales: nn.Parameter | None = None
         self._first_column = 0
@@ -140,6 +122,13 @@ class Linear(StoredWeight):
             return linear(hidden_states, self.weight, bias)
         return fp8_linear(hidden_states, self.weight, self.weight_scales, self._first_column, bias)
 
+    @property
+    def projection(self) -> Projection | None:
+        """The kept weight and its bias; None: it is not kept, or its outputs have another order."""
+        if self.packed is None or self._output_order is not None:
+            return None
+        return self.packed.matrix, 0 if self._wide_bias is None else self._wide_bias.data_ptr()
+
     def after_seam(self, seam: Seam) -> tuple[torch.Tensor, ...] | None:
         """Returns what `add_norm_linear` returns, the product being `forward`'s; None: of weights kept as
         stored.
@@ -147,13 +136,6 @@ class Linear(StoredWeight):
         if self.weight_scales is not None or self.packed is not None:
             return None
         return add_norm_linear(*seam, self.weight, self.bias)
-
-    def checkpoint_parts(self) -> Iterator[CheckpointPart]:
-        """The parameters under their own names; scales of a weight kept in 8 bits have none."""
-        rows, columns = self.weight_shape
-        yield CheckpointPart("", "weight", ShardRange.whole(rows), ShardRange.whole(columns))
-        if self.bias is not None:
-            yield CheckpointPart("", "bias", ShardRange.whole(rows), None)
 
     def keep_fp8(self, first_column: int) -> None:
         """Hold the weight as `ops.linear.fp8_linear` takes it; the loader calls this before filling it."""
@@ -164,40 +146,9 @@ class Linear(StoredWeight):
         self._first_column = first_column
 
     def pack(self) -> None:
-        """Put the loaded weight into the device's fastest layout, in place of the plain one."""
-        if self.packed is not None:
-            self.packed.calibrate()
-            self._wide_bias = None if self.bias is None else self.bias.float()
-        elif can_pack(self.weight):
-            self.weight = nn.Parameter(pack_weight(self.weight), requires_grad=False)
-
-
-class FusedLinear(Linear):
-    """Several projections of one input as one GEMM; their rows lie in the order of `parts`.
-
-    The checkpoint stores each part under its own name next to this module's: `q_proj.weight`, .... A rank
-    holds the rows of each part that its shard says (column parallel): what it computes needs no exchange.
-
-    `order`: where the checkpoint mixes what is to lie apart, the loaded rows in the order that they are
-    computed in; of a part that is loaded whole, those that the rank keeps.
-    """
-
-    def __init__(
-        self,
-        in_features: int,
-        parts: Mapping[str, ShardRange],
-        *,
-        bias: bool,
-        dtype: torch.dtype,
-        order: Sequence[int] | None = None,
-    ) -> None:
-        super().__init__(in_features, sum(shard.size for shard in parts.values()), bias=bias, dtype=dtype)
-        self.in_features = in_features
-        self.parts = dict(parts)
-        self._order = None if order is None else list(order)
-
-    def pack(self) -> None:
-        """Puts the rows into their order first, then as `Linear`; of a kept weight products are ordered."""
+        """Put the loaded weight into the device's fastest layout, in place of the plain one, rows in their
+        order; of a kept weight products are ordered.
+        """
         if self._order is not None and self.packed is not None:
             self._output_order = torch.tensor(self._order)
         elif self._order is not None:
@@ -206,15 +157,11 @@ class FusedLinear(Linear):
                 plain = rows.view(torch.uint8) if rows.element_size() == 1 else rows
                 ordered = plain[self._order].view(rows.dtype)
                 setattr(self, name, nn.Parameter(ordered, requires_grad=False))
-        super().pack()
-
-    def checkpoint_parts(self) -> Iterator[CheckpointPart]:
-        begin = 0
-        for sibling, shard in self.parts.items():
-            yield CheckpointPart(sibling, "weight", shard, ShardRange.whole(self.in_features), begin)
-            if self.bias is not None:
-                yield CheckpointPart(sibling, "bias", shard, None, begin)
-            begin += shard.size
+        if self.packed is not None:
+            self.packed.calibrate()
+            self._wide_bias = None if self.bias is None else self.bias.float()
+        elif can_pack(self.weight):
+            self.weight = nn.Parameter(pack_weight(self.weight), requires_grad=False)
 
 
 class RowParallelLinear(Linear):
@@ -224,18 +171,8 @@ class RowParallelLinear(Linear):
     the first rank only, so that the sum holds it once.
     """
 
-    def __init__(
-        self,
-        in_features: ShardRange,
-        out_features: int,
-        *,
-        bias: bool,
-        dtype: torch.dtype,
-        parallel: ParallelContext = SOLO,
-        reduce: bool = True,
-    ) -> None:
-        super().__init__(in_features.size, out_features, bias=bias, dtype=dtype)
-        self.in_features, self.out_features = in_features, out_features
+    def __init__(self, own: RankWeights, parallel: ParallelContext, *, reduce: bool = True) -> None:
+        super().__init__(own)
         self._adds_bias = parallel.tp_rank == 0
         self._group = parallel.tensor_group if reduce else None
 
@@ -245,12 +182,6 @@ class RowParallelLinear(Linear):
         """
         output = self._gemm(hidden_states, self.bias if self._adds_bias else None)
         return output if self._group is None else self._group.all_reduce(output)
-
-    def checkpoint_parts(self) -> Iterator[CheckpointPart]:
-        rows = ShardRange.whole(self.out_features)
-        yield CheckpointPart("", "weight", rows, self.in_features)
-        if self.bias is not None:
-            yield CheckpointPart("", "bias", rows, None)
 
 
 def _apart(begin: int, heads: int, widths: Sequence[int]) -> Iterator[list[int]]:

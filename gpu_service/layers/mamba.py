@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
 from gpu_service.layers.composition import Composition
 from gpu_service.layers.context import ForwardContext
-from gpu_service.layers.linear import CheckpointPart, FusedLinear, RowParallelLinear, empty_parameter
+from gpu_service.layers.linear import Linear, RowParallelLinear
 from gpu_service.layers.norm import RMSNorm
-from gpu_service.layers.states import ConvTaps, StateLayer, own_rows
+from gpu_service.layers.states import ConvTaps, StateLayer
 from gpu_service.ops.rope import RopeTable
 from gpu_service.ops.selective_scan import selective_scan_extend, selective_scan_update
 from moebius.models.layers.layer import Places
-from moebius.models.layers.ranks import ShardRange
 from moebius.models.layers.recurrent import SelectiveScan
 
 
@@ -25,35 +22,18 @@ class Mamba(StateLayer):
     is summed over ranks.
     """
 
-    checkpoint_name = "mamba"
-    head_vectors = ("D",)
-    D: torch.Tensor
-
     def __init__(self, spec: SelectiveScan, places: Places, made: Composition) -> None:
         super().__init__(spec, places, made)
-        channels, size, dtype, parallel = self._heads, made.hidden_size, made.dtype, made.parallel
-        rank, state_dim, eps = spec.step_rank, spec.key_head_dim, spec.eps
-        # x of all channels, then their gates.
-        stored = {"in_proj": ShardRange.whole(2 * channels.total)}
-        order = None if channels.is_whole else own_rows(channels, channels)
-        self.in_proj = FusedLinear(size, stored, bias=False, dtype=dtype, order=order)
-        self.conv1d = ConvTaps({"": channels}, spec.conv_width, dtype=dtype, bias=True)
-        self._widths = (rank, state_dim, state_dim)
-        self.x_proj = RowParallelLinear(
-            channels, sum(self._widths), bias=False, dtype=dtype, parallel=parallel
-        )
-        self.dt_layernorm = RMSNorm(rank, eps, dtype=dtype)
-        self.b_layernorm = RMSNorm(state_dim, eps, dtype=dtype)
-        self.c_layernorm = RMSNorm(state_dim, eps, dtype=dtype)
-        self.steps = FusedLinear(rank, {"dt_proj": channels}, bias=True, dtype=dtype)
-        # As trained: decays are sensitive to their last bits.
-        self.A_log = empty_parameter(channels.size, state_dim, dtype=torch.float32)
-        self.out_proj = RowParallelLinear(channels, size, bias=False, dtype=dtype, parallel=parallel)
-
-    def checkpoint_parts(self) -> Iterator[CheckpointPart]:
-        """Returns the parts that a rank has of this module's own parameters: those of its channels."""
-        yield from super().checkpoint_parts()
-        yield CheckpointPart("", "A_log", self._heads, ShardRange.whole(self.A_log.shape[1]))
+        own, eps = made.weights(spec.weights(made.hidden_size)), spec.eps
+        self._widths = spec.widths
+        self.in_proj, self.conv1d = Linear(own.under("in_proj")), ConvTaps(own.under("conv1d"))
+        self.x_proj = RowParallelLinear(own.under("x_proj"), made.parallel)
+        self.dt_layernorm = RMSNorm(own.under("dt_layernorm"), eps)
+        self.b_layernorm = RMSNorm(own.under("b_layernorm"), eps)
+        self.c_layernorm = RMSNorm(own.under("c_layernorm"), eps)
+        self.steps = Linear(own.under("steps"))
+        self.A_log, self.D = own.parameter("A_log"), own.parameter("D")
+        self.out_proj = RowParallelLinear(own.under("out_proj"), made.parallel)
 
     def forward(
         self, hidden_states: torch.Tensor, rope: RopeTable | None, context: ForwardContext

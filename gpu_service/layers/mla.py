@@ -6,25 +6,22 @@ layers that take over another one's choice: IndexCache (arXiv:2603.12201).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import nn
 
 from gpu_service.attention.mla.base import MlaAttentionBackend, absorb_query, project_values, up_project
 from gpu_service.cache.kv_cache import IndexKeys
-from gpu_service.core.partition import heads_shard
 from gpu_service.core.step import ForwardInputs
 from gpu_service.layers.composition import Composition
 from gpu_service.layers.context import ForwardContext
-from gpu_service.layers.linear import CheckpointPart, FusedLinear, Linear, RowParallelLinear, empty_parameter
+from gpu_service.layers.linear import Linear, RowParallelLinear
 from gpu_service.layers.norm import LayerNorm, RMSNorm
+from gpu_service.layers.rank_weights import RankWeights
 from gpu_service.ops.kv import pool_index_keys
 from gpu_service.ops.linear import linear
 from gpu_service.ops.rope import RopeTable, apply_rope, half_split, learned_query_scales
 from moebius.models.layers.latent import MLA, TokenIndexer
 from moebius.models.layers.layer import Places
-from moebius.models.layers.ranks import ShardRange
 
 
 class StepSelection:
@@ -46,19 +43,13 @@ class StepSelection:
 class LearnedGrowth(nn.Module):
     """How much larger each head's queries are at later positions; a rank has its heads' numbers."""
 
-    def __init__(self, heads: ShardRange, *, dtype: torch.dtype) -> None:
+    def __init__(self, own: RankWeights) -> None:
         super().__init__()
-        self._heads = heads
-        self.scale = empty_parameter(heads.size, dtype=dtype)
-        self.bias = empty_parameter(heads.size, dtype=dtype)
+        self.scale, self.bias = own.parameter("scale"), own.parameter("bias")
 
     def forward(self, query: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Maps `[T, num_heads, size]` and int64 `[T]` to a new `[T, num_heads, size]`."""
         return query * learned_query_scales(positions, self.scale, self.bias, query.dtype)
-
-    def checkpoint_parts(self) -> Iterator[CheckpointPart]:
-        for name in ("scale", "bias"):
-            yield CheckpointPart("", name, self._heads, None)
 
 
 class Indexer(nn.Module):
@@ -67,33 +58,22 @@ class Indexer(nn.Module):
     Attribute names are those of the checkpoint. `index_layer` counts the layers of this stage that choose.
     """
 
-    def __init__(self, index_layer: int, spec: MLA, indexer: TokenIndexer, made: Composition) -> None:
+    def __init__(
+        self, index_layer: int, spec: MLA, indexer: TokenIndexer, own: RankWeights, selection: StepSelection
+    ) -> None:
         super().__init__()
-        rank, size, dtype = spec.q_lora_rank, made.hidden_size, made.dtype
-        assert rank is not None or indexer.reads_hidden, "the family's reader asks for a latent of queries"
-        self._index_layer, self._sizes, self._selection = index_layer, indexer, made.shared(StepSelection)
+        assert spec.q_lora_rank is not None or indexer.reads_hidden, "the reader asks for a latent of queries"
+        self._index_layer, self._sizes, self._selection = index_layer, indexer, selection
         # Elements before those that are rotated.
         self._unrotated = indexer.head_dim - spec.qk_rope_head_dim if indexer.rotates_last else 0
-        self.q_input_norm: LayerNorm | None = None
-        if indexer.reads_hidden:
-            rank = size
-            self.q_input_norm = LayerNorm(rank, indexer.key_eps, dtype=dtype)
-        assert rank is not None
-        self.wq_b = Linear(rank, indexer.num_heads * indexer.head_dim, bias=False, dtype=dtype)
-        whole, grows = ShardRange.whole(indexer.num_heads), spec.learned_query_growth
-        self.softmax_scaling = LearnedGrowth(whole, dtype=dtype) if grows else None
-        self.wk = Linear(size, indexer.head_dim, bias=False, dtype=dtype)
-        self.k_norm = LayerNorm(indexer.head_dim, indexer.key_eps, dtype=dtype)
-        # Its few rows weigh whole heads against one another: in 16 bits, ranks of tokens would change.
-        self.weights_proj = Linear(size, indexer.num_heads, bias=False, dtype=torch.float32)
-        # Of a token's weight among those of its pool; float32 as they are added.
-        self.index_kpool_compress_ape: nn.Parameter | None = None
-        self.index_kpool_compress_gate: nn.Parameter | None = None
-        if indexer.pool > 1:
-            self.index_kpool_compress_ape = empty_parameter(
-                indexer.pool, indexer.head_dim, dtype=torch.float32
-            )
-            self.index_kpool_compress_gate = empty_parameter(indexer.head_dim, size, dtype=dtype)
+        eps, input_norm = indexer.key_eps, own.under("q_input_norm")
+        self.q_input_norm = LayerNorm(input_norm, eps) if input_norm else None
+        self.wq_b, self.wk = Linear(own.under("wq_b")), Linear(own.under("wk"))
+        self.softmax_scaling = LearnedGrowth(growth) if (growth := own.under("softmax_scaling")) else None
+        self.k_norm = LayerNorm(own.under("k_norm"), eps)
+        self.weights_proj = Linear(own.under("weights_proj"))
+        self.index_kpool_compress_ape = own.optional("index_kpool_compress_ape")
+        self.index_kpool_compress_gate = own.optional("index_kpool_compress_gate")
         self._score_scale = (indexer.head_dim * indexer.num_heads) ** -0.5
 
     def forward(
@@ -151,20 +131,17 @@ class LatentProjection(nn.Module):
     No `Linear`: absorbed, the rows are used head by head, so they keep their plain layout.
     """
 
-    def __init__(self, spec: MLA, heads: ShardRange, *, nope_dim: int, dtype: torch.dtype) -> None:
+    def __init__(self, spec: MLA, own: RankWeights) -> None:
+        """`spec`: what the rank computes."""
         super().__init__()
-        self._num_heads, self._latent_dim = heads.size, spec.kv_lora_rank
-        self._rows = heads.scaled(nope_dim + spec.v_head_dim)
-        self.weight = empty_parameter(self._rows.size, spec.kv_lora_rank, dtype=dtype)
+        self._num_heads, self._latent_dim = spec.num_heads, spec.kv_lora_rank
+        self.weight = own.parameter("weight")
 
     def by_head(self) -> torch.Tensor:
         """Returns a view `[num_heads, nope_dim + value_dim, latent_dim]`: each head's key rows, then its
         value rows.
         """
         return self.weight.view(self._num_heads, -1, self._latent_dim)
-
-    def checkpoint_parts(self) -> Iterator[CheckpointPart]:
-        yield CheckpointPart("", "weight", self._rows, ShardRange.whole(self._latent_dim))
 
 
 class MLAttention(nn.Module):
@@ -180,52 +157,25 @@ class MLAttention(nn.Module):
         super().__init__()
         assert places.cache is not None
         self.layer_id, self._sizes = places.cache, spec
-        size, dtype, bias = made.hidden_size, made.dtype, spec.bias
-        heads = heads_shard(spec.num_heads, made.parallel)
+        own, eps = made.weights(spec.weights(made.hidden_size)), spec.latent_eps
         self.indexer: Indexer | None = None
         if spec.indexer is not None and places.index is not None:
-            self.indexer = Indexer(places.index, spec, spec.indexer, made)
-        query_rows = heads.scaled(spec.qk_head_dim)
-        # Elements of a head's key from the latent, and of the part that all heads share.
-        self._shared_dim = 0 if spec.all_from_latent else spec.qk_rope_head_dim
-        self._nope_dim = spec.qk_head_dim - self._shared_dim
-        has_latents = not spec.latents_back
-        latent_rows = {"kv_a_proj_with_mqa": ShardRange.whole(spec.kv_lora_rank + self._shared_dim)}
-        self.a_proj: FusedLinear | None = None
+            selection = made.shared(StepSelection)
+            self.indexer = Indexer(places.index, spec, spec.indexer, own.under("indexer"), selection)
+        self._shared_dim, self._nope_dim = spec.shared_dim, spec.nope_dim
+        self.a_proj = Linear(narrow) if (narrow := own.under("a_proj")) else None
         if spec.q_lora_rank is None:
-            # Never biased, so that it cannot share the GEMM of the latents.
-            self.q_proj = FusedLinear(size, {"q_proj": query_rows}, bias=False, dtype=dtype)
-            if has_latents:
-                self.a_proj = FusedLinear(size, latent_rows, bias=bias, dtype=dtype)
+            self.q_proj = Linear(own.under("q_proj"))
         else:
-            rows = {"q_a_proj": ShardRange.whole(spec.q_lora_rank)} | latent_rows
-            self.a_proj = FusedLinear(size, rows, bias=bias, dtype=dtype)
-            self.q_a_layernorm = RMSNorm(spec.q_lora_rank, spec.latent_eps, dtype=dtype)
-            self.q_b_proj = FusedLinear(spec.q_lora_rank, {"q_b_proj": query_rows}, bias=False, dtype=dtype)
-        self.kv_a_layernorm: RMSNorm | None = None
-        if has_latents:
-            self.kv_a_layernorm = RMSNorm(spec.kv_lora_rank, spec.latent_eps, dtype=dtype)
-        self.kv_b_proj = LatentProjection(spec, heads, nope_dim=self._nope_dim, dtype=dtype)
-        self.softmax_scaling = LearnedGrowth(heads, dtype=dtype) if spec.learned_query_growth else None
-        self._heads = heads
-        self.g_proj = self._gates(made)
-        self.sinks = empty_parameter(heads.size, dtype=torch.float32) if spec.has_sinks else None
-        self.o_proj = RowParallelLinear(
-            heads.scaled(spec.v_head_dim), size, bias=bias, dtype=dtype, parallel=made.parallel
-        )
-
-    def _gates(self, made: Composition) -> FusedLinear | None:
-        """Returns the gates of elements or heads; None: there are none."""
-        if self._sizes.gate is None:
-            return None
-        of_elements = self._sizes.gate == "element"
-        gates = self._heads.scaled(self._sizes.v_head_dim) if of_elements else self._heads
-        return FusedLinear(made.hidden_size, {"g_proj": gates}, bias=False, dtype=made.dtype)
-
-    def checkpoint_parts(self) -> Iterator[CheckpointPart]:
-        """Returns the parts that a rank has of this module's own parameters: those of its heads."""
-        if self.sinks is not None:
-            yield CheckpointPart("", "sinks", self._heads, None)
+            self.q_a_layernorm = RMSNorm(own.under("q_a_layernorm"), eps)
+            self.q_b_proj = Linear(own.under("q_b_proj"))
+        latent_norm = own.under("kv_a_layernorm")
+        self.kv_a_layernorm = RMSNorm(latent_norm, eps) if latent_norm else None
+        self.kv_b_proj = LatentProjection(made.own(spec), own.under("kv_b_proj"))
+        self.softmax_scaling = LearnedGrowth(growth) if (growth := own.under("softmax_scaling")) else None
+        self.g_proj = Linear(gates) if (gates := own.under("g_proj")) else None
+        self.sinks = own.optional("sinks")
+        self.o_proj = RowParallelLinear(own.under("o_proj"), made.parallel)
 
     def forward(
         self, hidden_states: torch.Tensor, rope: RopeTable | None, context: ForwardContext

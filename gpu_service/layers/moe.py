@@ -14,20 +14,23 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from gpu_service.core.parallel import ParallelContext
 from gpu_service.core.step import ForwardInputs
 from gpu_service.layers.asked_experts import AskedExperts, ask_experts
 from gpu_service.layers.composition import Composition
 from gpu_service.layers.context import ForwardContext
 from gpu_service.layers.deferral import Collect, add_late
-from gpu_service.layers.linear import FusedLinear, Linear, RowParallelLinear, Seam, empty_parameter
+from gpu_service.layers.linear import Linear, RowParallelLinear, Seam
 from gpu_service.layers.norm import ScaledRMSNorm, make_norm
+from gpu_service.layers.rank_weights import RankWeights
 from gpu_service.ops.activation import CLAMPED_ACTIVATIONS, GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
+from gpu_service.ops.host_kernels import routing_rule
 from gpu_service.ops.linear import add_norm_linear, add_norm_route, linear
 from gpu_service.ops.router import choose_by_kind, route, weigh_chosen, zero_experts
+from moebius import _kernels
 from moebius.checkpoint.errors import CheckpointError
 from moebius.models.layers import ffn as specs
 from moebius.models.layers.ffn import Dense
-from moebius.models.layers.ranks import ShardRange, even_shard
 from moebius.models.layers.router import ExpertKindsConfig, RouterConfig
 
 
@@ -38,34 +41,29 @@ class MLP(nn.Module):
     """
 
     def __init__(
-        self, spec: Dense, made: Composition, *, reduce: bool = True, is_fused: bool = False
+        self, spec: Dense, own: RankWeights, parallel: ParallelContext, *, reduce: bool = True
     ) -> None:
         """`reduce=False` leaves the sum over ranks to the caller.
 
-        The activated gate is cut off above the limit, and `up` on both sides. `is_fused`: the checkpoint has
-        gate and up as one matrix `gate_up_proj`, one after the other.
+        The activated gate is cut off above the limit, and `up` on both sides.
         """
         super().__init__()
-        parallel, intermediate_size, activation = made.parallel, spec.intermediate_size, spec.activation
-        channels = even_shard(intermediate_size, parallel.tp_rank, parallel.tp_size)
-        parts, order = {"up_proj": channels}, None
-        if activation not in PLAIN_ACTIVATIONS:
-            parts = {"gate_proj": channels, "up_proj": channels}
-        if is_fused:
-            parts = {"gate_up_proj": ShardRange.whole(2 * intermediate_size)}
-            if not channels.is_whole:
-                order = [*channels.indices, *(intermediate_size + index for index in channels.indices)]
-        size, dtype = made.hidden_size, made.dtype
-        self.gate_up_proj = FusedLinear(size, parts, bias=False, dtype=dtype, order=order)
-        self.down_proj = RowParallelLinear(
-            channels, size, bias=False, dtype=dtype, parallel=parallel, reduce=reduce
-        )
+        activation = spec.activation
+        self.gate_up_proj = Linear(own.under("gate_up_proj"))
+        self.down_proj = RowParallelLinear(own.under("down_proj"), parallel, reduce=reduce)
         activations: Mapping[str, Callable[..., torch.Tensor]] = PLAIN_ACTIVATIONS | GATED_ACTIVATIONS
         self._activation: Callable[[torch.Tensor], torch.Tensor] = activations[activation]
         if activation == "gpt_oss":
             self._activation = partial(GATED_ACTIVATIONS[activation], alpha=spec.alpha, limit=spec.limit)
         elif spec.limit != math.inf:
             self._activation = partial(CLAMPED_ACTIVATIONS[activation], limit=spec.limit)
+
+    def host_weights(self) -> _kernels.MlpWeights | None:
+        """Returns the block as `_kernels.DecoderLayers` computes it; None: that computes another one."""
+        gate_up, down = self.gate_up_proj.projection, self.down_proj.projection
+        if gate_up is None or down is None or self._activation is not GATED_ACTIVATIONS["silu"]:
+            return None
+        return _kernels.MlpWeights(gate_up, down)
 
     def read_seam(self, seam: Seam, inputs: ForwardInputs) -> tuple[torch.Tensor, ...] | None:
         """With gate and up, see `ReadsSeam`."""
@@ -87,34 +85,31 @@ class MLP(nn.Module):
 class Router(nn.Module):
     """Gate matmul followed by `ops.router.route`.
 
-    The weight is kept in the dtype the GEMM runs in: with a float32 gate a bfloat16 checkpoint is
-    widened once at load instead of at every step. The correction bias is always float32.
+    The weight is kept in the dtype the GEMM runs in.
     """
 
-    def __init__(
-        self, hidden_size: int, config: RouterConfig, *, hashed_tokens: int = 0, dtype: torch.dtype
-    ) -> None:
-        """`hashed_tokens`: the size of the vocabulary where a token's id chooses its experts, else 0."""
+    def __init__(self, config: RouterConfig, own: RankWeights) -> None:
         super().__init__()
-        gate_dtype = torch.float32 if config.float32_gate else dtype
-        choices = config.num_choices
-        self.weight = empty_parameter(choices, hidden_size, dtype=gate_dtype)
-        shape = (1, choices) if config.correction_bias_is_row else (choices,)
-        self.e_score_correction_bias = (
-            empty_parameter(*shape, dtype=torch.float32)
-            if config.correction_bias and not hashed_tokens
-            else None
-        )
-        # Experts of each token id.
-        self.tid2eid: nn.Parameter | None = None
-        if hashed_tokens:
-            self.tid2eid = empty_parameter(hashed_tokens, config.top_k, dtype=torch.int32)
-        self.zero_if_missing = ("e_score_correction_bias",) if config.correction_bias_may_be_missing else ()
-        self.bias = empty_parameter(choices, dtype=gate_dtype) if config.gate_bias else None
-        self.expert_scales = (
-            empty_parameter(config.num_experts, dtype=torch.float32) if config.expert_scales else None
-        )
+        self.weight, self.bias = own.parameter("weight"), own.optional("bias")
+        self.e_score_correction_bias = own.optional("e_score_correction_bias")
+        # Experts of each token id, where these choose them.
+        self.tid2eid = own.optional("tid2eid")
+        self.expert_scales = own.optional("expert_scales")
         self._config = config
+        # As `host_weights` gives it away.
+        self._wide_bias: torch.Tensor | None = None
+
+    def host_weights(self) -> _kernels.RouterWeights | None:
+        """Returns the router as `_kernels.DecoderLayers` computes it; None: it chooses in another way."""
+        rule, weight, correction = routing_rule(self._config), self.weight, self.e_score_correction_bias
+        kinds = (torch.float32, torch.bfloat16)
+        has_more = self.tid2eid is not None or self.expert_scales is not None
+        if rule is None or has_more or weight.dtype not in kinds or not weight.is_contiguous():
+            return None
+        self._wide_bias = None if self.bias is None else self.bias.float()
+        bias = 0 if self._wide_bias is None else self._wide_bias.data_ptr()
+        chosen_by = 0 if correction is None else correction.data_ptr()
+        return _kernels.RouterWeights(weight.data_ptr(), weight.dtype == kinds[1], bias, chosen_by, rule)
 
     def pack(self) -> None:
         """Checks what was loaded; the loader calls it once. Raises CheckpointError for an unknown expert."""
@@ -163,12 +158,10 @@ class RouterOfKinds(nn.Module):
     lie `[H, E]`, are those of the checkpoint; `pack` puts them into one.
     """
 
-    def __init__(self, hidden_size: int, config: RouterConfig, kinds: ExpertKindsConfig) -> None:
+    def __init__(self, config: RouterConfig, kinds: ExpertKindsConfig, own: RankWeights) -> None:
         super().__init__()
-        shape = hidden_size, kinds.num_experts
-        self.weight: nn.Parameter | None = empty_parameter(*shape, dtype=torch.float32)
-        self.weight_1: nn.Parameter | None = empty_parameter(*shape, dtype=torch.float32)
-        self.e_score_correction_bias = empty_parameter(2, kinds.num_experts, dtype=torch.float32)
+        self.weight, self.weight_1 = own.optional("weight"), own.optional("weight_1")
+        self.e_score_correction_bias = own.parameter("e_score_correction_bias")
         self._config = replace(config, num_experts=kinds.num_experts, top_k=kinds.top_k)
         self._kinds = kinds
         # Filled by `pack`: both gates `[2 * E, H]`, and the ids int64 `[V]` of tokens of the second kind.
@@ -213,30 +206,42 @@ class MoE(nn.Module):
     def __init__(self, spec: specs.MoE, layer_id: int, made: Composition) -> None:
         """`layer_id`: the layer's number in the checkpoint, by which experts are asked."""
         super().__init__()
-        self.layer_id, router = layer_id, spec.router
-        size, dtype = made.hidden_size, made.dtype
+        self.layer_id, router, parallel = layer_id, spec.router, made.parallel
+        own = made.weights(spec.weights(made.hidden_size))
         self.gate: Router | RouterOfKinds
         if spec.kinds is None:
-            self.gate = Router(size, router, hashed_tokens=spec.hashed_tokens, dtype=dtype)
+            self.gate = Router(router, own.under("gate"))
         else:
-            self.gate = RouterOfKinds(size, router, spec.kinds)
+            self.gate = RouterOfKinds(router, spec.kinds, own.under("gate"))
         self.shared_experts: MLP | None = None
         if spec.shared is not None:
-            self.shared_experts = MLP(spec.shared, made, reduce=False, is_fused=spec.shared_fused)
-        self.shared_expert_gate = Linear(size, 1, bias=False, dtype=dtype) if spec.shared_gate else None
-        self.fc1_latent_proj: Linear | None = None
-        self.fc2_latent_proj: Linear | None = None
-        if isinstance(spec, specs.LatentMoE):
-            self.fc1_latent_proj = Linear(size, spec.latent_size, bias=False, dtype=dtype)
-            self.fc2_latent_proj = Linear(spec.latent_size, size, bias=False, dtype=dtype)
+            self.shared_experts = MLP(spec.shared, own.under("shared_experts"), parallel, reduce=False)
+        self.shared_expert_gate, self.fc1_latent_proj, self.fc2_latent_proj = (
+            Linear(declared) if (declared := own.under(name)) else None
+            for name in ("shared_expert_gate", "fc1_latent_proj", "fc2_latent_proj")
+        )
         self._weighs_inputs, self._output_scale = router.weighs_inputs, spec.output_scale
         # Experts with weights, where a router also chooses others.
         self._num_experts = router.num_experts if router.num_zero_experts else None
-        self._group = made.parallel.tensor_group
+        self._group = parallel.tensor_group
         # Answers of all ranks are added: one of them counts what all could compute.
-        self._adds_zero_experts = made.parallel.tp_rank == 0
+        self._adds_zero_experts = parallel.tp_rank == 0
         # Called with rows, ids and weights that the experts are about to be given; `moebius verify` sets it.
         self.on_routed: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] | None = None
+
+    def host_weights(self) -> tuple[_kernels.MlpWeights | None, _kernels.RouterWeights] | None:
+        """Returns the always active experts (None: there are none) and the router as
+        `_kernels.DecoderLayers` computes them; None: the block does more than it.
+        """
+        spaces = self.fc1_latent_proj is not None or self._num_experts is not None or self._weighs_inputs
+        gated = self.shared_expert_gate is not None or self._output_scale != 1.0
+        if type(self) is not MoE or spaces or gated or not isinstance(self.gate, Router):
+            return None
+        router = self.gate.host_weights()
+        shared = None if self.shared_experts is None else self.shared_experts.host_weights()
+        if router is None or (shared is None) != (self.shared_experts is None):
+            return None
+        return shared, router
 
     def read_seam(self, seam: Seam, inputs: ForwardInputs) -> tuple[torch.Tensor, ...] | None:
         """Returns weights and ids of the chosen, of a model with one router; see `ReadsSeam`."""
@@ -357,11 +362,11 @@ class MoEWithOwnNorms(MoE):
     def __init__(self, spec: specs.NormedMoE, layer_id: int, made: Composition) -> None:
         plain = specs.MoE(router=spec.router, experts=spec.experts, shared=spec.shared)
         super().__init__(plain, layer_id, made)
-        size = made.hidden_size
-        self.router_norm = ScaledRMSNorm(size, spec.router_eps)
-        self.input_norm = make_norm(spec.norm, size, dtype=made.dtype)
-        self.dense_norm = make_norm(spec.norm, size, dtype=made.dtype)
-        self.output_norm = make_norm(spec.norm, size, dtype=made.dtype)
+        own = made.weights(spec.weights(made.hidden_size))
+        self.router_norm = ScaledRMSNorm(own.under("router_norm"), spec.router_eps)
+        self.input_norm = make_norm(spec.norm, own.under("input_norm"))
+        self.dense_norm = make_norm(spec.norm, own.under("dense_norm"))
+        self.output_norm = make_norm(spec.norm, own.under("output_norm"))
 
     def forward_with_residual(
         self, hidden_states: torch.Tensor, residual: torch.Tensor, context: ForwardContext

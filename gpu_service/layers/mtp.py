@@ -23,13 +23,14 @@ class MtpLayer(DecoderLayer):
     """
 
     def __init__(self, layer: Layer, parts: LayerParts, made: Composition) -> None:
-        residual, size, dtype = layer.residual, made.hidden_size, made.dtype
+        residual = layer.residual
         assert isinstance(residual, NextToken)
         super().__init__(replace(layer, residual=residual.inner), parts, made)
-        self.enorm = make_norm(layer.norm, size, dtype=dtype)
-        self.hnorm = make_norm(layer.norm, size, dtype=dtype)
-        self.eh_proj = Linear(2 * size, size, bias=False, dtype=dtype)
-        self.shared_head = nn.ModuleDict({"norm": make_norm(layer.norm, size, dtype=dtype)})
+        own = made.weights(residual.own_weights(layer.norm, made.hidden_size))
+        self.enorm = make_norm(layer.norm, own.under("enorm"))
+        self.hnorm = make_norm(layer.norm, own.under("hnorm"))
+        self.eh_proj = Linear(own.under("eh_proj"))
+        self.shared_head = nn.ModuleDict({"norm": make_norm(layer.norm, own.under("shared_head.norm"))})
         self._hidden_first = residual.hidden_first
 
     def begin(self, embedded: torch.Tensor, hidden_states: torch.Tensor) -> ResidualStream:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import nn
 from torch.nn import functional
 
 from gpu_service.core.parallel import Collectives
-from gpu_service.layers.linear import CheckpointPart, empty_parameter
+from gpu_service.layers.rank_weights import RankWeights
 from gpu_service.ops.norm import fused_add_rms_norm, rms_norm
+from moebius import _kernels
 from moebius.models.layers import norms
-from moebius.models.layers.ranks import ShardRange
 
 
 class Norm(nn.Module):
@@ -22,10 +20,9 @@ class Norm(nn.Module):
     only what is called here is known.
     """
 
-    def __init__(self, size: int, eps: float, *, dtype: torch.dtype) -> None:
+    def __init__(self, own: RankWeights, eps: float) -> None:
         super().__init__()
-        self.weight = empty_parameter(size, dtype=dtype)
-        self.eps = eps
+        self.weight, self.eps = own.parameter("weight"), eps
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Normalise the last dimension; returns a new tensor."""
@@ -54,6 +51,10 @@ class RMSNorm(Norm):
         """
         return fused_add_rms_norm(update, residual, self.weight, self.eps)
 
+    def host_weights(self) -> _kernels.NormWeights:
+        """Returns the norm as `_kernels.DecoderLayers` computes it."""
+        return _kernels.NormWeights(self.weight.data_ptr(), self.weight.dtype == torch.bfloat16, self.eps)
+
 
 class OnePlusWeightRMSNorm(RMSNorm):
     """The norm of families whose checkpoints hold `weight - 1`: it multiplies by 1 + what was stored.
@@ -61,10 +62,6 @@ class OnePlusWeightRMSNorm(RMSNorm):
     The one is added once, by `pack`, so that every implementation of the op serves both norms. The sum is
     kept in float32: a stored 0.003 would be lost next to a 1 in bfloat16.
     """
-
-    def __init__(self, size: int, eps: float, *, dtype: torch.dtype) -> None:
-        """`dtype` is that of the activations; the weight is float32 whatever it is."""
-        super().__init__(size, eps, dtype=torch.float32)
 
     def pack(self) -> None:
         """Turns the checkpoint's weight into the factor; the loader calls it once."""
@@ -74,9 +71,6 @@ class OnePlusWeightRMSNorm(RMSNorm):
 class ScaledRMSNorm(RMSNorm):
     """The norm before a router whose weight counts `size^-0.5` times; `pack` puts the factor into it."""
 
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__(size, eps, dtype=torch.float32)
-
     def pack(self) -> None:
         """Turns the checkpoint's weight into the factor; the loader calls it once."""
         self.weight = nn.Parameter(self.weight * self.weight.shape[0] ** -0.5, requires_grad=False)
@@ -85,41 +79,35 @@ class ScaledRMSNorm(RMSNorm):
 class MeanRemovingNorm(Norm):
     """LayerNorm where other families have `RMSNorm`; with a bias `[size]` or none. Computed in float32."""
 
-    def __init__(self, size: int, eps: float, *, dtype: torch.dtype, bias: bool = False) -> None:
-        super().__init__(size, eps, dtype=dtype)
-        self.bias = empty_parameter(size, dtype=dtype) if bias else None
+    def __init__(self, own: RankWeights, eps: float) -> None:
+        super().__init__(own, eps)
+        self.bias = own.optional("bias")
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Normalise the last dimension; returns a new tensor."""
         return functional.layer_norm(hidden_states, self.weight.shape, self.weight, self.bias, self.eps)
 
 
-def make_norm(norm: norms.Norm, size: int, *, dtype: torch.dtype) -> Norm:
-    """Returns the norm over `size` elements that a layer's value describes."""
-    if isinstance(norm, norms.LayerNorm):
-        return MeanRemovingNorm(size, norm.eps, dtype=dtype, bias=norm.bias)
-    return make_rms_norm(norm, size, dtype=dtype)
+def make_norm(norm: norms.Norm, own: RankWeights) -> Norm:
+    """Returns the norm that a layer's value describes."""
+    return MeanRemovingNorm(own, norm.eps) if isinstance(norm, norms.LayerNorm) else make_rms_norm(norm, own)
 
 
-def make_rms_norm(norm: norms.RMSNorm, size: int, *, dtype: torch.dtype) -> RMSNorm:
+def make_rms_norm(norm: norms.RMSNorm, own: RankWeights) -> RMSNorm:
     """Returns the same for who computes it from its weight alone."""
-    kind = OnePlusWeightRMSNorm if norm.one_plus_weight else RMSNorm
-    return kind(size, norm.eps, dtype=dtype)
+    return (OnePlusWeightRMSNorm if norm.one_plus_weight else RMSNorm)(own, norm.eps)
 
 
 class FullWidthNorm(nn.Module):
     """The weights of a rank's heads, of a root-mean-square norm over the whole projection."""
 
-    def __init__(self, rows: ShardRange, num_ranks: int, eps: float, *, dtype: torch.dtype) -> None:
-        """`rows` are the rank's of the projection; of `num_ranks`, several may hold the same ones."""
+    def __init__(self, own: RankWeights, num_ranks: int, eps: float) -> None:
+        """Several of `num_ranks` may hold the same rows of the projection."""
         super().__init__()
-        self.weight = empty_parameter(rows.size, dtype=dtype)
-        self.rows, self.eps = rows, eps
+        self.weight = own.parameter("weight")
+        self.rows, self.eps = own.rows("weight"), eps
         # Elements that the squares of all ranks are of, those that several hold counted as often.
-        self.counted = rows.size * num_ranks
-
-    def checkpoint_parts(self) -> Iterator[CheckpointPart]:
-        yield CheckpointPart("", "weight", self.rows, None)
+        self.counted = self.rows.size * num_ranks
 
     def apply_statistics(self, values: torch.Tensor, squares: torch.Tensor) -> torch.Tensor:
         """Norms float32 `[T, rows]` by the sum `[T, 1]` of all ranks' squares; rounded before the
@@ -156,11 +144,9 @@ def norm_full_width(
 class LayerNorm(nn.Module):
     """With a learned weight and bias `[size]`; computed in float32, whatever the type of the rows."""
 
-    def __init__(self, size: int, eps: float, *, dtype: torch.dtype) -> None:
+    def __init__(self, own: RankWeights, eps: float) -> None:
         super().__init__()
-        self.weight = empty_parameter(size, dtype=dtype)
-        self.bias = empty_parameter(size, dtype=dtype)
-        self.eps = eps
+        self.weight, self.bias, self.eps = own.parameter("weight"), own.parameter("bias"), eps
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Normalise the last dimension; returns a new tensor."""

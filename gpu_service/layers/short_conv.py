@@ -9,12 +9,11 @@ import torch
 
 from gpu_service.layers.composition import Composition
 from gpu_service.layers.context import ForwardContext
-from gpu_service.layers.linear import FusedLinear, RowParallelLinear
-from gpu_service.layers.states import ConvTaps, StateLayer, own_rows
+from gpu_service.layers.linear import Linear, RowParallelLinear
+from gpu_service.layers.states import ConvTaps, StateLayer
 from gpu_service.ops.rope import RopeTable
 from moebius.models.layers import recurrent
 from moebius.models.layers.layer import Places
-from moebius.models.layers.ranks import ShardRange
 
 
 class ShortConv(StateLayer):
@@ -24,18 +23,11 @@ class ShortConv(StateLayer):
     inputs of the convolution.
     """
 
-    checkpoint_name = "conv"
-    head_vectors = ()
-
     def __init__(self, spec: recurrent.ShortConv, places: Places, made: Composition) -> None:
         super().__init__(spec, places, made)
-        channels, size, dtype = self._heads, made.hidden_size, made.dtype
-        # b of all channels, then c, then x.
-        stored = {"in_proj": ShardRange.whole(3 * channels.total)}
-        order = None if channels.is_whole else own_rows(channels, channels, channels)
-        self.in_proj = FusedLinear(size, stored, bias=False, dtype=dtype, order=order)
-        self.conv = ConvTaps({"": channels}, spec.conv_width, dtype=dtype)
-        self.out_proj = RowParallelLinear(channels, size, bias=False, dtype=dtype, parallel=made.parallel)
+        own = made.weights(spec.weights(made.hidden_size))
+        self.in_proj, self.conv = Linear(own.under("in_proj")), ConvTaps(own.under("conv"))
+        self.out_proj = RowParallelLinear(own.under("out_proj"), made.parallel)
 
     def forward(
         self, hidden_states: torch.Tensor, rope: RopeTable | None, context: ForwardContext

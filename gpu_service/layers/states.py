@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from gpu_service.core.partition import heads_shard
 from gpu_service.core.step import DepthRows, ForwardInputs
 from gpu_service.layers.composition import Composition
 from gpu_service.layers.context import ForwardContext
-from gpu_service.layers.linear import CheckpointPart, empty_parameter
+from gpu_service.layers.rank_weights import RankWeights
 from gpu_service.ops.linear_attention import (
     Sequences,
     causal_conv_extend,
@@ -20,7 +19,6 @@ from gpu_service.ops.linear_attention import (
     make_sequences,
 )
 from moebius.models.layers.layer import Places
-from moebius.models.layers.ranks import ShardRange
 from moebius.models.layers.recurrent import Recurrent
 
 
@@ -42,37 +40,15 @@ class StepSequences:
 class ConvTaps(nn.Module):
     """Weights of a causal convolution, and its bias where it has one."""
 
-    def __init__(
-        self,
-        parts: Mapping[str, ShardRange],
-        width: int,
-        *,
-        dtype: torch.dtype,
-        bias: bool = False,
-        order: Sequence[int] | None = None,
-    ) -> None:
-        """`parts`: the checkpoint's names next to this module (empty: this module's), and which channels of
-        each are loaded. `order`: those of the loaded ones that the rank keeps; None: all.
-        """
+    def __init__(self, own: RankWeights) -> None:
         super().__init__()
-        self._parts, self._width, self._order = parts, width, order
-        channels = sum(part.size for part in parts.values())
-        self.weight = empty_parameter(channels, 1, width, dtype=dtype)
-        self.bias = empty_parameter(channels, dtype=dtype) if bias else None
-
-    def checkpoint_parts(self) -> Iterator[CheckpointPart]:
-        begin, one = 0, ShardRange.whole(1)
-        for sibling, channels in self._parts.items():
-            yield CheckpointPart(sibling, "weight", channels, one, begin, rest=(self._width,))
-            if self.bias is not None:
-                yield CheckpointPart(sibling, "bias", channels, None, begin)
-            begin += channels.size
+        self.weight, self.bias, self._kept = own.parameter("weight"), own.optional("bias"), own.kept("weight")
 
     def pack(self) -> None:
         """Keeps this rank's channels."""
-        if self._order is not None:
+        if self._kept is not None:
             for name, rows in list(self.named_parameters()):
-                setattr(self, name, nn.Parameter(rows[self._order], requires_grad=False))
+                setattr(self, name, nn.Parameter(rows[self._kept], requires_grad=False))
 
     @property
     def taps(self) -> torch.Tensor:
@@ -134,26 +110,10 @@ class LayerStates(NamedTuple):
 class StateLayer(nn.Module):
     """Base of these layers: a rank computes its own heads, and the output projection sums over ranks."""
 
-    # Parameters that are as long as there are value heads, float32 as trained: decays are sensitive to their
-    # last bits.
-    head_vectors: tuple[str, ...] = ("A_log", "dt_bias")
-
     def __init__(self, spec: Recurrent, places: Places, made: Composition) -> None:
         super().__init__()
         assert places.state is not None
         self._state, self._sequences = places.state, made.shared(StepSequences)
-        # This rank's.
-        self._key_heads = heads_shard(spec.num_key_heads, made.parallel)
-        self._heads = self._key_heads.scaled(spec.num_value_heads // spec.num_key_heads)
-        self._keys = self._key_heads.scaled(spec.key_head_dim)
-        self._values = self._heads.scaled(spec.value_head_dim)
-        for name in self.head_vectors:
-            self.register_parameter(name, empty_parameter(self._heads.size, dtype=torch.float32))
-
-    def checkpoint_parts(self) -> Iterator[CheckpointPart]:
-        """Returns the parts that a rank has of this module's own parameters: those of its heads."""
-        for name in self.head_vectors:
-            yield CheckpointPart("", name, self._heads, None)
 
     def _states(self, context: ForwardContext) -> LayerStates:
         inputs, states = context.inputs, context.states
@@ -168,12 +128,3 @@ class StateLayer(nn.Module):
             None if inputs.is_uniform_decode else self._sequences.of(inputs),
             inputs.depths,
         )
-
-
-def own_rows(*shards: ShardRange) -> list[int]:
-    """Returns where axes lie one after the other, all of each, the rows that belong to a rank."""
-    rows, begin = list[int](), 0
-    for shard in shards:
-        rows += range(begin + shard.begin, begin + shard.end)
-        begin += shard.total
-    return rows

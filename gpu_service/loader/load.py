@@ -1,6 +1,6 @@
 """Fills a model and its vision tower from a checkpoint, and checks that nothing is missing or left over.
 
-Which rows a name fills comes from the modules (`loader/names.py`), which tensors hold them from the
+Which rows a name fills comes from the declared weights (`loader/names.py`), which tensors hold them from the
 checkpoint (`find_sources`). Peak memory is the model plus one tensor: nothing is mapped, and routed experts
 are never read. A rank of several reads its rows and columns only; what is left over is found by all stages
 together. Towers stay in floating point in every published checkpoint.
@@ -13,17 +13,20 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import structlog
 import torch
 
+from gpu_service.core.parallel import SOLO, ParallelContext
+from gpu_service.core.partition import stage_layers
 from gpu_service.device import dtype_name
 from gpu_service.device.stream import stream_of
-from gpu_service.layers.gated_streams import NGramRows
 from gpu_service.layers.linear import StoredWeight
-from gpu_service.loader.names import Target, expected_names, wanted_name
+from gpu_service.loader.held import HeldWeights, KeptForm, KeptForms, ScaledForm, held_weights
+from gpu_service.loader.names import Target, expected_names, module_of, wanted_name
 from gpu_service.loader.packed_sources import PackedSource, keep_packed
 from gpu_service.loader.sources import (
     INTEGERS,
@@ -36,12 +39,11 @@ from gpu_service.loader.sources import (
     keep_stored_fp8,
 )
 from gpu_service.models.common import CausalLM
-from gpu_service.models.compose import build_model
 from gpu_service.models.vision.registry import build_tower
 from gpu_service.models.vision.tower import VisionTower
 from gpu_service.ops import host_kernels
 from moebius.checkpoint.errors import CheckpointError
-from moebius.checkpoint.index import CheckpointIndex, TensorInfo
+from moebius.checkpoint.index import CheckpointIndex, TensorInfo, has_weights
 from moebius.checkpoint.matrix_finder import MatrixFinder, is_ignored, side_name
 from moebius.checkpoint.quantisation import read_schemes
 from moebius.checkpoint.reader import SliceReader, read_slice
@@ -50,8 +52,11 @@ from moebius.checkpoint.weight_schemes import FLOATS, WeightScheme
 from moebius.config import ModelConfigSection
 from moebius.models.checkpoint import check_mtp_layers, open_index
 from moebius.models.config import ModelConfig
+from moebius.models.layers.ranks import ShardRange
+from moebius.models.layers.weights import Weight
 from moebius.models.registry import vision_family
 from moebius.models.tied_head import is_stored_as_head
+from moebius.models.weights import model_weights
 from moebius.process.progress import Progress, phase
 
 _log = structlog.get_logger(__name__)
@@ -107,16 +112,14 @@ class _Search:
     def locate(self, name: str, target: Target) -> None:
         """Find the source of one expected name, or note what is wrong with it."""
         info = self.finder.tensors.get(name)
-        # The parameter of a weight that is kept is bytes, and has been since memory was planned.
-        counts = not (_is_packed(target) or target.module.get_parameter(target.parameter).is_floating_point())
-        is_table = isinstance(target.module, NGramRows) and target.module.weight_scale is not None
-        is_fp8 = is_table and target.parameter == "weight"
-        allowed_types = INTEGERS if counts else (FP8,) if is_fp8 else FLOATS
+        weight = target.weight
+        is_fp8 = weight.scale in self.expected
+        allowed_types = INTEGERS if weight.dtype == "int32" else (FP8,) if is_fp8 else FLOATS
         if info is not None and info.dtype in allowed_types:
             self._take_plain(name, info, target)
         elif len(target.shape) == 2 and self._is_quantised(name):
             self._take_quantised(name, target)
-        elif info is None and target.parameter in getattr(target.module, "zero_if_missing", ()):
+        elif info is None and weight.may_be_missing:
             self.sources[name] = ZeroSource()
         elif info is None:
             self.problems["missing"].append(name)
@@ -171,8 +174,7 @@ class _Search:
         return is_bias and info.dtype in FLOATS and not read_slice(info).any()
 
 
-# How tables of n-grams are called below their module, and 8-bit floats in headers.
-_TABLE_PART, FP8 = ".ngram_embedding.shard_", "F8_E4M3"
+FP8 = "F8_E4M3"
 _FLOAT_DTYPES = ("F32", "F16", "BF16")
 
 
@@ -258,10 +260,14 @@ def load_weights(model: CausalLM, directory: str | Path, form: DenseForm = "dequ
     listing every name that is missing, unused, mis-shaped, of a wrong type or quantised in an unknown way,
     before the first weight is read; the model is unusable after an error.
     """
-    expected, sources = _find(model, directory, form)
-    weights = sum(target.rows.size * _row_bytes(target) for target in expected.values())
+    found = _find(model.config, model.parallel, directory, form)
+    for parameter, kept in found.forms.items():
+        kept.hold(module_of(model, parameter))
+    work = [(target, found.sources[name]) for name, target in found.expected.items()]
+    rows = {target.parameter: _row_bytes(model, target) for target, _ in work}
+    weights = sum(target.rows.size * rows[target.parameter] for target, _ in work)
     with phase("loading dense weights", weights, "GB") as progress:
-        _fill_all([(target, sources[name]) for name, target in expected.items()], model.device, progress)
+        _fill_all(work, model, rows, progress)
     _check_no_meta(model)
     loaded_bytes = _held_bytes(model)
     with phase("packing dense weights"):
@@ -276,29 +282,33 @@ def _held_bytes(model: CausalLM) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
 
-def _row_bytes(target: Target) -> int:
+def _row_bytes(model: CausalLM, target: Target) -> int:
     """Returns the bytes of the part that this process has of a row of the parameter."""
-    parameter = target.module.get_parameter(target.parameter)
-    return parameter.nbytes // target.shape[0] if _is_packed(target) else parameter[:1].nbytes
+    module, name = module_of(model, target.parameter), target.parameter.rpartition(".")[2]
+    parameter = module.get_parameter(name)
+    if isinstance(module, StoredWeight) and module.packed_parts and name == "weight":
+        return parameter.nbytes // module.weight_shape[0]
+    return parameter[:1].nbytes
 
 
-def _is_packed(target: Target) -> bool:
-    """Returns whether it is the weight of a module that holds it as it is stored."""
-    kept = isinstance(target.module, StoredWeight) and bool(target.module.packed_parts)
-    return kept and target.parameter == "weight"
+def _fill_all(
+    work: Sequence[tuple[Target, WeightSource]], model: CausalLM, rows: Mapping[str, int], progress: Progress
+) -> None:
+    """Largest first, a tensor per thread: they decode and round. Raises what a thread raises.
 
-
-def _fill_all(work: Sequence[tuple[Target, WeightSource]], device: torch.device, progress: Progress) -> None:
-    """Largest first, a tensor per thread: they decode and round. Raises what a thread raises."""
+    `rows`: bytes of a row of each parameter.
+    """
+    device = model.device
     threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
     is_kept = any(isinstance(source, PackedSource) for _, source in work)
     dense_threads = host_kernels.dense_threads(torch.get_num_threads()) if is_kept else None
-    left = iter(sorted(work, key=lambda pair: -pair[0].rows.size * _row_bytes(pair[0])))
+    sizes = {id(target): target.rows.size * rows[target.parameter] for target, _ in work}
+    left = iter(sorted(work, key=lambda pair: -sizes[id(pair[0])]))
     lock, active = threading.Lock(), stream_of(device)
 
     def fill_some(workers: ThreadPoolExecutor) -> None:
         with active(), SliceReader() as reader:
-            context = LoadContext(reader, workers, threads, dense_threads)
+            context = LoadContext(reader, partial(module_of, model), workers, threads, dense_threads)
             while True:
                 with lock:
                     item = next(left, None)
@@ -311,7 +321,7 @@ def _fill_all(work: Sequence[tuple[Target, WeightSource]], device: torch.device,
                     with lock:  # the other threads need not read the rest
                         list(left)
                     raise
-                progress.advance(target.rows.size * _row_bytes(target))
+                progress.advance(sizes[id(target)])
 
     # Two pools: a thread that fills waits for those that dequantise blocks of one matrix for it.
     with ThreadPoolExecutor(threads, "dense") as fillers, ThreadPoolExecutor(threads, "blocks") as workers:
@@ -319,55 +329,70 @@ def _fill_all(work: Sequence[tuple[Target, WeightSource]], device: torch.device,
             done.result()
 
 
-def shape_weights(model: CausalLM, chosen: ModelConfigSection) -> None:
-    """Give every parameter the type that `load_weights` will, so that memory can be planned; raises as it."""
-    form = dense_form(chosen, model.device)
-    if form != "dequantised" or any(isinstance(module, NGramRows) for module in model.modules()):
-        _find(model, chosen.model, form)
+def plan_weights(
+    chosen: ModelConfigSection, config: ModelConfig, parallel: ParallelContext, device: torch.device
+) -> HeldWeights:
+    """Returns what a rank's weights will take on a device once `load_weights` has loaded them, from headers
+    alone; without files of weights, all as values. Raises as `load_weights` does.
+    """
+    form, on_cpu = dense_form(chosen, device), device.type == "cpu"
+    declared = list(model_weights(config, stage_layers(config, parallel)))
+    forms: KeptForms = {}
+    may_keep = form != "dequantised" or any(weight.scale for weight in declared)
+    if may_keep and has_weights(chosen.model):
+        found = _find(config, parallel, chosen.model, form)
+        forms, declared = found.forms, [target.weight for target in found.expected.values()]
+    return held_weights(config, parallel, declared, forms, on_cpu=on_cpu)
 
 
 def check_weights(config: ModelConfig, directory: str | Path) -> None:
     """Raises as `load_weights` and `load_tower` do before they read any value: from headers alone."""
-    _find(build_model(config, device="meta"), directory, "dequantised")
+    _find(config, SOLO, directory, "dequantised")
     if config.vision is not None:
         check_tower(build_tower(config, directory, "meta"), directory, config.model_type)
 
 
-def _find(
-    model: CausalLM, directory: str | Path, form: DenseForm
-) -> tuple[dict[str, Target], dict[str, WeightSource]]:
-    """Returns every parameter's target and the source of its values, by canonical name.
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """All that a rank reads; by canonical name, but forms by that of the parameter."""
 
-    Raises CheckpointError.
-    """
+    expected: Mapping[str, Target]
+    sources: Mapping[str, WeightSource]
+    forms: KeptForms
+
+
+def _find(config: ModelConfig, parallel: ParallelContext, directory: str | Path, form: DenseForm) -> _Found:
+    """Returns every weight's target and the source of its values. Raises CheckpointError."""
     index = open_index(directory)
-    present = _present(index, model)
-    _keep_fp8_tables(model, present)
-    expected = expected_names(model)
+    present = _present(index, config, parallel)
+    expected = expected_names(config, parallel)
+    scaled = _scaled(expected, present)
+    for target in scaled:
+        scale = Weight(target.weight.scale, (1,), "float32")
+        expected[scale.name] = Target(scale, ShardRange.whole(1), None, 0)
+    forms: dict[str, KeptForm] = {target.parameter: ScaledForm() for target in scaled}
     sources = find_sources(index.directory, present, expected, read_schemes(directory))
     if form == "fp8":
-        keep_stored_fp8(expected, sources)
+        forms |= keep_stored_fp8(expected, sources)
     elif form == "packed":
-        keep_packed(expected, sources)
-    return expected, sources
+        forms |= keep_packed(expected, sources, (parallel.tp_rank, parallel.tp_size))
+    return _Found(expected, sources, forms)
 
 
-def _keep_fp8_tables(model: CausalLM, present: Mapping[str, TensorInfo]) -> None:
-    """Tables of n-grams that are stored in fp8 stay in it."""
-    tables = [module for module in model.modules() if isinstance(module, NGramRows)]
-    if any(_TABLE_PART in name and info.dtype == FP8 for name, info in present.items()):
-        for table in tables:
-            table.keep_fp8()
+def _scaled(expected: Mapping[str, Target], present: Mapping[str, TensorInfo]) -> list[Target]:
+    """Returns the weights that stay in 8 bits with one scale: all that may, where one is stored so."""
+    found = [target for target in expected.values() if target.weight.scale]
+    infos = (present.get(target.weight.name) for target in found)
+    return found if any(info is not None and info.dtype == FP8 for info in infos) else []
 
 
-def _present(index: CheckpointIndex, model: CausalLM) -> dict[str, TensorInfo]:
+def _present(index: CheckpointIndex, config: ModelConfig, parallel: ParallelContext) -> dict[str, TensorInfo]:
     """Returns the checkpoint's tensors that this process reads, by canonical name."""
     present: dict[str, TensorInfo] = {}
-    config = model.config
     check_mtp_layers(index, config.model_type, config.num_layers)
     swapped = config.tie_word_embeddings and is_stored_as_head(index, config.model_type, config.num_layers)
     for name, info in index.tensors.items():
-        canonical = wanted_name(name, config, model.parallel, head_is_embedding=swapped)
+        canonical = wanted_name(name, config, parallel, head_is_embedding=swapped)
         if canonical is None:
             continue
         if canonical in present:

@@ -1,4 +1,4 @@
-"""Which checkpoint names fill which rows of which parameter, and which names are read by no parameter.
+"""Where declared weights go, rows of which parameter, and which names are read by no parameter.
 
 How a family spells its names is `moebius.models.names`' business; only canonical names are known here.
 """
@@ -6,41 +6,47 @@ How a family spells its names is `moebius.models.names`' business; only canonica
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from torch import nn
 
 from gpu_service.core.parallel import SOLO, ParallelContext
 from gpu_service.core.partition import stage_layers
-from gpu_service.layers.linear import CheckpointPart, Divided
 from gpu_service.models.common import CausalLM
 from moebius.checkpoint.expert_layouts import is_routed_expert
 from moebius.models.config import ModelConfig
 from moebius.models.layers.ranks import ShardRange
 from moebius.models.layers.residual import Sequential
+from moebius.models.layers.weights import Weight
 from moebius.models.registry import family_of
-from moebius.models.tied_head import EMBEDDING, HEAD
+from moebius.models.weights import EMBEDDING, HEAD, model_weights, outside_weights
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
     """Where (a part of) one checkpoint tensor goes; filled by `expected_names`."""
 
-    module: nn.Module
-    parameter: str
-    shape: tuple[int, ...]  # Of the checkpoint's tensor.
-    # The part of it that is read; None: all columns, or a tensor of one dimension.
+    weight: Weight
+    # The part of it that is read; None: a tensor of one dimension.
     rows: ShardRange
     cols: ShardRange | None
     begin: int  # Rows of the parameter that it fills: [begin, begin + rows.size).
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the checkpoint's tensor."""
+        return self.weight.shape
+
+    @property
+    def parameter(self) -> str:
+        """Canonical name of the parameter that it fills."""
+        return self.weight.parameter
 
 
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 # Stored in all layers by models that use it in MoE layers only.
 _MLP_NORM = ".post_mlp_layernorm"
-# Modules outside of layers, other than embedding and head.
-_LAST = ("model.norm", "model.hc_head")
 
 
 def wanted_name(
@@ -81,38 +87,36 @@ def _norms_experts_alone(config: ModelConfig) -> bool:
 
 
 def _is_of_stage(canonical: str, config: ModelConfig, parallel: ParallelContext) -> bool:
-    if _module(canonical) == EMBEDDING:
-        return parallel.is_first_stage or (parallel.is_last_stage and config.tie_word_embeddings)
-    return parallel.is_last_stage or not f"{canonical}.".startswith(
-        tuple(f"{name}." for name in (*_LAST, HEAD))
-    )
+    module, is_first, is_last = _module(canonical), parallel.is_first_stage, parallel.is_last_stage
+    own = _modules_outside(config, is_first, is_last)
+    return module in own or module not in _modules_outside(config, True, True)
+
+
+@lru_cache(maxsize=8)
+def _modules_outside(config: ModelConfig, is_first: bool, is_last: bool) -> frozenset[str]:
+    """Returns the modules of no layer that such a stage has."""
+    weights = outside_weights(config, is_first=is_first, is_last=is_last)
+    return frozenset(_module(weight.name) for weight in weights)
 
 
 def _module(canonical: str) -> str:
     return canonical.rpartition(".")[0]
 
 
-def expected_names(model: CausalLM) -> dict[str, Target]:
-    """Every checkpoint name the model (or this rank's part of it) needs, derived from its modules."""
-    first_layer = stage_layers(model.config, model.parallel).start
+def expected_names(config: ModelConfig, parallel: ParallelContext = SOLO) -> dict[str, Target]:
+    """Returns where every declared weight of a model, or of a rank's part of one, goes, by canonical name."""
     expected: dict[str, Target] = {}
-    for path, module in model.named_modules():
-        path = _LAYER.sub(lambda match: f"model.layers.{int(match[1]) + first_layer}.", path)
-        parent = path.rpartition(".")[0]
-        for part in _parts(module):
-            name = f"{parent}.{part.sibling}" if part.sibling else path
-            cols = () if part.cols is None else (part.cols.total,)
-            shape = (part.rows.total, *cols, *part.rest)
-            target = Target(module, part.parameter, shape, part.rows, part.cols, part.begin)
-            expected[f"{name}.{part.parameter}"] = target
+    filled: dict[str, int] = {}
+    for weight in model_weights(config, stage_layers(config, parallel)):
+        rows, cols = weight.parts(parallel.tp_rank, parallel.tp_size)
+        begin = filled.get(weight.parameter, 0)
+        filled[weight.parameter] = begin + rows.size
+        expected[weight.name] = Target(weight, rows, cols, begin)
     return expected
 
 
-def _parts(module: nn.Module) -> Iterator[CheckpointPart]:
-    if isinstance(module, Divided):
-        yield from module.checkpoint_parts()
-        return
-    for name, parameter in module.named_parameters(recurse=False):
-        rows, *cols = parameter.shape
-        whole = ShardRange.whole(cols[0]) if cols else None
-        yield CheckpointPart("", name, ShardRange.whole(rows), whole, rest=tuple(cols[1:]))
+def module_of(model: CausalLM, name: str) -> nn.Module:
+    """Returns the module of a parameter by its canonical name: a stage counts its own layers."""
+    first = stage_layers(model.config, model.parallel).start
+    path = _LAYER.sub(lambda match: f"model.layers.{int(match[1]) - first}.", name)
+    return model.get_submodule(_module(path))

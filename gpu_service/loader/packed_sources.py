@@ -10,14 +10,20 @@ from dataclasses import dataclass, replace
 import torch
 
 from gpu_service.layers.linear import StoredWeight
+from gpu_service.loader.held import KeptForm, PackedForm
 from gpu_service.loader.names import Target
-from gpu_service.loader.sources import LoadContext, PlainSource, QuantisedSource, WeightSource
+from gpu_service.loader.sources import (
+    LoadContext,
+    PlainSource,
+    QuantisedSource,
+    WeightSource,
+    names_of_parameters,
+)
 from gpu_service.ops.packed_weight import PackedPart
-from moebius.checkpoint.kept_matrix import KeptMatrix, kept_matrix
+from moebius.checkpoint.kept_matrix import KeptMatrix, kept_floats, kept_matrix
 from moebius.kernels.weight_formats import PANEL_COLUMNS
 from moebius.models.layers.ranks import ShardRange
 
-_WEIGHT = "weight"
 # Elements that are read and packed at a time.
 _BLOCK_ELEMENTS = 1 << 24
 _making = threading.Lock()
@@ -32,10 +38,11 @@ class PackedSource:
 
     def fill(self, target: Target, context: LoadContext, device: torch.device) -> None:
         """Packs the target's rows and columns. Raises CheckpointError as reading does."""
-        assert isinstance(target.module, StoredWeight)
+        module = context.module_of(target.parameter)
+        assert isinstance(module, StoredWeight)
         assert context.dense_threads is not None, "the load has threads where weights are kept"
         with _making:
-            packed = target.module.make_packed(context.dense_threads)
+            packed = module.make_packed(context.dense_threads)
         rows, cols = target.rows, target.cols or ShardRange.whole(self.kept.matrix.shape[1])
         multiple = math.lcm(PANEL_COLUMNS, self.kept.matrix.row_multiple)
         step = max(1, _BLOCK_ELEMENTS // cols.size // multiple) * multiple
@@ -44,23 +51,26 @@ class PackedSource:
             packed.pack(self.part, first, self.kept.read(context.reader, wanted, cols.slice))
 
 
-def keep_packed(expected: Mapping[str, Target], sources: dict[str, WeightSource]) -> None:
-    """Replace the sources of weights all of whose parts a packed format holds as they are stored."""
-    names_of: dict[StoredWeight, list[str]] = {}
-    for name, target in expected.items():
-        if isinstance(target.module, StoredWeight) and target.parameter == _WEIGHT:
-            names_of.setdefault(target.module, []).append(name)
-    for module, names in names_of.items():
+def keep_packed(
+    expected: Mapping[str, Target], sources: dict[str, WeightSource], rank: tuple[int, int]
+) -> dict[str, KeptForm]:
+    """Replaces the sources of weights all of whose parts a packed format holds as they are stored; returns
+    their forms by parameter. `rank`: its index, and the number of ranks.
+    """
+    forms: dict[str, KeptForm] = {}
+    for parameter, names in names_of_parameters(expected, "product", "lookup").items():
         found = [_kept(sources[name], expected[name]) for name in names]
         kept = [one for one in found if one is not None]
         sizes = [expected[name].rows.size for name in names]
         # Rows that no tensor fills (a vocabulary padded for several ranks) have no format.
-        if len(kept) < len(names) or sum(sizes) != module.weight_shape[0]:
+        held = sum(expected[name].weight.held_shape(*rank)[0] for name in names)
+        if len(kept) < len(names) or sum(sizes) != held:
             continue
         parts = (PackedPart(one.format, size) for one, size in zip(kept, sizes, strict=True))
-        module.keep_packed(tuple(parts))
+        forms[parameter] = PackedForm(tuple(parts))
         for part, (name, one) in enumerate(zip(names, kept, strict=True)):
             sources[name] = PackedSource(one, part)
+    return forms
 
 
 def _kept(source: WeightSource, target: Target) -> KeptMatrix | None:
@@ -73,6 +83,8 @@ def _kept(source: WeightSource, target: Target) -> KeptMatrix | None:
         from moebius.checkpoint.gguf.kept import kept_blocks
 
         found = kept_blocks(source.info)
+    elif isinstance(source, PlainSource):
+        found = kept_floats(source.info)
     if found is None or found.matrix.shape != target.shape:
         return None
     cols = target.cols or ShardRange.whole(found.matrix.shape[1])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -21,7 +21,7 @@ from torch import nn
 
 from gpu_service.device import dtype_name
 from gpu_service.device.stream import own_pages
-from gpu_service.layers.linear import HostMemory, Linear
+from gpu_service.loader.held import Fp8Form, KeptForm
 from gpu_service.loader.names import Target
 from gpu_service.ops.linear import GROUP
 from moebius import _kernels
@@ -31,6 +31,7 @@ from moebius.checkpoint.stored_matrix import StoredMatrix
 from moebius.checkpoint.stored_values import check_values
 from moebius.kernels.source import SourceMatrix
 from moebius.models.layers.ranks import ShardRange
+from moebius.models.layers.weights import WeightUse
 
 # Elements that are dequantised at once by a thread: their float32 values stay in its cache.
 _BLOCK_ELEMENTS = 1 << 18
@@ -49,6 +50,7 @@ class LoadContext:
     """What a load works with; filled by `load.load_weights`."""
 
     reader: SliceReader
+    module_of: Callable[[str], nn.Module]  # Of a parameter, by its canonical name.
     # Dequantises as many blocks at a time as it has threads.
     workers: Executor
     num_workers: int
@@ -80,21 +82,22 @@ def as_torch(array: Array, dtype: str) -> torch.Tensor:
 _making = threading.Lock()
 
 
-def target_rows(target: Target, parameter: str, device: torch.device) -> torch.Tensor:
-    """Returns the rows that a target fills of a parameter of its module; any thread may be the
-    first to ask.
+def target_rows(target: Target, context: LoadContext, device: torch.device, beside: str = "") -> torch.Tensor:
+    """Returns the rows that a target fills of its parameter, or of the one called `beside` of its module; any
+    thread may be the first to ask.
     """
+    module, parameter = context.module_of(target.parameter), beside or target.parameter.rpartition(".")[2]
     with _making:
-        found, module = target.module.get_parameter(parameter), target.module
+        found = module.get_parameter(parameter)
         if found.is_meta:
-            if isinstance(module, HostMemory) and parameter in module.host_parameters:
+            if target.weight.on_host and device.type != "cpu":
                 memory = own_pages(found.shape, found.dtype)
             else:
                 # Rows that no tensor fills (a padded vocabulary) must be finite.
                 make = torch.empty if target.rows.size == found.shape[0] else torch.zeros
                 memory = make(found.shape, dtype=found.dtype, device=device)
             found = nn.Parameter(memory, requires_grad=False)
-            setattr(target.module, parameter, found)
+            setattr(module, parameter, found)
     return found.data.narrow(0, target.begin, target.rows.size)
 
 
@@ -105,7 +108,7 @@ class PlainSource:
     info: TensorInfo
 
     def fill(self, target: Target, context: LoadContext, device: torch.device) -> None:
-        output, cols = target_rows(target, target.parameter, device), target.cols
+        output, cols = target_rows(target, context, device), target.cols
         picked = None if cols is None or cols.is_whole else cols.slice
         first, last, step = target.rows.begin, target.rows.end, self._step(target.rows.size)
         for begin in range(first, last, step):
@@ -128,7 +131,7 @@ class ZeroSource:
 
     def fill(self, target: Target, context: LoadContext, device: torch.device) -> None:
         """Writes zeros."""
-        target_rows(target, target.parameter, device).zero_()
+        target_rows(target, context, device).zero_()
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +141,7 @@ class QuantisedSource:
     matrix: StoredMatrix
 
     def fill(self, target: Target, context: LoadContext, device: torch.device) -> None:
-        output = target_rows(target, target.parameter, device)
+        output = target_rows(target, context, device)
         if not len(output):
             return
         first, step = target.rows.begin, self._step(output.shape)
@@ -200,23 +203,31 @@ def _dequantised(
 _WEIGHT, _SCALES = "weight", "weight_scales"
 
 
-def keep_stored_fp8(expected: Mapping[str, Target], sources: dict[str, WeightSource]) -> None:
-    """Replace the sources of linear layers that are stored in fp8 with all of their parts.
+def names_of_parameters(expected: Mapping[str, Target], *uses: WeightUse) -> dict[str, list[str]]:
+    """Returns the names that fill each parameter whose weights are used so."""
+    found: dict[str, list[str]] = {}
+    for name, target in expected.items():
+        if target.weight.use in uses:
+            found.setdefault(target.parameter, []).append(name)
+    return found
+
+
+def keep_stored_fp8(expected: Mapping[str, Target], sources: dict[str, WeightSource]) -> dict[str, KeptForm]:
+    """Replaces the sources of products' weights that are stored in fp8 with all of their parts; returns their
+    forms by parameter.
 
     What else holds a matrix (embeddings, projections that are absorbed) uses its values, so it gets them.
     """
-    parts: dict[Linear, list[str]] = {}
-    for name, target in expected.items():
-        if isinstance(target.module, Linear) and target.parameter == _WEIGHT:
-            parts.setdefault(target.module, []).append(name)
-    for module, names in parts.items():
+    forms: dict[str, KeptForm] = {}
+    for parameter, names in names_of_parameters(expected, "product").items():
         found = [source for name in names if isinstance(source := sources[name], QuantisedSource)]
         if len(found) < len(names) or not all(_is_kept(source.matrix) for source in found):
             continue
         cols = expected[names[0]].cols
-        module.keep_fp8(cols.begin % GROUP if cols is not None else 0)
+        forms[parameter] = Fp8Form(cols.begin % GROUP if cols is not None else 0)
         for name, source in zip(names, found, strict=True):
             sources[name] = Fp8Source(source.matrix)
+    return forms
 
 
 def _is_kept(matrix: StoredMatrix) -> bool:
@@ -232,7 +243,7 @@ class Fp8Source:
 
     def fill(self, target: Target, context: LoadContext, device: torch.device) -> None:
         """Writes codes and scales, both parameters of the `Linear`."""
-        weight, scales = (target_rows(target, name, device) for name in (_WEIGHT, _SCALES))
+        weight, scales = (target_rows(target, context, device, name) for name in (_WEIGHT, _SCALES))
         if not len(weight):
             return
         # Rows of fp8 are no words: the part begins with its own first one.

@@ -89,7 +89,7 @@ class MemoryLedger:
         if now.free < ALLOCATOR_SLACK:
             raise UserError(
                 f"GPU memory: {gib(now.free)} GiB are free before serving, less than {gib(ALLOCATOR_SLACK)} "
-                "GiB; a smaller gpu_memory_utilization, num_pages or kv_cache_gib leaves room"
+                "GiB; less gpu_memory_utilization, gpu_memory_gib, num_pages or kv_cache_gib leaves room"
             )
         if used > budget:
             _log.warning(

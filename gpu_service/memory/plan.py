@@ -1,15 +1,13 @@
 """The plan of one rank's memory, made before anything is loaded, and the KV pool that is left at the end.
 
-Weights are exact (the model is composed without memory first). The rest are upper estimates of what the
+Weights are exact (layers declare them). The rest are upper estimates of what the
 layers allocate at their largest step; the KV pool is sized by a measurement, not by them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-import torch
 from torch import nn
 
 from gpu_service.attention.base import MAX_BLOCK_SCORES
@@ -18,7 +16,6 @@ from gpu_service.core.parallel import SOLO, ParallelContext
 from gpu_service.core.partition import all_stages_layers, rank_layers
 from gpu_service.device import TORCH_DTYPES
 from gpu_service.experts.resident.panels import PAIRS_BYTES, UNPACK_FROM, UNPACKED_BYTES, pair_bytes
-from gpu_service.layers.linear import HostMemory
 from gpu_service.memory.device_memory import MemoryUse, gib
 from moebius.config import GpuConfig, MoebiusConfig
 from moebius.errors import UserError
@@ -99,24 +96,9 @@ def most_chunk_tokens(config: ModelConfig, parallel: ParallelContext) -> int:
 
 
 def parameter_bytes(model: nn.Module) -> int:
-    """Returns the bytes of parameters and buffers where the model computes, with memory or on the meta
-    device.
-    """
-    on_host = {id(tensor) for tensor in host_parameters(model)}
-    held = (tensor for tensor in _distinct(model) if id(tensor) not in on_host)
-    return sum(tensor.numel() * tensor.element_size() for tensor in held)
-
-
-def host_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Returns those that stay in the host's memory when the model computes on a GPU."""
-    modules = (module for module in model.modules() if isinstance(module, HostMemory))
-    return [module.get_parameter(name) for module in modules for name in module.host_parameters]
-
-
-def _distinct(model: nn.Module) -> Iterable[torch.Tensor]:
-    seen: dict[int, torch.Tensor] = {id(tensor): tensor for tensor in model.parameters()}
-    seen |= {id(tensor): tensor for tensor in model.buffers()}
-    return seen.values()
+    """Returns the bytes of parameters and buffers, with memory or on the meta device."""
+    held = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return sum(tensor.numel() * tensor.element_size() for tensor in held.values())
 
 
 def activation_bytes(
@@ -220,7 +202,7 @@ class MemoryPlan:
     """Filled by `plan_memory`, bytes; the line of the KV cache is what the others leave."""
 
     total: int
-    # gpu_memory_utilization of `total`, or what other processes leave of it.
+    # What settings allow of `total`, or what other processes leave of it.
     budget: int
     lines: tuple[MemoryLine, ...]
     page_bytes: int  # One page over all layers of this rank.
@@ -311,7 +293,7 @@ def plan_memory(
 
 def _budget(config: MoebiusConfig, use: MemoryUse) -> int:
     """Raises UserError when other processes hold so much that nothing could be planned with."""
-    wanted = int(config.gpu.gpu_memory_utilization * use.total)
+    wanted = config.gpu.usable_bytes(use.total)
     # What is used already is partly this process's own context, which the plan counts as well.
     others = max(0, use.total - use.free - use.reserved - CUDA_CONTEXT)
     return min(wanted, use.total - others)
@@ -348,9 +330,13 @@ def _with_kv(plan: MemoryPlan, config: MoebiusConfig, needed_pages: int) -> Memo
 
 
 def _share(plan: MemoryPlan, config: MoebiusConfig) -> str:
-    utilization = config.gpu.gpu_memory_utilization
-    text = f"gpu_memory_utilization {utilization:g} of {gib(plan.total)} GiB"
-    return text if plan.budget >= int(utilization * plan.total) else f"{text}, less what other processes hold"
+    gpu = config.gpu
+    text = f"gpu_memory_utilization {gpu.gpu_memory_utilization:g}"
+    if gpu.gpu_memory_gib is not None:
+        text = f"gpu_memory_gib {gpu.gpu_memory_gib:g}"
+    text = f"{text} of {gib(plan.total)} GiB"
+    usable = gpu.usable_bytes(plan.total)
+    return text if plan.budget >= usable else f"{text}, less what other processes hold"
 
 
 # Copies of all slots at full length are the most pages that requests and the prefix cache can make use of.

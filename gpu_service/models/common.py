@@ -12,11 +12,9 @@ from gpu_service.core.parallel import SOLO, ParallelContext
 from gpu_service.core.partition import rank_layers, stage_layers
 from gpu_service.core.step import ForwardInputs
 from gpu_service.layers import gated_streams as streams
-from gpu_service.layers.composition import Composition
 from gpu_service.layers.context import ForwardContext
 from gpu_service.layers.decoder import (
     Embedding,
-    Head,
     LearnedRotation,
     ResidualStream,
     RotaryEmbedding,
@@ -24,14 +22,17 @@ from gpu_service.layers.decoder import (
 )
 from gpu_service.layers.deferral import DeferralRule
 from gpu_service.layers.gated_streams import StreamMixer
+from gpu_service.layers.host_layers import HostRuns
 from gpu_service.layers.hyper_connections import HyperHead, HyperStreams
-from gpu_service.layers.linear import Packed
+from gpu_service.layers.linear import Linear, Packed
 from gpu_service.layers.mtp import MtpLayer
 from gpu_service.layers.norm import Norm, make_norm
+from gpu_service.layers.rank_weights import RankWeights
 from gpu_service.ops.linear import can_pack, linear, pack_weight
 from gpu_service.ops.overflow import EMBEDDING, FINAL_NORM, is_noted, note_overflow
 from moebius.models.config import ModelConfig
 from moebius.models.layers.residual import GatedStreams, HyperConnections
+from moebius.models.weights import HEAD, outside_weights
 
 
 class Backbone(nn.Module):
@@ -45,11 +46,13 @@ class Backbone(nn.Module):
         self,
         config: ModelConfig,
         layers: list[nn.Module],
+        own: RankWeights,
         *,
         dtype: torch.dtype,
         device: torch.device,
         parallel: ParallelContext = SOLO,
     ) -> None:
+        """`own`: what belongs to no layer."""
         super().__init__()
         size, last = config.hidden_size, parallel.is_last_stage
         first, final = config.layers[0].residual, config.layers[-1].norm
@@ -61,20 +64,20 @@ class Backbone(nn.Module):
         hyper = first if isinstance(first, HyperConnections | GatedStreams) else None
         self._num_streams = 1 if hyper is None else hyper.num_streams
         embeds = parallel.is_first_stage or (last and config.tie_word_embeddings)
-        self.embed_tokens = (
-            Embedding(config.vocab_size, size, dtype=dtype, parallel=parallel) if embeds else None
-        )
+        self.embed_tokens = Embedding(own.under("embed_tokens"), dtype, parallel) if embeds else None
         self.layers = nn.ModuleList(layers)
-        self.norm: Norm | StreamMixer | None = make_norm(final, size, dtype=dtype) if last else None
+        self.norm: Norm | StreamMixer | None = None
         if isinstance(first, HyperConnections):
             self._streams = HyperStreams
         elif isinstance(first, GatedStreams):
             self._streams = streams.GatedStreams
             if last:
-                self.norm = StreamMixer(first, final.eps, Composition(size, dtype, parallel))
+                self.norm = StreamMixer(first, final.eps, own.under("norm"))
+        if last and self.norm is None:
+            self.norm = make_norm(final, own.under("norm"))
         self.hc_head: HyperHead | None = None
         if last and isinstance(first, HyperConnections) and first.weighs_last:
-            self.hc_head = HyperHead(first, final.eps, size)
+            self.hc_head = HyperHead(first, final.eps, own.under("hc_head"))
         ropes = [layer.mixer.rope if layer.mixer is not None else None for layer in config.layers]
         # One table for each kind of layer, and which one a layer takes.
         kinds = list(dict.fromkeys(rope for rope in ropes if rope is not None))
@@ -83,12 +86,13 @@ class Backbone(nn.Module):
         self._rotary_of = [None if rope is None else kinds.index(rope) for rope in ropes]
         self.rotary_emb: LearnedRotation | None = None
         if any(rope.learned for rope in kinds):
-            self.rotary_emb = LearnedRotation(self._rotaries)
+            self.rotary_emb = LearnedRotation(self._rotaries, own.under("rotary_emb"))
         self._embedding_scale = config.embedding_scale
         if config.rounds_embedding_scale:
             self._embedding_scale = torch.tensor(config.embedding_scale, device="cpu").to(dtype).item()
         # Of this stage's layers, those that every token passes: layers of multi-token prediction are last.
         self._num_passed = len(layers) - (config.num_mtp_heads if last else 0)
+        self._host_runs = HostRuns(layers[: self._num_passed], self._first_layer, self._rotary_of)
         # Which experts are added a layer late; None: none. Set before the first step.
         self.deferral: DeferralRule | None = None
 
@@ -106,7 +110,14 @@ class Backbone(nn.Module):
         overflow = context.first_overflow
         if overflow is not None and self._parallel.is_first_stage:
             _note(overflow, stream, EMBEDDING)
+        runs, done = self._host_runs.of_step(context), self._first_layer
         for index, layer in enumerate(islice(self.layers, self._num_passed), self._first_layer):
+            if index < done:
+                continue
+            run = runs.get(index)
+            if run is not None and run.forward(stream, ropes, context):
+                done = run.end
+                continue
             rotary = self._rotary_of[index]
             stream = layer(stream, None if rotary is None else ropes[rotary], context)
             if images is not None and images.reaches(index):
@@ -188,13 +199,13 @@ class CausalLM(nn.Module):
         self.dtype = dtype
         self.device = device
         self.parallel = parallel
-        self.model = Backbone(config, layers, dtype=dtype, device=device, parallel=parallel)
-        has_head = parallel.is_last_stage and not config.tie_word_embeddings
-        self.lm_head = (
-            Head(config.hidden_size, config.vocab_size, bias=config.head_bias, dtype=dtype, parallel=parallel)
-            if has_head
-            else None
-        )
+        last = parallel.is_last_stage
+        outside = outside_weights(config, is_first=parallel.is_first_stage, is_last=last)
+        own = RankWeights(outside, dtype, parallel)
+        inner = own.under("model")
+        self.model = Backbone(config, layers, inner, dtype=dtype, device=device, parallel=parallel)
+        # None: the head is the embedding, or another stage's.
+        self.lm_head = Linear(head) if (head := own.under(HEAD)) else None
         # Filled by `pack` when the head is the embedding, whose plain layout the look-up needs too.
         self._packed_tied_head: torch.Tensor | None = None
 

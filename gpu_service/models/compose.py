@@ -105,7 +105,8 @@ def _module(layer: Layer, layer_id: int, where: list[Places], made: Composition)
     mixers = [MIXERS[type(mixer)](mixer, where[i], made) for i, mixer in enumerate(layer.mixers)]
     ffn: nn.Module | None = None
     if isinstance(layer.ffn, Dense):
-        ffn = moe.MLP(layer.ffn, made)
+        declared = made.weights(layer.ffn.weights(made.hidden_size))
+        ffn = moe.MLP(layer.ffn, declared, made.parallel)
     elif layer.ffn is not None:
         ffn = ROUTED[type(layer.ffn)](layer.ffn, layer_id, made)
     return RESIDUALS[type(layer.residual)](layer, LayerParts(mixers, ffn, where), made)

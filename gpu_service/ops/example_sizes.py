@@ -13,8 +13,9 @@ from moebius.models.layers.gqa import GQA
 from moebius.models.layers.latent import MLA
 from moebius.models.layers.layer import Layer, Layers, mixers
 from moebius.models.layers.mixer import Mixer
+from moebius.models.layers.ngrams import NGramConfig
 from moebius.models.layers.recurrent import KDA, GatedDeltaNet, Recurrent, SelectiveScan, ShortConv
-from moebius.models.layers.residual import GatedStreams, HyperConnections, NGramConfig
+from moebius.models.layers.residual import GatedStreams, HyperConnections
 from moebius.models.layers.router import RouterConfig
 
 _SMALL_LINEAR = GatedDeltaNet(

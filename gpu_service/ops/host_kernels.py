@@ -22,6 +22,29 @@ _SCORES = {"softmax": 0, "sigmoid": 1, "sqrt_softplus": 2, "none": 3}
 _POSTS = {"none": 0, "renormalize": 1, "softmax": 2, "sigmoid": 3, "sigmoid_renormalize": 4}
 
 
+# Rows up to which a router's logits are products row by row; for more, a matrix product reads less.
+MOST_SCORED_ROWS = 16
+
+
+@functools.cache
+def routing_rule(config: RouterConfig) -> _kernels.RoutingRule | None:
+    """Returns the rule by which `route` chooses; None: the kernels do not know it."""
+    if config.score not in _SCORES or config.post not in _POSTS:
+        return None
+    return _kernels.RoutingRule(
+        config.num_choices,
+        config.top_k,
+        config.num_groups,
+        config.top_groups,
+        config.group_score == "max",
+        _SCORES[config.score],
+        _POSTS[config.post],
+        config.logit_softcap,
+        config.renormalize_epsilon,
+        config.scale,
+    )
+
+
 @functools.cache
 def dense_threads(num_threads: int) -> _kernels.DenseThreads:
     """Returns the threads of all dense layers of this process."""
@@ -133,9 +156,11 @@ class HostKernels:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Computes `ops.router.route`."""
         logits = router_logits.float().contiguous()
-        (rows, experts), top_k = logits.shape, config.top_k
+        rows, top_k = logits.shape[0], config.top_k
         weights = torch.empty(rows, top_k)
         ids = torch.empty(rows, top_k, dtype=torch.int32)
+        rule = routing_rule(config)
+        assert rule is not None, "`_routes` has looked"
         self._threads.route(
             logits.data_ptr(),
             _address(correction_bias),
@@ -143,18 +168,40 @@ class HostKernels:
             weights.data_ptr(),
             ids.data_ptr(),
             rows,
-            experts,
-            top_k,
-            config.num_groups,
-            config.top_groups,
-            config.group_score == "max",
-            _SCORES[config.score],
-            _POSTS[config.post],
-            config.logit_softcap,
-            config.renormalize_epsilon,
-            config.scale,
+            rule,
         )
         return weights, ids
+
+    def add_norm_route(
+        self,
+        residual: torch.Tensor,
+        update: torch.Tensor | None,
+        norm_weight: torch.Tensor,
+        eps: float,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        correction_bias: torch.Tensor | None,
+        config: RouterConfig,
+        valid_rows: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Computes `ops.linear.add_norm_route` of few rows."""
+        normed = torch.empty_like(residual)
+        self._add_norm(residual, update, norm_weight, eps, normed)
+        rows, experts = residual.shape[0], weight.shape[0]
+        logits = torch.empty(rows, experts)
+        wide_bias = None if bias is None else bias.float()
+        self._threads.score_experts(
+            normed.data_ptr(),
+            _is_bfloat16(normed),
+            rows,
+            weight.shape[1],
+            weight.data_ptr(),
+            _is_bfloat16(weight),
+            _address(wide_bias),
+            logits.data_ptr(),
+            experts,
+        )
+        return residual, normed, *self.route(logits, correction_bias, config, valid_rows)
 
 
 def _norms(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float) -> bool:
@@ -195,7 +242,25 @@ def _routes(
     router_logits: torch.Tensor, correction_bias: torch.Tensor | None, config: RouterConfig, *_: object
 ) -> bool:
     bias = correction_bias is None or correction_bias.dtype == torch.float32
-    return bias and config.score in _SCORES and config.post in _POSTS
+    return bias and routing_rule(config) is not None
+
+
+def _adds_and_routes(
+    residual: torch.Tensor,
+    update: torch.Tensor | None,
+    norm_weight: torch.Tensor,
+    eps: float,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    correction_bias: torch.Tensor | None,
+    config: RouterConfig,
+    *_: object,
+) -> bool:
+    fits = _norms(residual, norm_weight, eps) and residual.shape[0] <= MOST_SCORED_ROWS
+    if update is not None:
+        fits = fits and _adds_and_norms(update, residual, norm_weight, eps)
+    plain = weight.dtype in _FLOATS and weight.is_contiguous()
+    return fits and plain and _routes(residual, correction_bias, config)
 
 
 def implementations(threads: _kernels.DenseThreads) -> Mapping[str, Implementation]:
@@ -207,4 +272,5 @@ def implementations(threads: _kernels.DenseThreads) -> Mapping[str, Implementati
         "silu_and_mul": Implementation(kernels.silu_and_mul, _gates),
         "rotate_and_append": Implementation(kernels.rotate_and_append, _rotates),
         "route": Implementation(kernels.route, _routes),
+        "add_norm_route": Implementation(kernels.add_norm_route, _adds_and_routes),
     }

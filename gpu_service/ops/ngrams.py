@@ -13,8 +13,7 @@ import torch
 from torch.nn import functional
 
 from gpu_service.ops.registry import Op
-from moebius.models.layers.residual import NGramConfig
-from moebius.models.ngrams import hash_factors, hash_primes
+from moebius.models.layers.ngrams import NGramConfig, hash_factors, hash_primes
 
 
 class NGramTable(NamedTuple):
@@ -23,17 +22,15 @@ class NGramTable(NamedTuple):
     factors: torch.Tensor  # [size], of a token and of those before it
     primes: torch.Tensor  # [num_hashes], rows of each hash
     offsets: torch.Tensor  # [num_hashes], its first row
-    num_rows: int  # Of the table, padding included.
 
 
 def ngram_table(sizes: NGramConfig, place: int, vocab_size: int, device: torch.device | str) -> NGramTable:
     """Returns the table of the `place`-th layer that embeds n-grams."""
     factors, primes = hash_factors(sizes, place, vocab_size), hash_primes(sizes, place)
     offsets = [sum(primes[:i]) for i in range(len(primes))]
-    num_rows = -(-sum(primes) // sizes.padded_to) * sizes.padded_to
     lists = factors, primes, offsets
     of_tokens, sizes_of_hashes, first_rows = (torch.tensor(numbers, device=device) for numbers in lists)
-    return NGramTable(of_tokens, sizes_of_hashes, first_rows, num_rows)
+    return NGramTable(of_tokens, sizes_of_hashes, first_rows)
 
 
 @Op

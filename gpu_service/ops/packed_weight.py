@@ -42,7 +42,7 @@ class PackedWeight:
     ) -> None:
         """`memory`: uint8 `[packed_bytes(in_features, parts)]` of a CPU, 64-byte aligned."""
         self._memory = memory
-        self._matrix = _kernels.DenseMatrix(
+        self.matrix = _kernels.DenseMatrix(
             threads,
             in_features,
             [(part.format, part.rows) for part in parts],
@@ -56,11 +56,11 @@ class PackedWeight:
 
         Raises ValueError where the source does not fit, or would be rounded.
         """
-        self._matrix.pack(part, first_row, source)
+        self.matrix.pack(part, first_row, source)
 
     def calibrate(self) -> None:
         """Choose the kernels of bfloat16 rows by measuring, once all is packed; 0.15 s for each layout."""
-        self._matrix.calibrate()
+        self.matrix.calibrate()
 
     def linear(
         self, rows: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype | None = None
@@ -76,7 +76,7 @@ class PackedWeight:
         if flat.stride(1) != 1:
             flat = flat.contiguous()
         output = torch.empty(*rows.shape[:-1], self.out_features, dtype=wanted)
-        self._matrix.multiply(
+        self.matrix.multiply(
             flat.data_ptr(),
             flat.stride(0),
             flat.shape[0],
@@ -96,5 +96,5 @@ class PackedWeight:
             return self.take_rows(ids, torch.float32).half()
         output = torch.empty(ids.shape[0], self.in_features, dtype=dtype)
         own = ids.contiguous()
-        self._matrix.take_rows(own.data_ptr(), own.shape[0], output.data_ptr(), dtype == torch.bfloat16)
+        self.matrix.take_rows(own.data_ptr(), own.shape[0], output.data_ptr(), dtype == torch.bfloat16)
         return output

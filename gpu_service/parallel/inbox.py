@@ -87,6 +87,7 @@ def _encode_request(
 ) -> None:
     output.request_id, output.index, output.priority = request.request_id, request.index, request.priority
     output.cache_namespace, output.fairness_id = request.cache_namespace, request.fairness_id
+    output.keep_prefix_s, output.arrived_s = request.keep_prefix_s, request.arrived_s
     if request.constraint is not None:
         output.constraint.CopyFrom(request.constraint.source)
     output.prompt_token_ids.extend(request.prompt_token_ids)
@@ -129,6 +130,8 @@ def _decode_request(
         priority=output.priority,
         cache_namespace=output.cache_namespace,
         fairness_id=output.fairness_id,
+        keep_prefix_s=output.keep_prefix_s,
+        arrived_s=output.arrived_s,
         vision=locate(len(output.prompt_token_ids), placed, output.sees_ahead) if placed else None,
         constraint=constraint,
     )

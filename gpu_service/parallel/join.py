@@ -206,7 +206,7 @@ def _family(host: str) -> socket.AddressFamily:
 _COLLECTIVE_PATIENCE = 5
 # Settings that ranks of one group may differ in: a rank's own, and what only rank 0 uses.
 _OWN_LEAVES = {
-    "model": {"identity_file"},
+    "model": {"identity_file", "sleep_file"},
     "parallel": {"rank", "host_index"},
     "gpu": {"gpu_metrics_port", "gpu_address", "gpu_threads"},
 }

@@ -76,6 +76,7 @@ class Scheduler:
         request.arrival = self._arrivals
         self._arrivals += 1
         self.shares.came(request)
+        self.cache.tree.advance(request.arrived_s)
         bisect.insort(self.waiting, request, key=seniority)
 
     def abort(self, request_id: str) -> list[Request]:
@@ -478,8 +479,7 @@ class Scheduler:
                 request.scheduled_len += 1
                 self.cache.accept_draft(batch, index, accepted - 1)
             self._append_token(request, row)
-        self.speculation.committed(request, len(drafts), accepted)
-        request.drafts = result.drafts
+        self.speculation.committed(request, len(drafts), accepted, result.drafts)
         if request.slot >= 0 and any(row.error for row in result.verified):
             # Its last page is among `poisoned_pages`.
             request.speculates = False

@@ -23,6 +23,7 @@ def cache_tiers(
         bytes=load.cached_pages * page_bytes,
         total_bytes=load.usable_pages * page_bytes,
         hit_tokens=load.hit_tokens,
+        kept_tokens=load.kept_pages * page_size,
     )
     if below is None:
         return

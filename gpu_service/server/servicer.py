@@ -29,12 +29,14 @@ from gpu_service.server.image_pieces import GatheredRequest, PiecesRefused
 from gpu_service.server.live import LiveExperts
 from gpu_service.server.profiler import EngineProfiler, ProfileRunning, profile_seconds
 from gpu_service.server.responses import CallBuffer, CallEnded, ManyCalls, OutputRouter
+from gpu_service.server.sleep import NO_PLACE, EngineSleep
 from gpu_service.server.validation import Bounds, InvalidField, make_requests
 from gpu_service.telemetry.metrics import EngineTelemetry
 from gpu_service.vision.processor import ImagePreparer
 from moebius import __version__
 from moebius.errors import UserError
 from moebius.process.operations import registry_text
+from moebius.process.sleep_mark import ASLEEP
 from protos import engine_pb2 as pb
 from protos import engine_pb2_grpc
 
@@ -66,7 +68,9 @@ class Service:
 class EngineServicer(engine_pb2_grpc.EngineServicer):
     """Until `service` is set, and once `draining`, calls are answered UNAVAILABLE."""
 
-    def __init__(self) -> None:
+    def __init__(self, sleep: EngineSleep | None = None) -> None:
+        """`sleep`: None for an engine that cannot."""
+        self.sleep = sleep or EngineSleep()
         self.service: Service | None = None
         self.draining = False
         # Generate calls that have been accepted and have not ended.
@@ -79,19 +83,23 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         self, request: pb.GenerateRequest, context: _GenerateContext
     ) -> AsyncIterator[pb.GenerateResponse]:
         """Streams the outputs; a cancelled call aborts them within one step."""
+        await self.sleep.until_awake(context)
         service = await self._ready(context)
         if self.draining:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the engine is shutting down")
+            why = "falling asleep" if self.sleep.wanted.is_set() else "shutting down"
+            await context.abort(grpc.StatusCode.UNAVAILABLE, f"the engine is {why}")
         if service.model_identity and request.model_identity not in ("", service.model_identity):
             reason = "model_identity: the request was made for other files of the model than are served"
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, reason)
         self.running += 1
+        self.sleep.used(request.keep_alive_s if request.HasField("keep_alive_s") else None)
         try:
             async with aclosing(self._generate(request, context, service)) as responses:
                 async for response in responses:
                     yield response
         finally:
             self.running -= 1
+            self.sleep.used()
 
     async def GenerateMany(
         self, requests: AsyncIterator[pb.GenerateManyRequest], _context: _Context
@@ -172,14 +180,18 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         self, request: pb.GetModelInfoRequest, context: _Context
     ) -> pb.GetModelInfoResponse:
         """Returns static facts."""
-        return (await self._ready(context)).info
+        return self.sleep.info or (await self._ready(context)).info
 
     async def GetLoad(self, request: pb.GetLoadRequest, context: _Context) -> pb.GetLoadResponse:
-        """The engine thread's last snapshot."""
-        return _load(await self._ready(context))
+        """The engine thread's last snapshot; none between the last call and the end of this program."""
+        if self.sleep.quiet.is_set():
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the engine is falling asleep")
+        return _sleeping_load() if self.sleep.info is not None else _load(await self._ready(context))
 
     async def GetLive(self, request: pb.GetLiveRequest, context: _Context) -> pb.GetLiveResponse:
         """Returns the same, and what is known of experts and their servers."""
+        if self.sleep.info is not None:
+            return pb.GetLiveResponse(load=_sleeping_load())
         service = await self._ready(context)
         live = pb.GetLiveResponse(
             load=_load(service),
@@ -219,6 +231,30 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         service = await self._ready(context)
         pages = await asyncio.wrap_future(service.engine.flush())
         return pb.FlushCacheResponse(success=True, freed_tokens=pages * service.page_size)
+
+    async def Sleep(self, request: pb.SleepRequest, context: _Context) -> pb.SleepResponse:
+        """Answers when no call runs, right before the memory is given back."""
+        sleep = self.sleep
+        if sleep.info is not None and not sleep.waking.is_set():
+            return pb.SleepResponse()
+        await sleep.wake()
+        service = await self._ready(context)
+        if not sleep.mark.has_place:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, NO_PLACE)
+        try:
+            sleep.ask(service.info, request.force)
+        except OSError as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"sleep_file: {error}")
+        await sleep.quiet.wait()
+        return pb.SleepResponse()
+
+    async def WakeUp(self, request: pb.WakeUpRequest, context: _Context) -> pb.WakeUpResponse:
+        """Answers when the model is in memory."""
+        if self.sleep.wanted.is_set():
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the engine is falling asleep")
+        await self.sleep.wake()
+        await self._ready(context)
+        return pb.WakeUpResponse()
 
     async def StartExpertRecorder(
         self, request: pb.StartExpertRecorderRequest, context: _Context
@@ -260,7 +296,8 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
 
     async def _ready(self, context: _Context) -> Service:
         if self.service is None:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the model is still loading")
+            reason = "the model is still loading" if self.sleep.info is None else ASLEEP
+            await context.abort(grpc.StatusCode.UNAVAILABLE, reason)
             raise AssertionError("abort returned")
         return self.service
 
@@ -269,10 +306,18 @@ def _tiers(service: Service) -> list[pb.CacheTier]:
     return list(cache_tiers(service.engine.load, service.page_size, service.page_bytes, service.tiers))
 
 
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat()
+
+
+def _sleeping_load() -> pb.GetLoadResponse:
+    return pb.GetLoadResponse(timestamp=_now(), version=__version__, is_sleeping=True)
+
+
 def _load(service: Service) -> pb.GetLoadResponse:
     load, page_size = service.engine.load, service.page_size
     return pb.GetLoadResponse(
-        timestamp=datetime.datetime.now(datetime.UTC).isoformat(),
+        timestamp=_now(),
         version=__version__,
         num_running_reqs=load.num_running,
         num_waiting_reqs=load.num_waiting,

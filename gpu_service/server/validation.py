@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -15,6 +16,7 @@ from moebius.config.request_limits import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_IDS,
     MAX_BAD_WORD_SEQUENCES,
+    MAX_KEEP_PREFIX_S,
     MAX_LOGIT_BIAS,
     MAX_LOGPROB_TOKEN_IDS,
     MAX_LOGPROBS,
@@ -56,6 +58,8 @@ def make_requests(
         raise InvalidField("request_id", message.request_id[:300], "1 to 256 characters")
     if len(message.fairness_id) > 256:
         raise InvalidField("fairness_id", message.fairness_id[:300], "at most 256 characters")
+    if not 0 <= message.keep_prefix_s <= MAX_KEEP_PREFIX_S:  # and no NaN
+        raise InvalidField("keep_prefix_s", message.keep_prefix_s, f"0 to {MAX_KEEP_PREFIX_S}")
     prompt, vision = _prompt(message, preparer)
     if not 1 <= len(prompt) < bounds.context_limit:
         raise InvalidField(
@@ -66,6 +70,7 @@ def make_requests(
     _check_ranges(sampling, bounds)
     # What is long in them (prompt, bias, stop tokens) exists once, however many outputs are asked for.
     params = _params(sampling, len(prompt), bounds)
+    arrived_s = time.monotonic()
     if params.prompt_logprobs is not None and vision is not None and vision.sees_ahead:
         raise InvalidField(
             "sampling_params.prompt_logprobs", params.prompt_logprobs, "absent with images of this model"
@@ -79,6 +84,8 @@ def make_requests(
             priority=message.priority,
             cache_namespace=message.cache_salt,
             fairness_id=message.fairness_id,
+            keep_prefix_s=message.keep_prefix_s,
+            arrived_s=arrived_s,
             vision=vision,
             constraint=constraint,
         )

@@ -26,6 +26,8 @@ model's MTP layers, is called by the model runner in every step once its tokens 
 back with them, `StepOutputs.drafts`, and are the request's for the next step. It may fail with
 ExpertUnavailable: then there are none.
 
+With both (`ngram+mtp`) each request's step verifies the drafts of the one that is accepted more often.
+
 **How many are worth it** (`policy.py`) follows from how often a request's drafts were accepted, and from what
 steps of as many rows took; the latter is measured by the first rank (`pace.py`), which tells all ranks at
 one place. A device drafter itself is left out of steps where its drafts do not pay (`rest.py`). All else is

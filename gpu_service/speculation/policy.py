@@ -19,17 +19,13 @@ import json
 import sys
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from weakref import WeakKeyDictionary
 
 from gpu_service.core.request import Request, SchedulerLimits
 from gpu_service.core.step import Batch
+from gpu_service.speculation.acceptance import KEPT_OF_ALL, AcceptanceRates, DraftSource
 from gpu_service.speculation.drafter import HostDrafter
 from gpu_service.speculation.rest import DrafterRest
-
-# What remains after a token of what is known of a request's drafts, and of all requests'.
-_KEPT, _KEPT_OF_ALL = 0.98, 0.998
-# Drafts that the usual share counts as, beside a request's own.
-_PRIOR = 2.0
-
 
 # Captured graphs make stairs of what rows cost: a step of 9 runs the graph of 16, which took twice as long
 # as that of 8 on one H200. With times of 9 to 16 taken as one, 9 looked half as dear.
@@ -81,7 +77,8 @@ class StepCosts:
 
 
 class Speculation:
-    """The scheduler's. Without a host drafter, drafts come from the device with a step's results."""
+    """The scheduler's. Drafts come from a host drafter, from the device with a step's results, or for each
+    request from whichever is accepted more often."""
 
     def __init__(
         self,
@@ -89,9 +86,14 @@ class Speculation:
         num_drafts: int,
         drafter: HostDrafter | None,
         *,
+        has_device_drafter: bool = False,
         adaptive: bool = False,
     ) -> None:
-        """`num_drafts`: of a request, at most; `adaptive`: what steps cost will be measured."""
+        """Starts without any knowledge of costs.
+
+        `num_drafts`: of a request, at most; `has_device_drafter`: drafts come with results of steps, too;
+        `adaptive`: what steps cost will be measured.
+        """
         self.costs = StepCosts()
         if adaptive:
             self.costs.update({}, {})
@@ -100,12 +102,13 @@ class Speculation:
         self._limits = limits
         self._most_drafts = num_drafts
         self._drafter = drafter
+        self._has_device_drafter = has_device_drafter
         # Of a device drafter.
         self._rest = DrafterRest()
         # The step in flight that others of its lane wait for: it has drafts, or brings some.
         self._awaited: Batch | None = None
-        # Like a request's own fields, of all.
-        self._accepted = self._verified = 0.0
+        self._of_all = AcceptanceRates(KEPT_OF_ALL)
+        self._rates: WeakKeyDictionary[Request, AcceptanceRates] = WeakKeyDictionary()
 
     def read(self, message: str) -> None:
         """Applies what `DraftPace.message` wrote. Raises ValueError for anything else."""
@@ -123,8 +126,8 @@ class Speculation:
             return False
         # The token in flight is the first that is proposed; those after it are worth waiting for it, or not.
         for request in in_flight:
-            request.drafts = self._draft_tokens(request, 1)
-        offers = [(request, len(request.drafts) - 1) for request in in_flight]
+            request.drafts, request.drafts_source = self._from_text(request, 1), DraftSource.TEXT
+        offers = [(self._rate(request, DraftSource.TEXT), len(request.drafts) - 1) for request in in_flight]
         return any(self._choose(offers, len(running), first=2))  # accepted only if that token is, too
 
     def add_drafts(
@@ -136,15 +139,19 @@ class Speculation:
         """
         if not batch.is_uniform_decode or not all(map(_decodes, running)):
             return
-        if self._rest.counts_down():
+        rests = self._rest.counts_down()
+        if rests and self._drafter is None:
             return
         if not all(batch.samples):  # one that was preempted starts again while its latest token is in flight
             return
         draft_tokens = [
-            self._draft_tokens(request, 0) if start + 1 == request.total_len else []
+            self._draft_tokens(request) if start + 1 == request.total_len else []
             for request, start in zip(batch.requests, batch.start_positions, strict=True)
         ]
-        offers = [(request, len(own)) for request, own in zip(batch.requests, draft_tokens, strict=True)]
+        offers = [
+            (self._rate(request, DraftSource(request.drafts_source)), len(own))
+            for request, own in zip(batch.requests, draft_tokens, strict=True)
+        ]
         counts = self._choose(offers, len(offers))
         drafts = [own[:count] for own, count in zip(draft_tokens, counts, strict=True)]
         for index, own in enumerate(drafts):
@@ -152,33 +159,40 @@ class Speculation:
                 drafts[index] = []
         if any(drafts):
             batch.drafts = drafts
-        if self._drafter is None:
-            expected = [(request, self._room(request, 1)) for request in batch.requests]
+        if self._has_device_drafter and not rests:
+            expected = [
+                self._expected(request, own)
+                for request, own in zip(batch.requests, draft_tokens, strict=True)
+            ]
             batch.num_drafts = max(self._choose(expected, len(expected)))
             if self.costs.is_measured:
-                self._rest.planned(bool(batch.drafts or batch.num_drafts))
+                self._rest.planned(bool(batch.num_drafts) or _has_drafts_of_layers(batch))
                 # What a step takes without drafts is measured without the drafter.
                 batch.runs_drafter = self.costs.plain(len(expected)) is not None
         if batch.drafts or batch.num_drafts:
             self._awaited = batch
 
-    def committed(self, request: Request, verified: int, accepted: int) -> None:
-        """A step gave a request `accepted` tokens and one more, of `verified` drafts."""
-        kept, kept_of_all = _KEPT ** (accepted + 1), _KEPT_OF_ALL ** (accepted + 1)
+    def committed(
+        self, request: Request, verified: int, accepted: int, next_drafts: Sequence[int] = ()
+    ) -> None:
+        """A step gave a request `accepted` tokens and one more, of `verified` drafts; a device drafter has
+        `next_drafts`."""
         # Those after the first rejected one say nothing, nor do those after the output's end.
         tried, confirmed = accepted if request.finished else min(verified, accepted + 1), accepted
-        if self._drafter is not None and verified == 0 and request.drafts and request.output_token_ids:
+        source = DraftSource(request.drafts_source)
+        was_proposed = source == DraftSource.TEXT and verified == 0 and len(request.drafts) > 0
+        if was_proposed and request.output_token_ids:
             # `waits` proposed this very token, which costs no row.
             tried, confirmed = 1, int(request.drafts[0] == request.output_token_ids[-1])
-        request.drafts_verified = kept * request.drafts_verified + tried
-        request.drafts_accepted = kept * request.drafts_accepted + confirmed
-        self._verified = kept_of_all * self._verified + tried
-        self._accepted = kept_of_all * self._accepted + confirmed
+        for rates in (self._rates_of(request), self._of_all):
+            rates.add(source, tried, confirmed, accepted + 1)
         request.accepted_draft_tokens += accepted
         request.rejected_draft_tokens += verified - accepted
         self.num_drafts += verified > 0
         self.num_verified += verified
         self.num_accepted += accepted
+        request.drafts = next_drafts
+        request.drafts_source = DraftSource.LAYERS if next_drafts else DraftSource.TEXT
 
     def ended(self, batch: Batch) -> None:
         """The step is in flight no more."""
@@ -188,7 +202,7 @@ class Speculation:
     @property
     def runs_drafter(self) -> bool:
         """Whether steps run a device drafter, for now."""
-        return self._drafter is None and not self._rest.is_on
+        return self._has_device_drafter and not self._rest.is_on
 
     @property
     def counts(self) -> dict[str, int]:
@@ -204,23 +218,40 @@ class Speculation:
         in_context = self._limits.context_limit - request.total_len
         return max(0, min(self._most_drafts, min(in_output, in_context) - inflight - 1))
 
-    def _draft_tokens(self, request: Request, inflight: int) -> list[int]:
+    def _from_text(self, request: Request, inflight: int) -> list[int]:
+        """Returns drafts of the host drafter, of which the first `inflight` are being sampled."""
         room = self._room(request, inflight)
-        if room == 0:
+        if self._drafter is None or room == 0:
             return []
-        if self._drafter is not None:
-            drafts = self._drafter.propose(request, room + inflight)
+        return self._drafter.propose(request, room + inflight)
+
+    def _draft_tokens(self, request: Request) -> list[int]:
+        """Returns drafts after the known tokens, of the drafter whose drafts are accepted more often, which
+        `drafts_source` says."""
+        drafts = self._from_text(request, 0)
+        own = list(request.drafts[: self._room(request, 0)])
+        layers, text = self._rate(request, DraftSource.LAYERS), self._rate(request, DraftSource.TEXT)
+        if request.drafts_source == DraftSource.LAYERS and own and (not drafts or layers > text):
+            drafts = own
         else:
-            drafts = list(request.drafts[:room])
-        if request.constraint is not None and not inflight:
+            request.drafts, request.drafts_source = (), DraftSource.TEXT
+        if request.constraint is not None:
             # A row whose draft can not be accepted would be computed in vain.
             drafts = drafts[: request.constraint.num_allowed(drafts)]
         return drafts
 
-    def _choose(self, offers: Sequence[tuple[Request, int]], rows: int, first: int = 1) -> list[int]:
+    def _expected(self, request: Request, drafts: Sequence[int]) -> tuple[float, int]:
+        """Returns the offer of a device drafter for the step after one for which a request has `drafts`: none
+        where those of its text are as good, which will go on."""
+        layers, text = self._rate(request, DraftSource.LAYERS), self._rate(request, DraftSource.TEXT)
+        goes_on = drafts and request.drafts_source == DraftSource.TEXT and text >= layers
+        return layers, 0 if goes_on else self._room(request, 1)
+
+    def _choose(self, offers: Sequence[tuple[float, int]], rows: int, first: int = 1) -> list[int]:
         """Returns how many of its drafts each request gets in a step of `rows` rows without them.
 
-        `first`: draft tokens that have to be accepted for a request's first draft to be.
+        `offers`: each one's acceptance rate and drafts; `first`: draft tokens that have to be accepted for a
+        request's first draft to be.
         """
         counts = [0] * len(offers)
         limits, plain = self._limits, self.costs.plain(rows)
@@ -228,9 +259,8 @@ class Speculation:
         if plain is None or most <= 0 or not any(count > 0 for _, count in offers):
             return counts
         gains = sorted(
-            (-(share**place), place, index)
-            for index, (request, count) in enumerate(offers)
-            for share in (self._share(request),)
+            (-(rate**place), place, index)
+            for index, (rate, count) in enumerate(offers)
             for place in range(first, count + first)
         )[:most]
         tokens, best, taken = float(rows), rows / plain, 0
@@ -243,10 +273,18 @@ class Speculation:
             counts[index] += 1
         return counts
 
-    def _share(self, request: Request) -> float:
-        """Returns the share of the request's drafts that are accepted once all before them are."""
-        usual = (1 + self._accepted) / (1 + self._verified)
-        return (_PRIOR * usual + request.drafts_accepted) / (_PRIOR + request.drafts_verified)
+    def _rate(self, request: Request, source: DraftSource) -> float:
+        return self._rates_of(request).rate(source, self._of_all)
+
+    def _rates_of(self, request: Request) -> AcceptanceRates:
+        return self._rates.setdefault(request, AcceptanceRates())
+
+
+def _has_drafts_of_layers(batch: Batch) -> bool:
+    return any(
+        own and request.drafts_source == DraftSource.LAYERS
+        for request, own in zip(batch.requests, batch.drafts, strict=bool(batch.drafts))
+    )
 
 
 def _decodes(request: Request) -> bool:

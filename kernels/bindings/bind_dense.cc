@@ -20,6 +20,7 @@ namespace {
 
 using dense::DenseMatrix;
 using dense::DenseThreads;
+using dense::RoutingRule;
 
 template <class T>
 T* pointer(uintptr_t address) {
@@ -94,19 +95,39 @@ void attend(DenseThreads& threads, bool is_bfloat16, uintptr_t query, size_t que
 }
 
 void route(DenseThreads& threads, uintptr_t logits, uintptr_t correction, uintptr_t valid, uintptr_t weights,
-           uintptr_t ids, uint32_t num_rows, uint32_t num_experts, uint32_t top_k, uint32_t num_groups,
-           uint32_t top_groups, bool group_by_maximum, uint32_t score, uint32_t post, float softcap, float epsilon,
-           float scale) {
+           uintptr_t ids, uint32_t num_rows, const RoutingRule& rule) {
   const ReleasedGil release;
-  dense::route(threads, {pointer<float>(logits), pointer<float>(correction), pointer<bool>(valid),
-                         pointer<float>(weights), pointer<int32_t>(ids), num_rows, num_experts, top_k, num_groups,
-                         top_groups, group_by_maximum, static_cast<dense::Score>(score),
-                         static_cast<dense::Post>(post), softcap, epsilon, scale});
+  dense::route(threads, {rule, pointer<float>(logits), pointer<float>(correction), pointer<bool>(valid),
+                         pointer<float>(weights), pointer<int32_t>(ids), num_rows});
+}
+
+void score_experts(DenseThreads& threads, uintptr_t hidden_states, bool is_bfloat16, uint32_t num_rows,
+                   uint32_t hidden_size, uintptr_t weight, bool weight_is_bfloat16, uintptr_t bias, uintptr_t logits,
+                   uint32_t num_experts) {
+  const ReleasedGil release;
+  dense::score_experts(threads, {pointer<void>(hidden_states), is_bfloat16, num_rows, hidden_size,
+                                 pointer<void>(weight), weight_is_bfloat16, pointer<float>(bias), num_experts,
+                                 pointer<float>(logits)});
+}
+
+void bind_routing(py::module_& m) {
+  py::class_<RoutingRule>(m, "RoutingRule")
+      .def(py::init([](uint32_t num_experts, uint32_t top_k, uint32_t num_groups, uint32_t top_groups,
+                       bool group_by_maximum, uint32_t score, uint32_t post, float softcap, float epsilon,
+                       float scale) {
+             return RoutingRule{num_experts, top_k, num_groups, top_groups, group_by_maximum,
+                                static_cast<dense::Score>(score), static_cast<dense::Post>(post), softcap, epsilon,
+                                scale};
+           }),
+           py::arg("num_experts"), py::arg("top_k"), py::arg("num_groups"), py::arg("top_groups"),
+           py::arg("group_by_maximum"), py::arg("score"), py::arg("post"), py::arg("softcap"), py::arg("epsilon"),
+           py::arg("scale"));
 }
 
 }  // namespace
 
 void bind_dense(py::module_& m) {
+  bind_routing(m);
   py::class_<DenseThreads, std::shared_ptr<DenseThreads>>(m, "DenseThreads")
       .def(py::init([](uint32_t num_threads, const std::string& isa) {
              return std::make_shared<DenseThreads>(num_threads, isa);
@@ -128,9 +149,10 @@ void bind_dense(py::module_& m) {
            py::arg("num_rows"), py::arg("num_heads"), py::arg("num_kv_heads"), py::arg("head_dim"),
            py::arg("is_prompt") = false)
       .def("route", &route, py::arg("logits"), py::arg("correction"), py::arg("valid"), py::arg("weights"),
-           py::arg("ids"), py::arg("num_rows"), py::arg("num_experts"), py::arg("top_k"), py::arg("num_groups"),
-           py::arg("top_groups"), py::arg("group_by_maximum"), py::arg("score"), py::arg("post"), py::arg("softcap"),
-           py::arg("epsilon"), py::arg("scale"))
+           py::arg("ids"), py::arg("num_rows"), py::arg("rule"))
+      .def("score_experts", &score_experts, py::arg("hidden_states"), py::arg("is_bfloat16"), py::arg("num_rows"),
+           py::arg("hidden_size"), py::arg("weight"), py::arg("weight_is_bfloat16"), py::arg("bias"),
+           py::arg("logits"), py::arg("num_experts"))
       .def_property_readonly("num_threads", [](DenseThreads& threads) { return threads.pool().size(); })
       .def_property_readonly("isa", [](const DenseThreads& threads) { return std::string(isa_name(threads.isa())); });
   py::class_<DenseMatrix, std::shared_ptr<DenseMatrix>>(m, "DenseMatrix")

@@ -9,4 +9,5 @@ PYBIND11_MODULE(_kernels, m) {
   moebius::bind_topology(m);
   moebius::bind_mailbox_layout(m);
   moebius::bind_mailbox(m);
+  moebius::bind_decoder(m);
 }

@@ -38,6 +38,8 @@ LayoutPlan& DenseThreads::plan(const WeightFormat& format, uint32_t k) {
 }
 
 void DenseThreads::calibrate(LayoutPlan& plan, const std::byte* panels, uint32_t num_panels) {
+  // Weights in bfloat16 have one kernel for its rows below AMX, and one that widens them and is never faster.
+  if (plan.layout.format.code == Code::kBFloat16 && options_.isa < Isa::kAmx) return;
   const std::lock_guard<std::mutex> lock(call_mutex_);
   if (plan.calibrated) return;
   plan.calibrated = true;

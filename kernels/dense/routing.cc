@@ -1,14 +1,18 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <mutex>
 #include <numeric>
 #include <vector>
 
 #include "kernels/dense/row_ops.h"
+#include "kernels/format/numbers.h"
 
 namespace moebius::dense {
 namespace {
 
+// Products that a thread makes in one piece: a barrier costs as much as some thousand.
+constexpr size_t kLeastElements = size_t{1} << 15;
 constexpr float kNever = -std::numeric_limits<float>::infinity();
 
 void softmax(float* values, uint32_t count) {
@@ -106,6 +110,36 @@ void route_row(const Routing& call, uint32_t row, RowScratch& scratch) {
 }
 
 }  // namespace
+
+void score_experts(DenseThreads& threads, const RouterProduct& call) {
+  const std::lock_guard<std::mutex> lock(threads.call_mutex());
+  const size_t elements = size_t{call.num_rows} * call.hidden_size;
+  const size_t row_bytes = call.hidden_size * (call.weight_is_bfloat16 ? sizeof(uint16_t) : sizeof(float));
+  const auto* rows = static_cast<const float*>(call.hidden_states);
+  if (call.is_bfloat16) {
+    threads.shared().grow(elements * sizeof(float));
+    threads.vectors().bfloat16_to_float32(static_cast<const uint16_t*>(call.hidden_states),
+                                          threads.shared().as<float>(), elements);
+    rows = threads.shared().as<float>();
+  }
+  const auto together = static_cast<uint32_t>(std::max<size_t>(1, kLeastElements / elements));
+  threads.pool().parallel_for((call.num_experts + together - 1) / together, [&](uint32_t task, uint32_t) {
+    const uint32_t end = std::min((task + 1) * together, call.num_experts);
+    for (uint32_t expert = task * together; expert < end; ++expert) {
+      const auto* const weight = static_cast<const std::byte*>(call.weight) + expert * row_bytes;
+      for (uint32_t row = 0; row < call.num_rows; ++row) {
+        const float* const own = rows + size_t{row} * call.hidden_size;
+        float logit = threads.row_kernels().dot(weight, call.weight_is_bfloat16, own, call.hidden_size);
+        if (call.bias != nullptr) logit += call.bias[expert];
+        call.logits[size_t{row} * call.num_experts + expert] = logit;
+      }
+    }
+  });
+  if (!call.weight_is_bfloat16) return;
+  for (size_t i = 0; i < size_t{call.num_rows} * call.num_experts; ++i) {
+    call.logits[i] = decode_bfloat16(encode_bfloat16(call.logits[i]));
+  }
+}
 
 void route(DenseThreads& threads, const Routing& call) {
   constexpr uint32_t kRowsTogether = 16;

@@ -54,14 +54,22 @@ void attend(DenseThreads& threads, const Attention& call);
 enum class Score : uint32_t { kSoftmax = 0, kSigmoid = 1, kSqrtSoftplus = 2, kNone = 3 };
 enum class Post : uint32_t { kNone = 0, kRenormalise = 1, kSoftmax = 2, kSigmoid = 3, kSigmoidRenormalise = 4 };
 
-// The choice of experts as gpu_service/ops/router.py describes it.
-struct Routing {
-  const float* logits;       // [num_rows][num_experts]
-  const float* correction;   // [num_experts], added to scores for the choice alone; null: none
-  const bool* valid;         // [num_rows]; null: all are
-  float* weights;            // [num_rows][top_k]
-  int32_t* ids;              // [num_rows][top_k]
+// logits = hidden_states x weight^T + bias, rounded to the weight's type, of few rows: the weight is read once for each.
+struct RouterProduct {
+  const void* hidden_states;  // [num_rows][hidden_size]
+  bool is_bfloat16;           // hidden_states
   uint32_t num_rows;
+  uint32_t hidden_size;
+  const void* weight;         // [num_experts][hidden_size]
+  bool weight_is_bfloat16;
+  const float* bias;          // [num_experts]; null: none
+  uint32_t num_experts;
+  float* logits;              // [num_rows][num_experts]
+};
+void score_experts(DenseThreads& threads, const RouterProduct& call);
+
+// How experts are chosen and weighed, as gpu_service/ops/router.py describes it.
+struct RoutingRule {
   uint32_t num_experts;
   uint32_t top_k;
   uint32_t num_groups;
@@ -72,6 +80,16 @@ struct Routing {
   float softcap;             // 0: none
   float epsilon;
   float scale;
+};
+
+// The choice for some rows.
+struct Routing : RoutingRule {
+  const float* logits;       // [num_rows][num_experts]
+  const float* correction;   // [num_experts], added to scores for the choice alone; null: none
+  const bool* valid;         // [num_rows]; null: all are
+  float* weights;            // [num_rows][top_k]
+  int32_t* ids;              // [num_rows][top_k]
+  uint32_t num_rows;
 };
 void route(DenseThreads& threads, const Routing& call);
 

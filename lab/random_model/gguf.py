@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lab.random_model.declared import layer_sizes
 from lab.random_model.shapes import RandomShape
 from lab.random_model.tensors import (
     NUM_SPECIAL,
@@ -171,7 +172,7 @@ def _layer(draw: ModelDraw, chosen: GgufFormat, layer: int) -> Iterator[_Tensor]
     yield _ones(f"{stem}attn_q_norm.weight", shape.head_dim)
     yield _ones(f"{stem}attn_k_norm.weight", shape.head_dim)
     yield _ones(f"{stem}ffn_norm.weight", shape.hidden_size)
-    gate = (shape.num_experts, shape.hidden_size)
+    gate = layer_sizes(shape, layer)["mlp.gate.weight"]
     yield _Tensor(f"{stem}ffn_gate_inp.weight", gate, F32, (lambda: _floats(router(draw, layer)[0]),))
     experts = [expert_matrices(shape, layer, expert) for expert in range(shape.num_experts)]
     for group in zip(*experts, strict=True):

@@ -8,6 +8,7 @@ from functools import partial
 
 import numpy as np
 
+from lab.random_model.declared import layer_sizes
 from lab.random_model.shapes import GlmShape
 from lab.random_model.tensors import (
     ModelDraw,
@@ -29,13 +30,14 @@ _MLP, VECTORS = 4, 5
 
 def glm_mlp(draw: ModelDraw, shape: GlmShape, layer: int, stem: str) -> Iterator[TensorGroup]:
     """Yields a dense layer's, or a router with its experts and the one of all tokens."""
+    sizes = layer_sizes(shape, layer)
     if layer < shape.dense_layers:
-        yield from _mlp(draw, shape, layer, stem, shape.dense_size)
+        yield from _mlp(draw, shape, layer, stem, "mlp.")
         return
-    yield from _mlp(draw, shape, layer, f"{stem}shared_experts.", shape.moe_intermediate_size)
-    size = (shape.num_experts, shape.hidden_size)
-    yield one(f"{stem}gate.weight", size, partial(router, draw, layer))
-    yield float32(f"{stem}gate.e_score_correction_bias", (shape.num_experts,), zeros)
+    yield from _mlp(draw, shape, layer, f"{stem}shared_experts.", "mlp.shared_experts.")
+    yield one(f"{stem}gate.weight", sizes["mlp.gate.weight"], partial(router, draw, layer))
+    bias = "gate.e_score_correction_bias"
+    yield float32(f"{stem}{bias}", sizes[f"mlp.{bias}"], zeros)
     for expert in range(shape.num_experts):
         matrices = (
             replace(matrix, std=matrix.std / shape.routed_scaling) if matrix.name == "down_proj" else matrix
@@ -44,10 +46,12 @@ def glm_mlp(draw: ModelDraw, shape: GlmShape, layer: int, stem: str) -> Iterator
         yield from expert_groups(draw, f"{stem}experts.{expert}.", matrices)
 
 
-def _mlp(draw: ModelDraw, shape: GlmShape, layer: int, stem: str, inner: int) -> Iterator[TensorGroup]:
-    """Yields a dense layer's, or that of all tokens."""
+def _mlp(draw: ModelDraw, shape: GlmShape, layer: int, stem: str, declared: str) -> Iterator[TensorGroup]:
+    """Yields a dense layer's, or that of all tokens; `declared`: what their canonical names begin with."""
+    names = "gate_proj", "up_proj", "down_proj"
+    sizes = {name: layer_sizes(shape, layer)[f"{declared}{name}.weight"] for name in names}
     # As routed experts, of which the mean of several is taken.
-    for matrix in mlp_matrices(shape.hidden_size, inner, added_std(shape) / 0.6, (_MLP, layer)):
+    for matrix in mlp_matrices(sizes, added_std(shape) / 0.6, (_MLP, layer)):
         size = (matrix.rows, matrix.cols)
         yield one(f"{stem}{matrix.name}.weight", size, partial(draw_dense, draw, matrix))
 

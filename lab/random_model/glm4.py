@@ -12,6 +12,7 @@ from functools import partial
 
 import numpy as np
 
+from lab.random_model.declared import layer_sizes
 from lab.random_model.glm import VECTORS, bfloat16, glm_mlp, normal
 from lab.random_model.shapes import Glm4Shape
 from lab.random_model.tensors import (
@@ -32,14 +33,13 @@ _HIDING = 30.0
 
 def glm4_layer(draw: ModelDraw, shape: Glm4Shape, layer: int) -> Iterator[TensorGroup]:
     """Yields all tensors of a layer; from `num_layers` on those of multi-token prediction."""
-    stem = f"{shape.prefix}layers.{layer}."
+    stem, sizes = f"{shape.prefix}layers.{layer}.", layer_sizes(shape, layer)
     norms = ["input_layernorm", "post_attention_layernorm"]
     if layer >= shape.num_layers:
         norms += ["enorm", "hnorm", "shared_head.norm"]
-        size = (shape.hidden_size, 2 * shape.hidden_size)
-        yield bfloat16(f"{stem}eh_proj.weight", size, partial(_projection, draw, layer))
+        yield bfloat16(f"{stem}eh_proj.weight", sizes["eh_proj.weight"], partial(_projection, draw, layer))
     for norm in norms:
-        yield ones(f"{stem}{norm}.weight", shape.hidden_size)
+        yield ones(f"{stem}{norm}.weight", *sizes[f"{norm}.weight"])
     for number, matrix in enumerate(attention_matrices(shape, layer)):
         name = f"{stem}self_attn.{matrix.name}_proj."
         yield one(f"{name}weight", (matrix.rows, matrix.cols), partial(draw_dense, draw, matrix))

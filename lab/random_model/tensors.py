@@ -17,7 +17,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lab.random_model.declared import expert_sizes, layer_sizes
 from lab.random_model.replay import FIRST_CODE, FREE_STD, Replay
 from lab.random_model.shapes import RandomShape
 from lab.random_model.topics import (
@@ -344,41 +345,29 @@ class MatrixDraw:
 
 def attention_matrices(shape: RandomShape, layer: int) -> list[MatrixDraw]:
     """Returns the projections of a layer's attention."""
-    hidden, query = shape.hidden_size, shape.num_heads * shape.head_dim
-    key = shape.num_kv_heads * shape.head_dim
-    sizes = (("q", query, hidden), ("k", key, hidden), ("v", key, hidden), ("o", hidden, query))
-    return [
-        MatrixDraw(
-            name,
-            rows,
-            cols,
-            (added_std(shape) if name == "o" else 1.0) / math.sqrt(cols),
-            name == "o",
-            (ATTENTION, layer, number),
-        )
-        for number, (name, rows, cols) in enumerate(sizes)
-    ]
+    found = []
+    for number, name in enumerate("qkvo"):
+        rows, cols = layer_sizes(shape, layer)[f"self_attn.{name}_proj.weight"]
+        std = (added_std(shape) if name == "o" else 1.0) / math.sqrt(cols)
+        found.append(MatrixDraw(name, rows, cols, std, name == "o", (ATTENTION, layer, number)))
+    return found
 
 
 def expert_matrices(shape: RandomShape, layer: int, expert: int) -> list[MatrixDraw]:
     """Returns gate, up and down of one expert."""
-    hidden, inner = shape.hidden_size, shape.moe_intermediate_size
     # silu(gate) * up of unit variances has a root mean square of 0.6; top_k results are averaged.
     down = added_std(shape) * math.sqrt(shape.top_k) / 0.6
-    return mlp_matrices(hidden, inner, down, (2, layer, expert))
+    return mlp_matrices(expert_sizes(shape), down, (2, layer, expert))
 
 
-def mlp_matrices(hidden: int, inner: int, down: float, key: tuple[int, ...]) -> list[MatrixDraw]:
+def mlp_matrices(sizes: Mapping[str, tuple[int, ...]], down: float, key: tuple[int, ...]) -> list[MatrixDraw]:
     """Returns gate, up and down; `down`: the deviation of what the last one gives for intermediates of 1."""
-    sizes = (
-        ("gate_proj", inner, hidden, 1.0),
-        ("up_proj", inner, hidden, 1.0),
-        ("down_proj", hidden, inner, down),
-    )
-    return [
-        MatrixDraw(name, rows, cols, gain / math.sqrt(cols), name == "down_proj", (*key, number))
-        for number, (name, rows, cols, gain) in enumerate(sizes)
-    ]
+    found = []
+    for number, (name, gain) in enumerate((("gate_proj", 1.0), ("up_proj", 1.0), ("down_proj", down))):
+        rows, cols = sizes[name]
+        std = gain / math.sqrt(cols)
+        found.append(MatrixDraw(name, rows, cols, std, name == "down_proj", (*key, number)))
+    return found
 
 
 def added_std(shape: RandomShape) -> float:
@@ -389,18 +378,14 @@ def added_std(shape: RandomShape) -> float:
 def qwen3_layer(draw: ModelDraw, layer: int) -> Iterator[TensorGroup]:
     """Yields all tensors of a layer of the family qwen3_moe."""
     shape, stem = draw.shape, f"model.layers.{layer}."
-    hidden = shape.hidden_size
-    for norm, size in (
-        ("input_layernorm", hidden),
-        ("post_attention_layernorm", hidden),
-        ("self_attn.q_norm", shape.head_dim),
-        ("self_attn.k_norm", shape.head_dim),
-    ):
-        yield ones(f"{stem}{norm}.weight", size)
+    sizes = layer_sizes(shape, layer)
+    norms = "input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"
+    for norm in norms:
+        yield ones(f"{stem}{norm}.weight", *sizes[f"{norm}.weight"])
     for matrix in attention_matrices(shape, layer):
         name = f"{stem}self_attn.{matrix.name}_proj.weight"
         yield one(name, (matrix.rows, matrix.cols), partial(draw_dense, draw, matrix))
-    yield one(f"{stem}mlp.gate.weight", (shape.num_experts, hidden), partial(router, draw, layer))
+    yield one(f"{stem}mlp.gate.weight", sizes["mlp.gate.weight"], partial(router, draw, layer))
     for expert in range(shape.num_experts):
         matrices = expert_matrices(shape, layer, expert)
         yield from expert_groups(draw, f"{stem}mlp.experts.{expert}.", matrices)

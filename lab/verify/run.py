@@ -38,6 +38,7 @@ from lab.verify.experts import (
 )
 from lab.verify.report import DeferralResult, LayerResult, OutputResult, Thresholds, VerifyResult
 from lab.verify.staged_model import LoadedStage, Routed, StagedModel, check_same_shape, watching
+from lab.verify.trend import spread
 from moebius.checkpoint.gguf.files import companion_directory, gguf_files, is_gguf
 from moebius.checkpoint.gguf.header import read_header
 from moebius.checkpoint.gguf.tokenizer import read_tokenizer
@@ -270,7 +271,7 @@ def _deferred(
     return DeferralResult(
         count,
         relative_error(late, logits),
-        *_spread(scores.kl),
+        *spread(scores.kl),
         float(scores.same_top.double().mean()),
         perplexity(scores.loss),
     )
@@ -305,7 +306,7 @@ def verify_model(
     begin = time.monotonic()
     device = prepare_process(config)
     ours = StagedModel.open(config, Path(config.model.model), device)
-    reference = _reference(config, options.against, ours)
+    reference = open_reference(config, options.against, ours)
     backends.install(
         device,
         config.gpu.attention_backend,
@@ -345,7 +346,8 @@ def verify_model(
     )
 
 
-def _reference(config: MoebiusConfig, against: str, ours: StagedModel) -> StagedModel:
+def open_reference(config: MoebiusConfig, against: str, ours: StagedModel) -> StagedModel:
+    """Returns the model that `--against` names. Raises UserError for what is not the same model."""
     if against == BF16:
         return ours
     directory = Path(against).expanduser().absolute()
@@ -363,17 +365,22 @@ def _allowed_kl(options: VerifyOptions, comparison: Comparison, layers: Sequence
     if options.thresholds.max_kl is not None:
         return options.thresholds.max_kl
     bits = 32 if comparison.rows_dtype == "float32" else 16
-    packed = comparison.packed
+    return MEAN_KL[min(bits, coarsest_experts(comparison.packed, layers, options.against))]
+
+
+def coarsest_experts(packed: PackedExperts, layers: Sequence[int], against: str) -> int:
+    """Returns the bits of the coarsest weight that is served for the reference's; 32: all are exact."""
+    bits = 32
     for layer in layers:
-        if options.against != BF16:
+        if against != BF16:
             bits = min(bits, coarsest_bits(packed.formats(layer)))
         elif (kind := packed.rounded_to(layer)) != "keep":
             bits = min(bits, coarsest_bits([REQUANTISED[kind]]))
-    return MEAN_KL[bits]
+    return bits
 
 
 def _summarise(scores: TokenScores, allowed_kl: float) -> OutputResult:
-    mean_kl, p99_kl, max_kl = _spread(scores.kl)
+    mean_kl, p99_kl, max_kl = spread(scores.kl)
     return OutputResult(
         mean_kl=mean_kl,
         p99_kl=p99_kl,
@@ -383,9 +390,3 @@ def _summarise(scores: TokenScores, allowed_kl: float) -> OutputResult:
         reference_perplexity=perplexity(scores.reference_loss),
         perplexity=perplexity(scores.loss),
     )
-
-
-def _spread(divergence: torch.Tensor) -> tuple[float, float, float]:
-    """Mean, 99th percentile and maximum of `[L]`; NaN counts as infinite."""
-    kl = divergence.nan_to_num(nan=torch.inf)
-    return float(kl.mean()), float(kl.quantile(0.99, interpolation="higher")), float(kl.max())

@@ -13,17 +13,16 @@ from torch import nn
 
 from gpu_service.assembly.kv_memory import cache_shape
 from gpu_service.attention.registry import make_attention
-from gpu_service.cache.state_cache import make_states
+from gpu_service.cache.state_cache import ZERO_SLOT, make_states
 from gpu_service.core.parallel import ParallelContext, SoloCollectives
 from gpu_service.core.partition import check_divisible, stage_layers
+from gpu_service.core.step import ForwardInputs
 from gpu_service.experts.client import ExpertClient
 from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.layers.context import ForwardContext
 from gpu_service.layers.deferral import Deferral
 from gpu_service.layers.moe import MoE
 from gpu_service.loader.load import load_weights
-from gpu_service.memory.plan import StepSize
-from gpu_service.memory.profile import profile_inputs, with_dummy_states
 from gpu_service.models.common import CausalLM
 from gpu_service.models.compose import build_model
 from moebius.config import GpuConfig, MoebiusConfig
@@ -106,29 +105,83 @@ class LoadedStage:
         `token_ids` int64 `[T]` are one request's. `deferral` is the same for all stages; None: no expert is
         late. After the last stage: after the final norm.
         """
-        shape = cache_shape(self.of.gpu, self.model.config, self.model.rank_layers, self.of.device)
-        tokens = token_ids.shape[0]
-        cache = shape.make(1 + -(-tokens // shape.page_size))
-        attention = make_attention(shape.layers, cache, self.of.device, self.of.gpu.attention_backend)
-        step = profile_inputs(StepSize(tokens, tokens), cache, self.of.config.vocab_size)
-        inputs = replace(step, input_ids=token_ids.to(self.of.device))
-        states = make_states(shape.layers, 2, shape.dtype, self.of.device)
-        if states is not None:
-            inputs = with_dummy_states(inputs, states)
-        attention.plan(inputs)
-        self.hand_over.hidden_states = hidden_states
-        context = ForwardContext(
-            inputs, cache, attention, experts, resident=resident, states=states, deferral=deferral
+        return StageSequence(self, token_ids.shape[0], self.of.gpu.attention_backend).step(
+            token_ids, hidden_states, experts, resident, deferral
         )
-        answer = self.model(context)
+
+
+class StageSequence:
+    """One request on one stage: its keys, values and states stay from one step to the next."""
+
+    def __init__(self, stage: LoadedStage, num_tokens: int, attention_backend: str) -> None:
+        """Allocates a cache of `num_tokens` tokens; `attention_backend` as the setting."""
+        model, of = stage.model, stage.of
+        shape = cache_shape(of.gpu, model.config, model.rank_layers, of.device)
+        self._stage = stage
+        self._cache = shape.make(1 + -(-num_tokens // shape.page_size))
+        self._attention = make_attention(shape.layers, self._cache, of.device, attention_backend)
+        # No slot is both read and written in a step, so that two of them take turns.
+        self._states = make_states(shape.layers, 3, shape.dtype, of.device)
+        self._state_slots = ZERO_SLOT, 1
+        self._num_computed = 0
+
+    def step(
+        self,
+        token_ids: torch.Tensor,
+        hidden_states: torch.Tensor | None,
+        experts: ExpertClient | None,
+        resident: ResidentExperts | None = None,
+        deferral: Deferral | None = None,
+    ) -> torch.Tensor:
+        """Computes the next tokens, those after the tokens of earlier calls; see `LoadedStage.forward`."""
+        stage, inputs = self._stage, self._next_inputs(token_ids)
+        self._attention.plan(inputs)
+        stage.hand_over.hidden_states = hidden_states
+        context = ForwardContext(
+            inputs,
+            self._cache,
+            self._attention,
+            experts,
+            resident=resident,
+            states=self._states,
+            deferral=deferral,
+        )
+        answer = stage.model(context)
         if deferral is not None:
             # The next stage has other experts in memory.
             deferral.settle()
-        if self.model.parallel.is_last_stage:
+        if stage.model.parallel.is_last_stage:
             normed: torch.Tensor = answer
             return normed
-        assert self.hand_over.hidden_states is not None
-        return self.hand_over.hidden_states
+        assert stage.hand_over.hidden_states is not None
+        return stage.hand_over.hidden_states
+
+    def _next_inputs(self, token_ids: torch.Tensor) -> ForwardInputs:
+        """Returns a step of the next tokens int64 `[T]`, whose keys and values follow in pages 1, 2, ..."""
+        device, earlier, tokens = self._stage.of.device, self._num_computed, token_ids.shape[0]
+        self._num_computed = end = earlier + tokens
+        page_size = self._cache.page_size
+        positions = torch.arange(earlier, end, device=device)
+        inputs = ForwardInputs(
+            input_ids=token_ids.to(device),
+            positions=positions,
+            slot_mapping=positions + page_size,
+            block_table=torch.arange(1, 1 + -(-end // page_size), dtype=torch.int32, device=device)[None],
+            query_start_loc=[0, tokens],
+            seq_lens=[end],
+            logits_indices=positions - earlier,
+            query_start_loc_tensor=torch.tensor([0, tokens], dtype=torch.int32, device=device),
+            seq_lens_tensor=torch.tensor([end], dtype=torch.int32, device=device),
+        )
+        if self._states is None:
+            return inputs
+        read, written = self._state_slots
+        self._state_slots = written, 3 - written
+        return replace(
+            inputs,
+            state_reads=torch.tensor([read], device=device),
+            state_writes=torch.tensor([written], device=device),
+        )
 
 
 def _most_stages(config: ModelConfig) -> int:

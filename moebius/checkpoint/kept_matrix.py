@@ -7,8 +7,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from moebius.checkpoint.index import TensorInfo
 from moebius.checkpoint.reader import SliceReader
+from moebius.checkpoint.stored_arrays import StoredArray
 from moebius.checkpoint.stored_matrix import StoredMatrix
+from moebius.checkpoint.weight_schemes import FLOAT_CODES, PLAIN, PLAIN_CODES
 from moebius.kernels.source import SourceMatrix
 from moebius.kernels.weight_formats import WEIGHT_FORMATS
 
@@ -41,6 +44,15 @@ class KeptMatrix:
             mins=None if source.mins is None else source.mins[picked],
             column_scale=None if source.column_scale is None else source.column_scale[picked],
         )
+
+
+def kept_floats(tensor: TensorInfo) -> KeptMatrix | None:
+    """Returns a tensor of bfloat16 `[out, in]` as a packed format keeps it; None: it is something else."""
+    if tensor.dtype != "BF16" or tensor.derived is not None or len(tensor.shape) != 2:
+        return None
+    rows, columns = tensor.shape
+    codes = StoredArray(PLAIN_CODES, tensor, None, range(rows), columns)
+    return KeptMatrix(StoredMatrix(PLAIN, (rows, columns), (codes,), None), FLOAT_CODES[tensor.dtype])
 
 
 def kept_matrix(matrix: StoredMatrix) -> KeptMatrix | None:

@@ -53,8 +53,8 @@ class ModelConfigSection(Section):
     )
     dense_weights: Literal["auto", "dequantise", "keep"] = Field(
         default="auto",
-        description="Quantised dense layers: dequantise while loading, or keep them as stored (on a CPU all "
-        "that packed formats hold, on a GPU fp8); auto: keep on a CPU",
+        description="Dense layers that are quantised, or bfloat16 on a CPU: convert while loading, or keep "
+        "them as stored (on a CPU all that packed formats hold, on a GPU fp8); auto: keep on a CPU",
     )
     experts_per_token: int | None = Field(
         default=None, ge=1, description="Routed experts that each token uses; unset: as the checkpoint says"
@@ -68,6 +68,10 @@ class ModelConfigSection(Section):
     identity_file: str = Field(
         default="",
         description="Digests of the files read, compared at each restart of a process; empty: serve has one",
+    )
+    sleep_file: str = Field(
+        default="",
+        description="Exists while the engine sleeps, which goes on after a restart; empty: serve has one",
     )
     language_model_only: bool = Field(
         default=False, description="Do not load the vision tower; requests with images are refused"
@@ -119,6 +123,11 @@ class GpuConfig(SpeculationSettings):
     gpu_memory_utilization: float = Field(
         default=0.9, gt=0, le=1, description="Share of each GPU's memory that the engine may use"
     )
+    gpu_memory_gib: float | None = Field(
+        default=None,
+        gt=0,
+        description="Memory of each GPU that the engine may use, GiB; unset: gpu_memory_utilization of it",
+    )
     attention_backend: Literal["auto", "flashinfer", "triton", "cpu", "torch"] = Field(
         default="auto", description="Attention kernels; auto: the first of these that is installed"
     )
@@ -132,7 +141,7 @@ class GpuConfig(SpeculationSettings):
     max_num_seqs: int | None = Field(
         default=None,
         ge=1,
-        description="Sequences computed in one step; unset: 64, fewer if a GPU has no room for their states",
+        description="Sequences computed in one step; unset: 64, fewer if their states take too much memory",
     )
     max_num_batched_tokens: int | None = Field(
         default=None,
@@ -184,6 +193,14 @@ class GpuConfig(SpeculationSettings):
     random_seed: int = Field(
         default=0, ge=0, description="Seed for requests without one, mixed with their id"
     )
+    sleep_after_s: float = Field(
+        default=0.0,
+        ge=0,
+        description="Seconds without requests after which the engine gives back all GPU memory; 0: never",
+    )
+    wake_on_request: bool = Field(
+        default=True, description="Requests wake a sleeping engine and wait for it; else they are refused"
+    )
     gpu_metrics_port: int = Field(
         default=0, ge=0, le=65535, description="Port of gpu_service's metrics and probes; 0: none"
     )
@@ -192,6 +209,12 @@ class GpuConfig(SpeculationSettings):
     def kv_offload_bytes(self) -> int:
         """RAM for prefixes below the device; 0 without prefix caching, too."""
         return int(self.kv_offload_gib * 2**30) if self.prefix_caching else 0
+
+    def usable_bytes(self, total: int) -> int:
+        """Returns what the engine may use of a GPU of `total` bytes."""
+        if self.gpu_memory_gib is not None:
+            return min(int(self.gpu_memory_gib * 2**30), total)
+        return int(self.gpu_memory_utilization * total)
 
     @property
     def num_seqs(self) -> int:

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field, field_validator
 
 from moebius.config.operations import Section
 from moebius.config.parser_names import AUTO, REASONING_PARSERS, TOOL_CALL_PARSERS, parser_name
-from moebius.network.web_origins import checked_hosts, checked_origins
+from moebius.network.web_origins import checked_hosts, checked_origins, checked_urls
 
 ToolCallParser = Annotated[str, AfterValidator(partial(parser_name, parsers=TOOL_CALL_PARSERS))]
 ReasoningParser = Annotated[str, AfterValidator(partial(parser_name, parsers=REASONING_PARSERS))]
@@ -181,6 +181,17 @@ class GatewayConfig(Section):
         description="Serve /v1/live: load, and where experts are computed; needs an API key if there are any",
     )
 
+    web_mcp_servers: tuple[str, ...] = Field(
+        default=(),
+        description="URLs of MCP servers (streamable HTTP) whose tools the page offers; this server calls "
+        "them, for all who may use it; empty: none",
+    )
+    web_mcp_timeout_s: float = Field(
+        default=60.0, gt=0, description="Longest listing or call of an MCP server's tools, seconds"
+    )
+    web_mcp_result_kib: int = Field(default=256, ge=1, description="Size of an MCP server's answer, KiB")
+
+    _urls_of_mcp = field_validator("web_mcp_servers")(checked_urls)
     _origins_as_sent = field_validator("cors_origins")(checked_origins)
     _names_of_hosts = field_validator("allowed_hosts")(checked_hosts)
 

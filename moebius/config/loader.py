@@ -24,6 +24,8 @@ from moebius.other_servers.translation import Translator, servers_of_host
 
 # Leaves that had another name, by the old one.
 RENAMED_LEAVES = {"exact_experts": "batch_invariant_experts", "top_k": "experts_per_token"}
+# Key of a file's several models.
+MODELS = "models"
 # Leaves whose value is never printed.
 SECRET_LEAVES = frozenset({"api_key"})
 
@@ -46,20 +48,26 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def load_config(yaml_path: str | Path | None = None, flags: Mapping[str, Any] | None = None) -> MoebiusConfig:
+def load_config(
+    yaml_path: str | Path | None = None,
+    flags: Mapping[str, Any] | None = None,
+    one_model: tuple[str, Mapping[Any, Any]] | None = None,
+) -> MoebiusConfig:
     """Returns the configuration of this process.
 
     `flags` maps leaf names to values: texts as typed on a command line, or values of the leaf's own
-    type; None means that the flag was not given. Raises ConfigError naming everything that is wrong.
+    type; None means that the flag was not given. `one_model`: name and settings of one of the file's
+    `models`, which take the place of the file's own. Raises ConfigError naming everything that is wrong.
     """
     known = {leaf.name: leaf for leaf in leaves()}
     tree: dict[str, dict[str, Any]] = {name: {} for name in sections()}
     origin: dict[str, str] = {}
     problems = list[str]()
     if yaml_path:
-        for leaf, value in _yaml_values(Path(yaml_path), known, problems):
-            tree[leaf.section][leaf.name] = value
-            origin[leaf.name] = f"{leaf.section}.{leaf.name} in {yaml_path}"
+        for where, document in _documents(Path(yaml_path), one_model, problems):
+            for leaf, value in _yaml_values(where, document, known, problems):
+                tree[leaf.section][leaf.name] = value
+                origin[leaf.name] = f"{leaf.section}.{leaf.name} in {where}"
     for name, value in (flags or {}).items():
         if name not in known:
             raise ConfigError(f"unknown setting {name!r}{_renamed(name) or _closest(name, known)}")
@@ -79,11 +87,50 @@ def load_config(yaml_path: str | Path | None = None, flags: Mapping[str, Any] | 
     return config
 
 
-def _yaml_values(path: Path, known: Mapping[str, Leaf], problems: list[str]) -> Iterator[tuple[Leaf, Any]]:
-    """Yields (leaf, value) pairs of a configuration file; lists become tuples. What is wrong is added to
-    `problems`. Raises ConfigError for a file that is none."""
+def models_of(yaml_path: str | Path) -> dict[str, Mapping[Any, Any]]:
+    """Returns the settings of each of a file's `models`, by name; empty: it is of one model.
+
+    Raises ConfigError for models that are none.
+    """
+    path = Path(yaml_path)
+    document, _ = _read(path)
+    if MODELS not in document:
+        return {}
+    models = document[MODELS]
+    if not isinstance(models, dict) or not models:
+        raise ConfigError(f"{path}: {MODELS!r} must map names to settings, not {models!r}")
+    for name, settings in models.items():
+        if not isinstance(name, str) or not name or not isinstance(settings, dict) or not settings:
+            raise ConfigError(
+                f"{path}: {MODELS}.{name} must be a text with a mapping of settings, as `{{model: DIR}}`"
+            )
+    return models
+
+
+def _documents(
+    path: Path, one_model: tuple[str, Mapping[Any, Any]] | None, problems: list[str]
+) -> list[tuple[str, Mapping[Any, Any]]]:
+    """Returns the mappings that hold the settings, and how to call them; later ones win.
+
+    Raises ConfigError for a file that is none.
+    """
     document, repeated = _read(path)
     problems += repeated
+    found: list[tuple[str, Mapping[Any, Any]]] = [(str(path), document)]
+    if one_model is not None:
+        document.pop(MODELS)
+        found.append((f"{path}, {MODELS}.{one_model[0]}", one_model[1]))
+    elif MODELS in document:
+        document.pop(MODELS)
+        problems.append(f"{path}: {MODELS!r} is for `moebius serve` only")
+    return found
+
+
+def _yaml_values(
+    path: str, document: Mapping[Any, Any], known: Mapping[str, Leaf], problems: list[str]
+) -> Iterator[tuple[Leaf, Any]]:
+    """Yields (leaf, value) pairs of a configuration file at `path`, or of a part of it; lists become tuples.
+    What is wrong is added to `problems`."""
     flat: dict[str, Any] = {}
     for section, values in document.items():
         if section in sections() and (values is None or isinstance(values, dict)):
@@ -97,7 +144,7 @@ def _yaml_values(path: Path, known: Mapping[str, Leaf], problems: list[str]) -> 
 
 
 def _section_values(
-    path: Path, section: str, values: Mapping[str, Any], known: Mapping[str, Leaf], problems: list[str]
+    path: str, section: str, values: Mapping[str, Any], known: Mapping[str, Leaf], problems: list[str]
 ) -> Iterator[tuple[Leaf, Any]]:
     for name, value in values.items():
         leaf = known.get(name)
@@ -112,7 +159,7 @@ def _section_values(
 
 
 def _other_values(
-    path: Path,
+    path: str,
     flat: Mapping[str, Any],
     document: Mapping[Any, Any],
     known: Mapping[str, Leaf],

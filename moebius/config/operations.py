@@ -16,10 +16,10 @@ class Section(BaseModel):
 class SpeculationSettings(Section):
     """The engine's, of speculative decoding (docs/speculation.md); part of its section."""
 
-    speculative_method: Literal["off", "auto", "ngram", "mtp"] = Field(
+    speculative_method: Literal["off", "auto", "ngram", "mtp", "ngram+mtp"] = Field(
         default="off",
         description="Where draft tokens come from: the request's own text (ngram), or the model's MTP layers "
-        "(mtp; auto: if the checkpoint has them)",
+        "(mtp; auto: if the checkpoint has them), or whichever is accepted more often (ngram+mtp)",
     )
     num_draft_tokens: int = Field(
         default=3, ge=1, le=16, description="Draft tokens of each request in a step, at most"
@@ -50,7 +50,7 @@ class SpeculationSettings(Section):
 
         What auto wants, `served_model.with_drafts` decides.
         """
-        return self.num_draft_tokens if self.speculative_method == "mtp" else 0
+        return self.num_draft_tokens if "mtp" in self.speculative_method else 0
 
 
 class SupervisorConfig(Section):
@@ -72,6 +72,14 @@ class SupervisorConfig(Section):
         default=20.0,
         gt=0,
         description="Seconds that running requests may continue after SIGTERM; then they get an error",
+    )
+    max_loaded_models: int = Field(
+        default=1, ge=1, description="Of several models, how many have memory of GPUs at once; others sleep"
+    )
+    model_residency_s: float = Field(
+        default=10.0,
+        ge=0,
+        description="Seconds that a busy model stays loaded before it makes room for one that is asked for",
     )
     hang_timeout_s: float = Field(
         default=30.0,

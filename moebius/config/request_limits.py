@@ -31,6 +31,9 @@ MAX_LOGPROBS = 20
 # Of a schema, an expression or a grammar that the output has to follow: compiling as much takes some tens of
 # milliseconds, and the engine keeps the latest ones.
 MAX_GRAMMAR_CHARACTERS = 2**18
+# For how long a prefix outlives those of other requests in the cache, seconds: a day, the longest that
+# OpenAI's API offers.
+MAX_KEEP_PREFIX_S = 86_400
 # Texts of which an output has to be one.
 MAX_CHOICES = 4096
 # Of each sequence that begins or ends a thought, or that is forced at its end: a sentence and a marker.

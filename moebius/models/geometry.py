@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from moebius.models.config import ModelConfig, ModelConfigError
-from moebius.models.layers.ffn import MoE
+from moebius.models.layers.ffn import Experts, MoE, is_gated
 from moebius.models.layers.router import ExpertKindsConfig
 
 
@@ -44,7 +44,12 @@ class MoeGeometry:
     @property
     def is_gated(self) -> bool:
         """Returns whether experts have three matrices: gate, up and down, not only the last two."""
-        return self.activation != "relu2"
+        return is_gated(self.activation)
+
+    @property
+    def matrices(self) -> dict[str, tuple[int, int]]:
+        """Returns rows and columns of an expert's matrices: `gate` unless it has none, `up`, `down`."""
+        return Experts(self.moe_intermediate_size, self.activation).matrices(self.hidden_size)
 
     @property
     def mean_top_k(self) -> float:

@@ -20,8 +20,6 @@ from moebius.models.layers.recurrent import Recurrent
 from moebius.models.layers.residual import NextToken, Sequential
 from moebius.models.registry import FAMILIES, family_of
 
-# What a layer of multi-token prediction has besides those of a decoder layer, by its canonical name.
-HEAD_MODULES = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 _OTHERWISE = "allowed: speculative_method off or ngram"
 
 
@@ -74,7 +72,9 @@ def check_heads(config: ModelConfig, directory: str | Path) -> None:
     )
     stored = {name.rpartition(".")[0] for name in canonical if name is not None}
     layers = range(config.num_decoder_layers, config.num_layers)
-    wanted = [f"model.layers.{layer}.{module}" for layer in layers for module in HEAD_MODULES]
+    own = NextToken.own_weights(config.layers[-1].norm, config.hidden_size)
+    modules = dict.fromkeys(weight.name.rpartition(".")[0] for weight in own)
+    wanted = [f"model.layers.{layer}.{module}" for layer in layers for module in modules]
     missing = [name for name in wanted if name not in stored]
     if missing:
         raise CheckpointError(

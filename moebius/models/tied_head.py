@@ -23,8 +23,8 @@ from moebius.checkpoint.stored_values import as_float32, to_bfloat16
 from moebius.models.checkpoint import open_index
 from moebius.models.config import DTypeName, ModelConfig
 from moebius.models.registry import family_of
+from moebius.models.weights import EMBEDDING, HEAD
 
-EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 # Rows that are compared at once: whole words and blocks of every format.
 _ROWS = 1024
 

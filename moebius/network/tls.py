@@ -15,6 +15,7 @@ import os
 import ssl
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -220,6 +221,21 @@ def _name(certificate: Certificate) -> str:
     return certificate.subject.rfc4514_string() or "without a subject"
 
 
+# All of this process, as long as something uses them.
+_in_use: weakref.WeakSet[RenewedFiles] = weakref.WeakSet()
+
+
+def certificate_ends() -> dict[str, datetime.datetime]:
+    """Returns when the certificates that this process shows expire, by their use ("grpc", "http"); of several
+    for one use the earliest time."""
+    ends: dict[str, datetime.datetime] = {}
+    for files in tuple(_in_use):
+        not_after, use = files.current().not_after, files.files.prefix
+        if not_after is not None:
+            ends[use] = min(not_after, ends.get(use, not_after))
+    return ends
+
+
 class RenewedFiles:
     """The credentials of some files, as they are now. Any thread may ask.
 
@@ -237,6 +253,7 @@ class RenewedFiles:
         self._credentials = read_credentials(files)
         self._looked_at = clock()
         self._note_expiry()
+        _in_use.add(self)
 
     def current(self) -> Credentials:
         """Returns what the files say, looked at again once a second."""

@@ -53,6 +53,19 @@ def checked_hosts(values: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(value.lower().strip("[]").rstrip(".") for value in values)
 
 
+def checked_urls(values: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the URLs of a setting as they are; ValueError for what is no http or https URL with a host."""
+    for value in values:
+        try:
+            parts = urlsplit(value)
+            is_right = parts.scheme in _PORTS and bool(parts.hostname) and parts.port != 0
+        except ValueError:
+            is_right = False
+        if not is_right or value != value.strip():
+            raise ValueError(f"allowed are URLs as https://tools.example/mcp: {value!r} is none")
+    return values
+
+
 def origin_pattern(origins: Iterable[str]) -> str:
     """Returns a regular expression that matches the whole of an allowed origin; * in one of `origins` is any
     part.

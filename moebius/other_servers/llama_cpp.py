@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moebius.other_servers.name import OtherName, flag, fulfilled, refused, same
-from moebius.other_servers.vllm_sglang import BY_RANKS, KV_STAYS, LORA, NO_DRAFT_MODEL, OF_MODEL
+from moebius.other_servers.vllm_sglang import BY_RANKS, KV_ON_DISK, LORA, NO_DRAFT_MODEL, OF_MODEL
 
 _DENSE = (
     "attention and dense layers are always on the GPU; experts as far as there is room, or as --gpu-layers"
@@ -67,7 +67,10 @@ TABLE: dict[str, OtherName] = {
     "no-cache-prompt": flag("prefix_caching", "false"),
     "kv-unified kvu": fulfilled("all requests share one KV cache (--prefix-caching)"),
     "swa-full": refused("layers with a window keep only its pages", False),
-    "cache-ram cram ctx-checkpoints ctxcp swa-checkpoints checkpoint-min-step cms": refused(_REUSE),
+    "cache-ram cram": OtherName(
+        "kv_offload_gib", {"0": "@=", "-1": "!the RAM for prefixes has a size: --kv-offload-gib"}, unit="mib"
+    ),
+    "ctx-checkpoints ctxcp swa-checkpoints checkpoint-min-step cms": refused(_REUSE),
     "cache-reuse slot-prompt-similarity sps": refused("equal prefixes are reused whatever request had them"),
     "defrag-thold dt": fulfilled("pages need no order in the KV cache", takes_value=True),
     "slots props": fulfilled("both are served, with /v1/live and /metrics"),
@@ -137,13 +140,22 @@ TABLE: dict[str, OtherName] = {
     "models-dir models-max models-preset": refused(_ONE_MODEL),
     "models-autoload": refused(_ONE_MODEL, False),
     "sleep-idle-seconds": refused("memory is freed when the server ends", idle="-1"),
-    "slot-save-path": refused(KV_STAYS),
+    "slot-save-path": refused(KV_ON_DISK),
     "reranking rerank": fulfilled("the model scores texts beside writing them"),
-    "pooling": refused("pooling is a field of each request of embeddings", idle="last mean"),
+    "pooling": refused("pooling is a field of each request of embeddings", idle="last"),
     "path ui-config webui-config": refused("the page at / is built in (--web-page)"),
     "tools mcp-servers-config mcp-servers-json": refused("clients run the tools that a model calls"),
     "agent ag": refused("clients run the tools that a model calls", False),
     "fit-print": refused("`moebius plan MODEL` prints what fits", False),
+    "gpt-oss-20b-default gpt-oss-120b-default embd-gemma-default": refused("give MODEL", False),
+    "fim-qwen-1.5b-default fim-qwen-3b-default fim-qwen-7b-default fim-qwen-30b-default": refused(
+        "give MODEL", False
+    ),
+    # ollama run
+    "keepalive": refused(_ONE_MODEL, idle="-1"),
+    "format": refused("response_format is a field of each request"),
+    "hidethinking nowordwrap": refused("answers are shown by moebius chat", False),
+    "insecure": refused("models are of the Hugging Face hub, or a path", False),
     # ik_llama.cpp
     "mla mla-use attention-max-batch amb": fulfilled(_KERNELS, takes_value=True),
     "fused-moe fmoe": fulfilled("gate and up of an expert are computed together"),

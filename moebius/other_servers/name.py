@@ -13,8 +13,10 @@ IDLE = frozenset({"", "0", "0.0", "false", "no", "off", "none", "null", "auto", 
 # What a number counts, where our setting counts something else: tokens of a KV cache, not pages; threads of
 # all expert servers, not of each; draft tokens and the token before them; or what it describes: tensors by
 # patterns of their names, not experts. An address has a host and a port.
-# A checkpoint that is MODEL's own asks for nothing.
-Unit = Literal["", "tokens", "threads", "draft_tokens_and_one", "tensors", "address", "checkpoint"]
+# A checkpoint that is MODEL's own asks for nothing; a list may be one in JSON.
+Unit = Literal[
+    "", "tokens", "threads", "mib", "draft_tokens_and_one", "tensors", "address", "checkpoint", "list"
+]
 
 
 @dataclass(frozen=True)
@@ -22,11 +24,13 @@ class OtherName:
     """What another server's name means here; filled by the tables: a setting of ours, or one of the notes."""
 
     leaf: str = ""  # Our setting.
-    # Theirs to ours; others stay as they are. `!reason` refuses one, `@leaf=value` is of another setting.
+    # Theirs to ours; others stay as they are. `!reason` refuses one, `@leaf=value` is of another setting,
+    # and `@=` of none.
     values: Mapping[str, str] = field(default_factory=dict)
     fixed: str | None = None  # What the name alone stands for, of an option that takes no value.
     fulfilled: str = ""  # Why nothing has to be set: what it asks for is so here.
-    refusal: str = ""  # What does it here instead, or that nothing does.
+    # What does it here instead, or that nothing does; of a setting's name: where no other has the value.
+    refusal: str = ""
     idle: frozenset[str] = IDLE  # Values of a refused name, in lower case, that ask for nothing.
     takes_value: bool = True
     many: bool = False  # Whether it takes all words up to the next option.

@@ -8,7 +8,7 @@ _NO_REQUEST_LOG = "requests are traced, not logged: --otlp-endpoint"
 _FOREIGN_CODE = "no code of yours is loaded into the server"
 
 TABLE: dict[str, OtherName] = {
-    "allowed-origins": same("cors_origins"),
+    "allowed-origins": OtherName("cors_origins", unit="list"),
     "allow-credentials": fulfilled("bearer tokens need no cookies (--cors-origins)"),
     "allowed-methods allowed-headers": fulfilled("all that the APIs need are allowed", takes_value=True),
     "api-server-count": same("workers"),
@@ -44,6 +44,9 @@ TABLE: dict[str, OtherName] = {
         "sampling fields of generation_config.json are the defaults of requests", idle="auto"
     ),
     "sampling-defaults": refused("generation_config.json has the defaults of requests", idle="model"),
+    "preferred-sampling-params": refused("generation_config.json has the defaults of requests"),
+    "allow-auto-truncate": refused("truncate_prompt_tokens is a field of each request", False),
+    "response-role": refused("answers are the assistant's", idle="assistant"),
     "override-generation-config": refused("edit generation_config.json in a copy of the checkpoint"),
     "default-chat-template-kwargs chat-template-kwargs": refused(
         "chat_template_kwargs is a field of each request"

@@ -182,7 +182,7 @@ class Translator:
             value = " ".join(taken)
         if other is None:
             self._add_word(value or "")
-        else:
+        elif other.takes_value or (value or "").lower() not in FALSE_WORDS:
             self._apply(name, other, value or "")
 
     def _add_word(self, word: str) -> None:
@@ -233,6 +233,9 @@ class Translator:
             if port.isdecimal():
                 self._parts.append(_Setting(setting.name, OtherName(), "port", port))
             setting.value = host or port
+        if setting.other.unit == "list" and setting.value.startswith("["):
+            with contextlib.suppress(ValueError):
+                setting.value = ",".join(map(str, json.loads(setting.value)))
         self._parts.append(setting)
 
     def _override(self, name: str, text: str) -> None:
@@ -275,6 +278,8 @@ class Translator:
         for name, setting in list(found.items()):
             shown = f"{setting.name} {setting.value}" if setting.other.takes_value else setting.name
             wrong = problem(leaf_of(name), setting.value, leaf_of(name).flag)
+            if wrong and setting.other.refusal:
+                wrong = f"{shown}: {setting.other.refusal}"
             if wrong or name in self.own:
                 del found[name]
                 if wrong:
@@ -307,8 +312,14 @@ class Translator:
             if setting.other.unit == "threads" and int(setting.value):
                 servers = number("expert_servers", 0) or max(1, self.count_servers())
                 setting.value = str(max(1, int(setting.value) // servers))
+            if setting.other.unit == "mib":
+                setting.value = f"{int(setting.value) / 1024:g}"
         if "speculative_method" in self._refused_leaves - found.keys():
             found.pop("num_draft_tokens", None)
+        num_ranks = number("tensor_parallel_size", 1) * number("pipeline_parallel_size", 1)
+        if num_ranks > 1 and (offloaded := found.pop("kv_offload_gib", None)) is not None:
+            shown = f"{offloaded.name} {offloaded.value}".strip()
+            self.differ(shown, f"--kv-offload-gib is for engines of one rank, not of {num_ranks}")
         converted = found.get("expert_checkpoint")
         requantised = "expert_dtype" in found and found["expert_dtype"].value in ("int4", "int8")
         if converted is not None and requantised:

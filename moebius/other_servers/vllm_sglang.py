@@ -9,7 +9,8 @@ FORMAT = "the checkpoint says which format its weights have"
 REPLICAS = "start one engine per replica, and name them all in --engines of the gateway"
 WHOLE_EXPERTS = "here --expert-split expert gives every rank and server whole experts"
 STEP = "here --max-num-batched-tokens, and --prefill-chunk-max where experts are streamed"
-KV_STAYS = "KV pages are not moved to RAM or disk; preempted requests are computed again"
+KV_IN_RAM = "--kv-offload-gib is the RAM for prefixes that the KV cache evicts"
+KV_ON_DISK = "prefixes are on disk with --kv-disk-gib and --kv-disk-dir"
 NO_DRAFT_MODEL = "no second model proposes draft tokens; here --speculative-method"
 LORA = "LoRA adapters are not supported: merge them into the checkpoint"
 OF_MODEL = "edit config.json in a copy of the checkpoint"
@@ -58,7 +59,7 @@ TABLE: dict[str, OtherName] = {
     "pp pp-size": same("pipeline_parallel_size"),
     "enable-expert-parallel enable-ep-moe": flag("expert_split", "expert"),
     "ep ep-size expert-parallel-size": OtherName(
-        "expert_split", {"1": "tensor", **{str(size): "expert" for size in range(2, 65)}}
+        "expert_split", {"": "expert", "1": "tensor", **{str(size): "expert" for size in range(2, 65)}}
     ),
     "data-parallel-size dp dp-size data-parallel-size-local": refused(REPLICAS, idle="1"),
     "data-parallel-backend data-parallel-address data-parallel-rpc-port data-parallel-start-rank": refused(
@@ -111,12 +112,20 @@ TABLE: dict[str, OtherName] = {
     "no-enable-prefix-caching disable-radix-cache": flag("prefix_caching", "false"),
     "radix-eviction-policy": refused("the prefix that was used longest ago goes first", idle="lru"),
     "prefix-caching-hash-algo": refused("prefixes are compared token by token", idle="builtin sha256"),
-    "swap-space kv-offloading-size kv-offloading-backend kv-events-config": refused(KV_STAYS),
-    "hicache-ratio hicache-size hicache-write-policy hicache-io-backend hicache-storage-backend": refused(
-        KV_STAYS
+    "kv-offloading-size hicache-size": same("kv_offload_gib"),
+    "enable-hierarchical-cache enable-lmcache": OtherName(
+        "kv_offload_gib", fixed="", refusal=KV_IN_RAM, takes_value=False, yields=True
     ),
-    "enable-hierarchical-cache enable-lmcache enable-kv-sharing": refused(KV_STAYS, False),
-    "kv-transfer-config": refused(f"{KV_STAYS}, and not sent to other engines"),
+    "swap-space": refused(f"preempted requests are computed again but for kept prefixes: {KV_IN_RAM}"),
+    "kv-offloading-backend": refused(f"{KV_IN_RAM}; {KV_ON_DISK}", idle="native"),
+    "hicache-ratio": refused(KV_IN_RAM),
+    "hicache-storage-backend": refused(KV_ON_DISK),
+    "hicache-write-policy hicache-io-backend hicache-mem-layout": fulfilled(
+        "what is evicted is copied while steps compute", takes_value=True
+    ),
+    "enable-kv-sharing": refused("each layer has keys and values as its family says", False),
+    "kv-events-config": refused("which prefixes are kept is at /v1/cache"),
+    "kv-transfer-config": refused(f"{KV_IN_RAM}; {KV_ON_DISK}; engines send one another no keys and values"),
     "cpu-offload-gb": fulfilled("experts that have no room on the GPU are in RAM", takes_value=True),
     "offload-mode offload-group-size offload-backend": refused(EXPERTS_ON_GPU),
     "mamba-ssm-cache-dtype mamba-scheduler-strategy mamba-cache-mode": refused(_STATES),
@@ -157,7 +166,9 @@ TABLE: dict[str, OtherName] = {
     "max-loras-per-batch max-lora-rank max-loras lora-target-modules": refused(LORA, many=True),
     "enable-lora enable-mixed-moe-lora-format": refused(LORA, False),
     "runner": refused("a model that answers with text gives embeddings, too", idle="generate"),
-    "convert task pooler-config": refused("a model that answers with text gives embeddings, too"),
+    "convert task pooler-config override-pooler-config": refused(
+        "a model that answers with text gives embeddings, too"
+    ),
     "is-embedding embedding embeddings": fulfilled("the model gives embeddings beside text"),
     # Speculation
     "speculative-config": refused(_SPECULATION),

@@ -17,6 +17,7 @@ from gpu_service.experts.local_client import LocalExpertClient
 from gpu_service.layers.context import ForwardContext
 from gpu_service.models.common import CausalLM
 from gpu_service.speculation.mtp import MtpDrafter
+from gpu_service.speculation.ngram import NGramDrafter
 from moebius.models.read import read_geometry
 from tests.equality.test_no_hidden_waits import NoQuestions
 from tests.helpers.capturable_mla import make_capturable_attention
@@ -120,6 +121,17 @@ def test_drafts_change_no_token_and_are_those_of_transformers(
     tokens, (watched,), _ = run(directory, 1, 1, params)
     assert tokens == plain
     check_drafts(watched.noted, reference.drafts)
+
+
+def test_n_grams_and_layers_change_no_token_together(written: MtpModels) -> None:
+    """Drafts that are accepted more often are verified, of each request; tokens are those without any."""
+    directory, _ = written("glm4_moe", 1)
+    plain, _, _ = run(directory, 0, 0, GREEDY)
+    tokens, (watched,), engine = run(directory, 1, 2, GREEDY, drafter=NGramDrafter(1, 2))
+    assert tokens == plain
+    assert watched.noted
+    assert engine.speculation is not None
+    assert engine.speculation.num_verified > 0
 
 
 def _within_page(known: list[int], count: int, reference: MtpReference, found: list[int]) -> list[int]:

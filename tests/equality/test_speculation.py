@@ -228,6 +228,22 @@ def test_n_grams_of_a_text_that_repeats_itself_are_accepted(loop: dict[str, Any]
 
 
 @LOOPS
+def test_drafts_of_both_drafters_are_accepted(loop: dict[str, Any]) -> None:
+    """Text that repeats itself is drafted by n-grams, the rest by the device; tokens are those without."""
+    prompt, params = [5, 9, 3, 11] * 6, {"max_tokens": 40, "allowed_token_ids": (5, 9)}
+    new = make_request("new", prompt_of(1, 20), max_tokens=30)
+    repeats = make_request("repeats", prompt, **params)
+    with running_engine() as harness:
+        said = harness.run([repeats, new])
+    drafter = DeviceAnswerDrafter([new.prompt_token_ids + said[1]])
+    by = {"drafter": NGramDrafter(2, 4), "device_drafter": drafter}
+    with running_engine(num_drafts=3, **by, **loop) as harness:
+        again = [Request(r.request_id, r.prompt_token_ids, r.params) for r in (repeats, new)]
+        assert harness.run(again, together=True) == said
+    assert min(request.accepted_draft_tokens for request in again) > 5
+
+
+@LOOPS
 @pytest.mark.parametrize("fails", [False, True])
 def test_drafts_of_the_device_come_back_with_the_tokens(fails: bool, loop: dict[str, Any]) -> None:
     """A device drafter sees every row of every step, its drafts are verified by the next one; where it lost

@@ -53,7 +53,7 @@ class Knobs:
     max_waiting: int = 1000
     context_limit: int = 128
     observer: EngineObserver | None = None
-    # Drafts of a request; from `drafter`, or from the device's if that is set.
+    # Drafts of a request; from `drafter`, from the device's, or from the better of both.
     num_drafts: int = 0
     drafter: HostDrafter | None = None
     device_drafter: DeviceDrafter | None = None
@@ -167,7 +167,11 @@ def build_scheduler(
         prefill_chunk_max=prefill_chunk_max,
         max_rows=4 * knobs.max_num_seqs,
     )
-    speculation = Speculation(limits, knobs.num_drafts, knobs.drafter) if knobs.num_drafts else None
+    speculation = None
+    if knobs.num_drafts:
+        speculation = Speculation(
+            limits, knobs.num_drafts, knobs.drafter, has_device_drafter=knobs.device_drafter is not None
+        )
     pool = PagePool(knobs.num_pages)
     if knobs.state_snapshots is None:
         cache = RequestCache(pool, RadixCache(knobs.page_size), knobs.prefix_caching)

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 from gguf import ExpertGatingFuncType, GGUFValueType, GGUFWriter, RopeScalingType
 
-from moebius.models.layers.residual import NGramConfig
-from moebius.models.ngrams import hash_factors, hash_primes
+from moebius.models.layers.ngrams import NGramConfig, hash_factors, hash_primes
 from tests.helpers.gguf_newer import ARCHITECTURES_OF_TODAY, write_newer
 
 # Names in gguf.MODEL_ARCH.

@@ -60,7 +60,7 @@ class _Handler(BaseHTTPRequestHandler):
         if revision not in ("", "main", COMMIT):
             self._answer(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
             return
-        siblings = [{"rfilename": file, "size": len(data), "blobId": "b"} for file, data in files.items()]
+        siblings = [_sibling(file, data) for file, data in files.items()]
         document = {"id": name, "modelId": name, "sha": COMMIT, "siblings": siblings, "tags": []}
         self._answer(200, json.dumps(document).encode(), {})
 
@@ -121,6 +121,15 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *arguments: object) -> None:
         """Tests need no access log."""
+
+
+def _sibling(name: str, data: bytes) -> dict[str, object]:
+    """What the hub lists of a file: weights are in LFS, all others in git."""
+    blob = hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
+    found: dict[str, object] = {"rfilename": name, "size": len(data), "blobId": blob}
+    if name.endswith((".safetensors", ".gguf")):
+        found["lfs"] = {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 134}
+    return found
 
 
 @contextlib.contextmanager

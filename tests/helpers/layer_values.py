@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -9,6 +10,7 @@ import torch
 
 from gpu_service.core.parallel import SOLO, ParallelContext
 from gpu_service.layers.composition import Composition
+from gpu_service.layers.rank_weights import RankWeights
 from moebius.models.common import Common
 from moebius.models.config import ModelConfig
 from moebius.models.layers.ffn import Dense, Experts, LatentMoE, MoE
@@ -18,6 +20,7 @@ from moebius.models.layers.mixer import Mixer
 from moebius.models.layers.norms import RMSNorm
 from moebius.models.layers.residual import Sequential
 from moebius.models.layers.router import RouterConfig
+from moebius.models.layers.weights import Weight
 
 M = TypeVar("M", bound=Mixer)
 
@@ -27,6 +30,11 @@ def composition(
 ) -> Composition:
     """Returns what a module of so wide a model is made with."""
     return Composition(hidden_size, dtype, parallel)
+
+
+def declared(weights: Iterable[Weight], dtype: torch.dtype = torch.float32) -> RankWeights:
+    """Returns weights of activations of that type as the only rank has them."""
+    return RankWeights(weights, dtype)
 
 
 def common_sizes(**changes: Any) -> Common:

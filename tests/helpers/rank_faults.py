@@ -19,6 +19,7 @@ from gpu_service.main import run_follower
 from gpu_service.models.common import CausalLM
 from moebius.config import MoebiusConfig, TelemetryConfig
 from moebius.network.tls import configure_tls
+from moebius.process.operations import ProcessState
 from moebius.telemetry import configure_logging
 from tests.helpers.rank_group import CONTEXT, WAIT_S, Script, rank_config, with_rank
 
@@ -104,7 +105,7 @@ def _run(
     if flaky:
         _lose_experts(flaky[rank])
     if rank:
-        sys.exit(run_follower(config))
+        sys.exit(run_follower(config, ProcessState()))
     script = Script(config)
     request = script.submit("r", PROMPT, max_tokens=max_tokens or 400, ignore_eos=True)
     script.wait_tokens([request], 3)

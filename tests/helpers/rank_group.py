@@ -28,6 +28,7 @@ from moebius.config import (
     PlacementConfig,
 )
 from moebius.network.tls import configure_tls
+from moebius.process.operations import ProcessState
 from protos.engine_pb2 import Constraint
 from tests.helpers.engine_outputs import WAIT_S, EngineOutputs
 from tests.helpers.ports import free_port
@@ -212,7 +213,7 @@ def _run_rank(
     prepare()
     configure_tls(config.security)
     if config.parallel.rank:
-        sys.exit(run_follower(config))
+        sys.exit(run_follower(config, ProcessState()))
     script = Script(config)
     results.send(cases(script))
     script.close()

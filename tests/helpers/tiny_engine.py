@@ -139,7 +139,10 @@ def tiny_engine(
         torch.cuda.synchronize()
     steps = DeviceRunner(runner, stream, uploader=uploader, graphs=graphs, recovery_timeout_s=60)
     steps.prepare()
-    speculation = Speculation(limits, setup.num_drafts, setup.drafter) if setup.num_drafts else None
+    speculation = None
+    if setup.num_drafts:
+        on_device = setup.device_drafter is not None
+        speculation = Speculation(limits, setup.num_drafts, setup.drafter, has_device_drafter=on_device)
     scheduler = Scheduler(limits, cache, speculation)
     builder = InputBuilder(limits, PAGE_SIZE, has_mrope=runner.has_mrope)
     lane = None

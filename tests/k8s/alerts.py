@@ -17,6 +17,8 @@ class Case:
     # Of the alert, besides the namespace and severity.
     labels: dict[str, str] = field(default_factory=lambda: {"pod": "moebius-0"})
     value: str = ""  # as its text shows it
+    # Whether it fires where figures are missing, so also where there are another release's only.
+    of_absence: bool = False
 
 
 EXPERT = {"pod": "moebius-0", "container": "expert-1"}
@@ -41,6 +43,62 @@ CASES: dict[str, Case] = {
         at="6m",
         not_yet="4m",
         labels={"pod": "moebius-0", "container": "engine"},
+    ),
+    "MoebiusGatewayUnreachable": Case(
+        fires={'up{POD, container="gateway"}': "1 0x20"},
+        healthy={'up{POD, container="gateway"}': "1x20", 'up{POD, container="engine"}': "0x20"},
+        at="4m",
+        not_yet="2m",
+        labels={"pod": "moebius-0", "container": "gateway"},
+    ),
+    "MoebiusNoGateway": Case(
+        fires={'up{POD, container="gateway"}': "1 0x20"},
+        healthy={'up{POD, container="gateway"}': "1x20"},
+        at="4m",
+        not_yet="1m",
+        labels={},
+        of_absence=True,
+    ),
+    "MoebiusFirstTokensAreLate": Case(
+        fires={
+            'vllm:time_to_first_token_seconds_bucket{POD, le="40"}': "0x40",
+            'vllm:time_to_first_token_seconds_bucket{POD, le="80"}': "0+60x40",
+            'vllm:time_to_first_token_seconds_bucket{POD, le="+Inf"}': "0+60x40",
+        },
+        healthy={
+            'vllm:time_to_first_token_seconds_bucket{POD, le="20"}': "0+60x40",
+            'vllm:time_to_first_token_seconds_bucket{POD, le="+Inf"}': "0+60x40",
+        },
+        at="25m",
+        not_yet="8m",
+        labels={},
+        value="1m 18s",
+    ),
+    "MoebiusTokensAreSlow": Case(
+        fires={
+            'vllm:inter_token_latency_seconds_bucket{POD, le="20"}': "0x40",
+            'vllm:inter_token_latency_seconds_bucket{POD, le="40"}': "0+60x40",
+            'vllm:inter_token_latency_seconds_bucket{POD, le="+Inf"}': "0+60x40",
+        },
+        healthy={
+            'vllm:inter_token_latency_seconds_bucket{POD, le="0.2"}': "0+60x40",
+            'vllm:inter_token_latency_seconds_bucket{POD, le="+Inf"}': "0+60x40",
+        },
+        at="25m",
+        not_yet="8m",
+        labels={},
+        value="39s",
+    ),
+    "MoebiusCertificateExpires": Case(
+        fires={
+            'moebius:certificate_expiry_timestamp_seconds{POD, container="gateway", use="http"}': "600000x120"
+        },
+        healthy={
+            'moebius:certificate_expiry_timestamp_seconds{POD, container="gateway", use="http"}': "700000x120"
+        },
+        at="90m",
+        not_yet="50m",
+        labels={"pod": "moebius-0", "container": "gateway", "use": "http"},
     ),
     "MoebiusExpertServersAreLostAgainAndAgain": Case(
         fires={"moebius:replayed_steps_total{POD}": "0+1x60"},

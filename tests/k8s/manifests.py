@@ -21,6 +21,8 @@ BUILTIN = {
     "ConfigMap",
     "Deployment",
     "HorizontalPodAutoscaler",
+    "Ingress",
+    "Job",
     "NetworkPolicy",
     "Pod",
     "PodDisruptionBudget",
@@ -61,6 +63,17 @@ ENDPOINT = obj(
     filterRunning={"type": "boolean"},
 )
 RULE = obj("expr", alert=TEXT, record=TEXT, expr=TEXT, labels=TEXTS, annotations=TEXTS, **{"for": TEXT})
+SCALING_RULES = obj(
+    stabilizationWindowSeconds=NUMBER,
+    policies=items(
+        obj(
+            "type value periodSeconds",
+            type={"enum": ["Pods", "Percent"]},
+            value=NUMBER,
+            periodSeconds=NUMBER,
+        )
+    ),
+)
 # Of `spec`, what the chart uses.
 CUSTOM: dict[tuple[str, str], dict[str, Any]] = {
     ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet"): obj(
@@ -70,7 +83,7 @@ CUSTOM: dict[tuple[str, str], dict[str, Any]] = {
         rolloutStrategy=obj(
             "type",
             type={"const": "RollingUpdate"},
-            rollingUpdateConfiguration=obj(maxUnavailable=NUMBER, maxSurge=NUMBER),
+            rollingUpdateConfiguration=obj(partition=NUMBER, maxUnavailable=NUMBER, maxSurge=NUMBER),
         ),
         leaderWorkerTemplate=obj(
             "workerTemplate",
@@ -78,6 +91,7 @@ CUSTOM: dict[tuple[str, str], dict[str, Any]] = {
             restartPolicy={"enum": ["RecreateGroupOnPodRestart", "None"]},
             leaderTemplate=POD_TEMPLATE,
             workerTemplate=POD_TEMPLATE,
+            volumeClaimTemplates=items({"type": "object"}),
         ),
     ),
     ("gateway.networking.k8s.io/v1", "HTTPRoute"): obj(
@@ -90,7 +104,7 @@ CUSTOM: dict[tuple[str, str], dict[str, Any]] = {
                     obj(path=obj("type value", type={"enum": ["PathPrefix", "Exact"]}, value=TEXT))
                 ),
                 timeouts=obj(request=TEXT, backendRequest=TEXT),
-                backendRefs=items(obj("name", group=TEXT, kind=TEXT, name=TEXT, port=NUMBER)),
+                backendRefs=items(obj("name", group=TEXT, kind=TEXT, name=TEXT, port=NUMBER, weight=NUMBER)),
             )
         ),
     ),
@@ -146,21 +160,7 @@ CUSTOM: dict[tuple[str, str], dict[str, Any]] = {
         maxReplicaCount=NUMBER,
         cooldownPeriod=NUMBER,
         advanced=obj(
-            horizontalPodAutoscalerConfig=obj(
-                behavior=obj(
-                    scaleDown=obj(
-                        stabilizationWindowSeconds=NUMBER,
-                        policies=items(
-                            obj(
-                                "type value periodSeconds",
-                                type={"enum": ["Pods", "Percent"]},
-                                value=NUMBER,
-                                periodSeconds=NUMBER,
-                            )
-                        ),
-                    )
-                )
-            )
+            horizontalPodAutoscalerConfig=obj(behavior=obj(scaleUp=SCALING_RULES, scaleDown=SCALING_RULES))
         ),
         triggers=items(obj("type metadata", type=TEXT, metadata=TEXTS)),
     ),
@@ -235,10 +235,10 @@ def _checker() -> Any:
 
 
 def pod_specs(manifests: list[Manifest]) -> list[Manifest]:
-    """Returns pod templates, `{metadata, spec}`."""
+    """Returns pod templates, `{metadata, spec}`, and Pods, which are these, too."""
     found = []
     for manifest in manifests:
         spec = manifest.get("spec", {})
         templates = spec.get("leaderWorkerTemplate", {"template": spec.get("template")})
         found += [one for one in templates.values() if isinstance(one, dict) and "spec" in one]
-    return found
+    return found + [manifest for manifest in manifests if manifest["kind"] == "Pod"]

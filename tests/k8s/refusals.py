@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tests.helpers.chart import Values
+from tests.k8s.odd_values import ODD
+from tests.k8s.traffic_refusals import TRAFFIC
+
+NO_CLAIM: Values = {"claimName": ""}
+
+
+def download(**values: Any) -> Values:
+    """Returns a model whose files are downloaded with these values."""
+    return {"model": {"source": {"type": "download", "pvc": NO_CLAIM, "download": values}}}
+
 
 REFUSED: list[tuple[Values, str]] = [
     (
@@ -95,13 +107,17 @@ REFUSED: list[tuple[Values, str]] = [
     ),
     ({"dra": {"enabled": True}}, "which experts.numa auto does not ask for"),
     ({"model": {"source": {"type": "pvc", "pvc": {"claimName": ""}}}}, "model.source.pvc.claimName is empty"),
-    ({"model": {"source": {"type": "hostPath"}}}, "model.source.hostPath.path is empty"),
-    ({"model": {"source": {"type": "image"}}}, "model.source.image.reference is empty"),
-    ({"model": {"source": {"type": "download"}}}, "model.source.download.baseUrl is empty"),
+    ({"model": {"source": {"type": "hostPath", "pvc": NO_CLAIM}}}, "model.source.hostPath.path is empty"),
+    ({"model": {"source": {"type": "image", "pvc": NO_CLAIM}}}, "model.source.image.reference is empty"),
     (
-        {"model": {"source": {"type": "download", "download": {"baseUrl": "https://a/b"}}}},
-        "names no file; each needs its SHA-256",
+        {"model": {"source": {"type": "download", "pvc": NO_CLAIM}}},
+        "model.source.download.repository and baseUrl are empty",
     ),
+    (download(baseUrl="https://a/b"), "names no file; each needs its SHA-256"),
+    (download(baseUrl="https://a/b", repository="a/b"), "are both set; the files come from one place"),
+    (download(repository="a/b", files={"x": "0" * 64}), "the hub says which files"),
+    (download(baseUrl="https://a/b", revision="v1"), "revisions are the hub's"),
+    (download(repository="a/b", claimName="c", hostPath="/c"), "the files are kept in one place"),
     (
         {"model": {"source": {"type": "download", "download": {"files": {"../x": "0" * 64}}}}},
         "propertyName '../x'",
@@ -170,7 +186,7 @@ REFUSED: list[tuple[Values, str]] = [
         {"route": {"enabled": True, "parentRefs": [{"name": "g"}]}, "tls": {"http": {"secretName": "s"}}},
         "route.backendCaConfigMap names no ConfigMap with the CA",
     ),
-    ({"route": {"backendCaConfigMap": "ca"}}, "route.backendCaConfigMap is for a route (route.enabled)"),
+    ({"route": {"backendCaConfigMap": "ca"}}, "tls.http.secretName is empty"),
     (
         {
             "gateway": {"inPod": True},
@@ -205,4 +221,6 @@ REFUSED: list[tuple[Values, str]] = [
         {"tls": {"http": {"secretName": "s"}}, "config": {"security": {"http_cert_file": "/x"}}},
         "config.security.http_cert_file is decided by the chart",
     ),
+    *TRAFFIC,
+    *ODD,
 ]

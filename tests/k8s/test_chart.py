@@ -48,6 +48,10 @@ SOURCES: dict[str, Values] = {
         },
     },
 }
+SOURCES["hub, one Job"] = {
+    "type": "download",
+    "download": {"repository": "org/model:Q4_K_M", "revision": "v1", "claimName": "models"},
+}
 MODEL: Values = {"path": "m", "source": SOURCES["pvc"]}
 
 
@@ -79,7 +83,7 @@ def shapes() -> dict[str, Values]:
         weights = {"volume": volume, "hostPath": "/mnt/weights" if volume == "hostPath" else ""}
         found[f"weights {volume}"] = {"experts": {"weights": weights, "numa": "kubelet"}}
     for name, source in SOURCES.items():
-        found[f"source {name}"] = {"model": {"source": source}}
+        found[f"source {name}"] = {"model": {"source": merged({"pvc": {"claimName": ""}}, source)}}
     unequal = {
         "servers": 2,
         "shares": [3, 1],
@@ -106,8 +110,46 @@ def shapes() -> dict[str, Values]:
     found["mTLS, remote experts, all options"] = merged(OPTIONS, REMOTE_TLS)
     found["batches on a claim"] = {"gateway": {"batches": {"type": "pvc", "claimName": "b"}}}
     found["batches in one Pod"] = {"gateway": {"inPod": True, "batches": {"type": "emptyDir"}}}
-    found["DRA"] = {"engine": {"gpus": 2}, "experts": {"numa": "kubelet"}, "dra": {"enabled": True}}
-    return found
+    for mode in ("grouped", "individual"):
+        dra = {"enabled": True, "cpuDeviceMode": mode}
+        found[f"DRA, {mode}"] = {"engine": {"gpus": 2}, "experts": {"numa": "kubelet"}, "dra": dra}
+    return found | rollouts_and_claims()
+
+
+def rollouts_and_claims() -> dict[str, Values]:
+    """Rollouts, routes, claims and networks."""
+    once = {"pvc": {"accessMode": "ReadWriteOnce"}}
+    download = {"repository": "org/model", "claimName": "m", "accessMode": "ReadWriteOnce"}
+    route = {"enabled": True, "parentRefs": [{"name": "public"}]}
+    egress = {"enabled": True, "egress": {"enabled": True, "dns": [{"namespaceSelector": {}}]}}
+    return {
+        "canary": {"route": {**route, "weight": 90, "others": [{"name": "next-moebius", "weight": 10}]}},
+        "groups that surge": {
+            "engine": {"gpus": 1, "nodes": 2},
+            "rollout": {"partition": 1, "maxSurge": 1, "maxUnavailable": 0},
+        },
+        "Ingress": {
+            "ingress": {
+                "enabled": True,
+                "className": "nginx",
+                "hosts": ["m.example.com"],
+                "tlsSecretName": "web",
+                "annotations": {"nginx.ingress.kubernetes.io/proxy-buffering": "off"},
+            }
+        },
+        "scaled by HPA": {"autoscaling": {"type": "hpa"}},
+        "hosts scaled by HPA": {"engine": {"gpus": 1, "nodes": 2}, "autoscaling": {"type": "hpa"}},
+        "a claim of one node": {"model": {"source": once}},
+        "a claim of one node, one Job": {
+            "model": {"source": {"type": "download", "pvc": {"claimName": ""}, "download": download}},
+            "networkPolicy": egress,
+        },
+        "claims of kernels": {"replicas": 2, "engine": {"gpus": 1, "jitCache": {"type": "perPod"}}},
+        "claims of kernels, several hosts": {
+            "engine": {"gpus": 1, "nodes": 2, "jitCache": {"type": "perPod", "storageClassName": "fast"}}
+        },
+        "egress": merged(OPTIONS, {"networkPolicy": egress}),
+    }
 
 
 OPTIONS: Values = {
@@ -132,6 +174,9 @@ OPTIONS: Values = {
     "schedulerName": "topology-aware",
     "priorityClassName": "high",
     "nodeSelector": {"disk": "fast"},
+    "topologySpreadConstraints": [
+        {"maxSkew": 1, "topologyKey": "topology.kubernetes.io/zone", "whenUnsatisfiable": "ScheduleAnyway"}
+    ],
     "tolerations": [{"key": "gpu", "operator": "Exists"}],
     "networkPolicy": {"enabled": True, "from": [{"namespaceSelector": {}}]},
     "monitoring": {
@@ -165,6 +210,9 @@ REMOTE_TLS: Values = {
 ALL = shapes()
 
 
+SERVING = ("gateway", "engine", "engine-worker", "experts")
+
+
 def test_there_are_enough_shapes() -> None:
     """There are at least sixty shapes."""
     assert len(ALL) >= 60
@@ -182,7 +230,9 @@ def test_a_shape_is_valid_and_consistent(name: str, tmp_path: Path) -> None:
     config = load_config(path)
     pods = pod_specs(manifests)
     for pod in pods:
-        check_pod(pod, config.supervisor.stop_timeout_s)
+        is_engine = "engine" in pod["metadata"]["labels"]["app.kubernetes.io/component"]
+        claims = claim_names(manifests) if is_engine else set()
+        check_pod(pod, config.supervisor.stop_timeout_s, claims)
         for container in all_containers(pod):
             check_command(container, path)
     engines = [pod for pod in pods if "engine" in pod["metadata"]["labels"]["app.kubernetes.io/component"]]
@@ -211,11 +261,19 @@ def all_containers(pod: Manifest) -> list[Manifest]:
     return [*(pod["spec"].get("initContainers") or []), *pod["spec"]["containers"]]
 
 
-def check_pod(pod: Manifest, drain_s: float) -> None:
+def claim_names(manifests: list[Manifest]) -> set[str]:
+    """Returns the names of volumes that workloads make a claim for in each of their Pods."""
+    specs = [manifest.get("spec", {}) for manifest in manifests]
+    specs += [spec["leaderWorkerTemplate"] for spec in specs if "leaderWorkerTemplate" in spec]
+    return {claim["metadata"]["name"] for spec in specs for claim in spec.get("volumeClaimTemplates", ())}
+
+
+def check_pod(pod: Manifest, drain_s: float, claims: set[str]) -> None:
     """Mounts have volumes, probes ask ports that are open, and there is time to drain."""
     spec = pod["spec"]
     volumes = {volume["name"] for volume in spec["volumes"]}
     assert len(volumes) == len(spec["volumes"])
+    volumes |= claims
     mounted = set()
     for container in all_containers(pod):
         names = [mount["name"] for mount in container["volumeMounts"]]
@@ -233,7 +291,8 @@ def check_pod(pod: Manifest, drain_s: float) -> None:
         for port in re.findall(r"0\.0\.0\.0:(\d+)", listening):
             assert int(port) in ports
     assert mounted == volumes
-    assert spec["terminationGracePeriodSeconds"] >= drain_s + 20
+    if pod["metadata"]["labels"]["app.kubernetes.io/component"] in SERVING:
+        assert spec["terminationGracePeriodSeconds"] >= drain_s + 20
     assert spec["automountServiceAccountToken"] is False
     assert spec["securityContext"]["runAsNonRoot"]
     ports = [port["containerPort"] for one in all_containers(pod) for port in one.get("ports", ())]  # type: ignore[assignment]
@@ -314,7 +373,9 @@ def test_each_component_has_nodes_of_its_own() -> None:
     manifests = render(merged(values, own))
     for manifest in manifests:
         check_manifest(manifest)
-    for component, spec in scheduling(manifests).items():
+    found = scheduling(manifests)
+    for component in own:
+        spec = found[component]
         for key in ("nodeSelector", "tolerations"):
             assert spec[key] == own[component][key], component
         assert "podAffinity" in spec["affinity"], component

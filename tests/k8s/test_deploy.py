@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
+from moebius import __version__
 from moebius.config.loader import load_config
 from tests.helpers.chart import ROOT
 from tests.helpers.locks import SETS, locked, pythons
@@ -129,6 +131,72 @@ def test_images_hold_what_is_needed_and_no_more() -> None:
     assert lines[0] == "*"
     assert {f"!{name}" for name in (*packages, "kernels", "CMakeLists.txt", "pyproject.toml")} <= set(lines)
     assert not {"!tests", "!build", "!.git"} & set(lines)
+
+
+STATUS = """\
+Package: libc6
+Status: install ok installed
+Maintainer: GNU Libc Maintainers <libc@example.org>
+Architecture: amd64
+Source: glibc (2.36-9)
+Version: 2.36-9+deb12u7
+Description: library
+ of which the second line
+ Version: is no field
+
+Package: removed
+Status: deinstall ok config-files
+Architecture: all
+Version: 1
+
+Package: tzdata
+Status: hold ok installed
+Architecture: all
+Version: 1:2024a-0
+"""
+
+
+def test_the_list_of_packages_has_the_systems(tmp_path: Path) -> None:
+    """What dpkg has installed is listed after Python's packages, by package URLs, and once, however often;
+    images run the script before they give up root, on the file that the build stage wrote."""
+    (tmp_path / "var/lib/dpkg").mkdir(parents=True)
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "var/lib/dpkg/status").write_text(STATUS)
+    (tmp_path / "etc/os-release").write_text('PRETTY_NAME="Debian"\nID=debian\nVERSION_ID="12"\n')
+    file = tmp_path / "sbom.json"
+    torch = {"type": "library", "name": "torch", "version": "2", "purl": "pkg:pypi/torch@2"}
+    file.write_text(json.dumps({"bomFormat": "CycloneDX", "components": [torch]}))
+    for _ in range(2):
+        command = [sys.executable, str(DEPLOY / "debian_sbom.py"), str(file), str(tmp_path)]
+        subprocess.run(command, check=True, timeout=60)
+    document = json.loads(file.read_text())
+    assert document["bomFormat"] == "CycloneDX"
+    own, *debian = document["components"]
+    assert own == torch
+    assert [one["purl"] for one in debian] == [
+        "pkg:deb/debian/libc6@2.36-9%2Bdeb12u7?arch=amd64&distro=debian-12",
+        "pkg:deb/debian/tzdata@1%3A2024a-0?arch=all&distro=debian-12",
+    ]
+    assert debian[0]["supplier"] == {"name": "GNU Libc Maintainers <libc@example.org>"}
+    assert debian[0]["properties"] == [{"name": "debian:source", "value": "glibc (2.36-9)"}]
+    for name in DOCKERFILES:
+        lines = instructions(name)
+        final = lines[max(at for at, line in enumerate(lines) if line.startswith("FROM")) :]
+        (run,) = [
+            at for at, line in enumerate(final) if "debian_sbom.py /opt" in line and line.startswith("RUN")
+        ]
+        assert run < final.index("USER 10001:10001")
+        assert f"--output-file {final[run].split()[-1]}" in " ".join(lines)
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_labels_say_what_an_image_is(name: str) -> None:
+    """Registries and scanners read version, licence, commit and title from OCI's labels."""
+    (line,) = [one for one in instructions(name) if one.startswith("LABEL")]
+    labels = dict(re.findall(r"org\.opencontainers\.image\.(\w+)=(\"[^\"]+\"|\S+)", line))
+    assert labels["version"] == __version__
+    assert labels["revision"] == "${REVISION}"
+    assert {"title", "licenses", "description"} <= set(labels)
 
 
 def test_compose_starts_what_its_settings_say(tmp_path: Path) -> None:

@@ -120,7 +120,8 @@ def pod(
 ) -> Iterator[PodmanPod]:
     """The Pod of a release, as the chart renders it."""
     manifests = render(values(models), name="podtest")
-    template = next(one for one in pod_specs(manifests))
+    component = "app.kubernetes.io/component"
+    template = next(one for one in pod_specs(manifests) if one["metadata"]["labels"][component] == "engine")
     maps = [one for one in manifests if one["kind"] == "ConfigMap"]
     directory = tmp_path_factory.mktemp("pod")
     name = f"moebius-{os.getpid()}"
@@ -190,7 +191,12 @@ def test_the_image_is_lean_and_listed(image: str) -> None:
     assert user == "10001"
     assert text.lstrip().startswith("{"), text[:200]
     listed = json.loads(text)
-    names = {canonicalize_name(one["name"]): one["version"] for one in listed["components"]}
+    debian = {
+        one["name"] for one in listed["components"] if one.get("purl", "").startswith("pkg:deb/debian/")
+    }
+    assert {"libc6", "python3", "ca-certificates"} <= debian
+    python = [one for one in listed["components"] if not one.get("purl", "").startswith("pkg:deb/")]
+    names = {canonicalize_name(one["name"]): one["version"] for one in python}
     assert listed["metadata"]["component"]["name"] == "moebius"
     assert {"torch", "grpcio", "uvicorn"} <= set(names)
     # The base is Debian 12.

@@ -55,9 +55,10 @@ def test_an_alert_fires_when_it_should(alert: str, tmp_path: Path) -> None:
     tests = [
         unit_test(alert, case, case.fires, 'namespace="moebius", pod="moebius-0"', case.labels),
         unit_test(alert, case, case.healthy, 'namespace="moebius", pod="moebius-0"', None),
-        unit_test(alert, case, case.fires, 'namespace="other", pod="moebius-0"', None),
-        unit_test(alert, case, case.fires, 'namespace="moebius", pod="others-0"', None),
     ]
+    for pod in ('namespace="other", pod="moebius-0"', 'namespace="moebius", pod="others-0"'):
+        figures = case.healthy if case.of_absence else case.fires
+        tests.append(unit_test(alert, case, figures, pod, case.labels if case.of_absence else None))
     document = {"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": tests}
     (tmp_path / "tests.yaml").write_text(yaml.safe_dump(document))
     run = subprocess.run(
@@ -74,7 +75,8 @@ def unit_test(
     inputs = [{"series": name.replace("POD", pod), "values": values} for name, values in series.items()]
     expected = []
     if labels is not None:
-        shown = {"severity": rule["labels"]["severity"], "namespace": "moebius"} | labels
+        where = {} if case.of_absence else {"namespace": "moebius"}
+        shown = {"severity": rule["labels"]["severity"]} | where | labels
         expected = [{"exp_labels": shown, "exp_annotations": texts_of(rule, shown, case.value)}]
     asked = [{"eval_time": case.at, "alertname": alert, "exp_alerts": expected}]
     if labels is not None and case.not_yet:
@@ -87,7 +89,7 @@ def texts_of(rule: dict[str, Any], labels: dict[str, str], value: str) -> dict[s
 
     def filled(text: str) -> str:
         text = re.sub(r"\{\{ \$labels\.(\w+) \}\}", lambda found: labels[found[1]], text)
-        return re.sub(r"\{\{ \$value \| humanize(Percentage)? \}\}", value, text)
+        return re.sub(r"\{\{ \$value \| humanize(Percentage|Duration)? \}\}", value, text)
 
     return {name: filled(text) for name, text in rule["annotations"].items()}
 

@@ -32,7 +32,7 @@ def weights_of(directory: Path, *, keep_fp8: bool) -> dict[str, torch.Tensor]:
     """Returns every parameter in float32, out of packed layouts and 8 bits."""
     model = build_model(read_model_config(directory))
     load_weights(model, directory, "fp8" if keep_fp8 else "dequantised")
-    names = {name for name in expected_names(model) if name.endswith(".weight_scales")}
+    names = {name for name in expected_names(model.config) if name.endswith(".weight_scales")}
     assert not names, "what is kept is still expected under the checkpoint's names"
     found = {
         name: value.to_dense() if value.is_mkldnn else value

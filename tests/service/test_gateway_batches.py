@@ -457,6 +457,53 @@ def test_message_batches(gateway: AgentGateway) -> None:
         batches.create(requests=[asked(1, stream=True)])
 
 
+def test_message_batches_above_the_size_of_other_bodies(tmp_path: Path) -> None:
+    """Anthropic allows a batch more than a request: it arrives in pieces, groups and requests across their
+    borders, is checked like a small one with places in the whole, and is bounded like a file."""
+    sizes: dict[str, Any] = {
+        "max_body_mib": 0.25,
+        "batch_file_mib": 4,
+        "batch_dir": str(tmp_path / "batches"),
+    }
+    with agent_gateway(tmp_path, **sizes) as gateway:
+        gateway.says(GREEDY)
+        client = anthropic.Anthropic(base_url=gateway.url, api_key="none", max_retries=0, timeout=60)
+        batches = client.messages.batches
+
+        def asked(number: int, text: str = "é" * 20_000, **fields: Any) -> Any:
+            params = {"model": MODEL, "max_tokens": 5, "messages": [{"role": "user", "content": text}]}
+            return {"custom_id": f"m{number}", "params": params | fields}
+
+        many = [asked(number) for number in range(60)]
+        with pytest.raises(anthropic.BadRequestError, match="'m7' more than once"):
+            batches.create(requests=[*many, asked(7)])
+        with pytest.raises(anthropic.BadRequestError, match=r"requests\[59\].params.stream"):
+            batches.create(requests=[*many[:59], asked(59, stream=True)])
+        with pytest.raises(anthropic.APIStatusError, match=r"batch_file_mib") as refused:
+            batches.create(requests=[asked(1, "x" * 5 * 2**20)])
+        assert refused.value.status_code == 413
+        with pytest.raises(
+            anthropic.APIStatusError, match=r"larger than 0.25 MiB \(max_body_mib\)"
+        ) as refused:
+            batches.create(requests=[asked(1, "x" * 2**19)])
+        assert refused.value.status_code == 413
+        begun = json.dumps({"requests": many[:20]}).encode().removesuffix(b"]}")
+        for tail in (b"", b", 1]}", b" {}]}", b"]} {}", b'], "more": 1}'):
+            answer = httpx.post(f"{gateway.url}/v1/messages/batches", content=begun + tail, timeout=60)
+            assert answer.status_code == 400, tail
+            assert "above max_body_mib" in answer.json()["error"]["message"]
+        batch = batches.create(
+            requests=[asked(number, "Hi" if number % 2 else "é" * 20_000) for number in range(40)]
+        )
+        assert batch.request_counts.processing == 40
+        end = time.monotonic() + 120
+        while (batch := batches.retrieve(batch.id)).processing_status != "ended":
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        assert {one.custom_id for one in batches.results(batch.id)} == {f"m{number}" for number in range(40)}
+        assert batches.list(limit=5).has_more is False
+
+
 def test_message_batches_are_cancelled(gateway: AgentGateway) -> None:
     """What a cancelled batch did not run is in its results as canceled."""
     client = anthropic.Anthropic(base_url=gateway.url, api_key="none", max_retries=0, timeout=60)

@@ -143,14 +143,14 @@ def test_parameters_reach_the_engine(setup: Setup) -> None:
         "logit_bias": {"5": -2.0},
         "logprobs": 2,
     }
-    more = {"priority": 3, "cache_salt": "tenant", "prompt": [5, 6, 7], "model": MODEL}
+    more = {"priority": 3, "cache_salt": "tenant", "keep_prefix_s": 7.5, "prompt": [5, 6, 7], "model": MODEL}
     assert setup.post("/v1/completions", {**sent, **more}).status_code == 200
     request = setup.engine.seen.requests[0]
     params = request.sampling_params
     arrived = {name: getattr(params, name) for name in sent if name not in ("logit_bias", "stop_token_ids")}
     assert arrived == {name: sent[name] for name in arrived}
     assert (dict(params.logit_bias), list(params.stop_token_ids)) == ({5: -2.0}, [9])
-    assert (request.priority, request.cache_salt) == (3, "tenant")
+    assert (request.priority, request.cache_salt, request.keep_prefix_s) == (3, "tenant", 7.5)
     assert list(request.tokenized.input_ids) == [5, 6, 7]
 
 

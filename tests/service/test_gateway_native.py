@@ -68,6 +68,29 @@ def test_llama_servers_completion(gateway: AgentGateway) -> None:
     assert (refused.status_code, "no tokens to fill in the middle" in refused.text) == (400, True)
 
 
+def test_llama_servers_prompts_and_pieces(gateway: AgentGateway) -> None:
+    """Several prompts have an answer each, with its own prompt and count; tokens have their pieces, bytes
+    where they are no text; `/v1/health` is its other name for `/health`."""
+    asked = {"prompt": ["The fox", "A dog"], "n_predict": 3, "temperature": 0}
+    several = post(gateway, "/completion", **asked).json()
+    found = [(one["index"], one["prompt"], one["tokens_predicted"]) for one in several]
+    assert found == [(0, "The fox", 3), (1, "A dog", 3)]
+    alone = post(gateway, "/completion", **(asked | {"prompt": "A dog"})).json()
+    assert (several[1]["content"], several[1]["stop_type"]) == (alone["content"], "limit")
+    assert len(post(gateway, "/completion", prompt=[[1, 2]], n_predict=3).json()) == 1
+    refused = post(gateway, "/completion", **asked, stream=True)
+    assert (refused.status_code, "'stream' needs one prompt" in refused.text) == (400, True)
+    assert post(gateway, "/completion", prompt=["The fox", [1, 2]]).status_code == 400
+    text = "lazy é 東"
+    pieces = post(gateway, "/tokenize", content=text, with_pieces=True, add_special=False).json()["tokens"]
+    data = [one["piece"] for one in pieces]
+    assert any(isinstance(piece, list) for piece in data)
+    joined = b"".join(piece.encode() if isinstance(piece, str) else bytes(piece) for piece in data)
+    assert joined.decode() == text
+    assert [one["id"] for one in pieces] == post(gateway, "/tokenize", content=text).json()["tokens"]
+    assert httpx.get(f"{gateway.url}/v1/health", timeout=60).status_code == 200
+
+
 def test_llama_servers_facts(gateway: AgentGateway) -> None:
     """Properties, slots, and its names for tokens and their text."""
     props = httpx.get(f"{gateway.url}/props").json()
@@ -114,6 +137,7 @@ def test_sglangs_calls_about_the_server(gateway: AgentGateway) -> None:
     assert gateway.engine.seen.aborted == [sent]
     assert post(gateway, "/abort_request", abort_all=True).status_code == 400
     assert post(gateway, "/flush_cache").json() == {"success": True, "freed_tokens": 16}
+    assert httpx.get(f"{gateway.url}/flush_cache", timeout=60).json()["success"] is True
     assert httpx.get(f"{gateway.url}/health_generate").status_code == 200
     assert gateway.engine.seen.requests[-1].sampling_params.max_tokens == 1
     gateway.engine.script = Script(error_message="broken")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import time
 from collections.abc import Iterator
@@ -19,6 +20,8 @@ from tests.helpers.gateway_server import gateway_config, running_gateway
 from tests.helpers.tiny_tokenizer import byte_level_tokenizer, write_tokenizer
 
 KEY = "a-secret"
+VENDOR = STATIC / "vendor"
+OWN = sorted(path for path in STATIC.iterdir() if path.is_file())
 
 
 @pytest.fixture(scope="module")
@@ -51,12 +54,13 @@ def references(text: str) -> set[str]:
 
 def test_nothing_is_loaded_from_elsewhere_or_from_the_root() -> None:
     """Every address in the files is relative and there: the page works offline, and below any prefix."""
-    for path in STATIC.iterdir():
+    for path in OWN:
         text = path.read_text()
         for reference in references(text):
             assert not re.match(r"[a-z]+:|/", reference), f"{path.name}: {reference}"
-            place = STATIC.parent if path.suffix == ".html" else STATIC
-            name = reference.replace("web/", "static/") if path.suffix == ".html" else reference
+            is_root = path.name in {"index.html", "docs.html"}  # the others are below /web/
+            place = STATIC.parent if is_root else STATIC
+            name = reference.replace("web/", "static/") if is_root else reference
             if name not in {"docs", "openapi.json"}:
                 assert (place / name).exists(), f"{path.name}: {reference}"
         if path.suffix == ".js":
@@ -71,20 +75,39 @@ def test_nothing_is_loaded_from_elsewhere_or_from_the_root() -> None:
             assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)[a-z]", text), path
 
 
+def test_libraries_are_as_their_authors_published_them() -> None:
+    """Each file of vendor/ has the hash that `make vendor` wrote, and each library its licence."""
+    sums = dict(line.split("  ")[::-1] for line in (VENDOR / "SHA256SUMS").read_text().splitlines())
+    paths = {str(path.relative_to(VENDOR)): path for path in VENDOR.rglob("*") if path.is_file()}
+    found = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in paths.items()}
+    found.pop("SHA256SUMS")
+    assert found == sums
+    assert all((folder / "LICENSE").exists() for folder in VENDOR.iterdir() if folder.is_dir())
+
+
 def test_pages_need_no_key_and_say_what_browsers_may_do(url: str) -> None:
     """Files are open, with a policy that allows this origin only; a copy that is right is not sent again."""
-    names = ["", "docs", *(f"web/{path.name}" for path in STATIC.iterdir())]
+    names = [
+        "",
+        "docs",
+        *(f"web/{path.name}" for path in OWN),
+        "web/vendor/katex/fonts/KaTeX_Main-Regular.woff2",
+    ]
     for name in names:
         answer = httpx.get(f"{url}/{name}")
         assert answer.status_code == 200, name
         policy = answer.headers["content-security-policy"]
         assert "default-src 'none'" in policy
-        assert "unsafe" not in policy
+        unsafe = ["style-src 'unsafe-inline'"] if name == "web/diagram.html" else []
+        assert [rule for rule in policy.split("; ") if "unsafe" in rule] == unsafe, name
         assert answer.headers["x-content-type-options"] == "nosniff"
         assert answer.headers["cache-control"] == "no-cache"
         again = httpx.get(f"{url}/{name}", headers={"If-None-Match": answer.headers["etag"]})
         assert (again.status_code, again.content) == (304, b"")
         assert again.headers["content-security-policy"] == policy
+    frame = httpx.get(f"{url}/web/diagram.html").headers["content-security-policy"]
+    assert "sandbox allow-scripts" in frame  # an origin of its own
+    assert "connect-src" not in frame
     assert httpx.get(f"{url}/web/app.js").headers["content-type"].startswith("text/javascript")
     assert httpx.head(f"{url}/").status_code == 200
     for outside in ("web/none.js", "web/../pages.py", "web/%2e%2e/pages.py", "redoc", "web"):

@@ -84,7 +84,17 @@ class Browser:
 
     def resize(self, width: int, height: int) -> None:
         """The window's size in pixels."""
+        self._command("Emulation.clearDeviceMetricsOverride", {})
         self._call("POST", "window/rect", {"width": width, "height": height})
+
+    def show_at(self, width: int, height: int) -> None:
+        """The page's own size in pixels, which may be below that of the smallest window."""
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self._command("Emulation.setDeviceMetricsOverride", size)
+
+    def picture(self) -> bytes:
+        """Returns what is in view, as PNG."""
+        return base64.b64decode(self._call("GET", "screenshot"))
 
     def print_pdf(self, path: Path) -> None:
         """One page of what is in view, in the colours of the screen."""

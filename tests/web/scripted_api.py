@@ -33,6 +33,10 @@ class Script:
     key: str = ""
     vision: bool = True
     live: dict[str, Any] = field(default_factory=dict)
+    mcp: list[dict[str, Any]] = field(default_factory=list)  # servers of /v1/mcp/tools
+    mcp_calls: list[dict[str, Any]] = field(default_factory=list)  # bodies of /v1/mcp/calls
+    is_away: bool = False  # no model is known
+    breaks: bool = False  # the connection of an answer breaks before its last delta
     bodies: list[dict[str, Any]] = field(default_factory=list)  # of chat requests
     paths: list[str] = field(default_factory=list)  # of all requests
     queries: list[str] = field(default_factory=list)  # of all requests
@@ -49,6 +53,8 @@ async def _stream(script: Script, deltas: list[dict[str, Any]]) -> AsyncIterator
         for number, delta in enumerate(deltas):
             if number == len(deltas) - 1 and script.pause is not None:
                 await asyncio.to_thread(script.pause.wait, 120)
+            if number == len(deltas) - 1 and script.breaks:
+                raise ConnectionError("as if the server had been killed")
             yield _event({"index": 0, "delta": delta, "finish_reason": None})
         reason = "tool_calls" if any("tool_calls" in delta for delta in deltas) else "stop"
         yield _event({"index": 0, "delta": {}, "finish_reason": reason})
@@ -73,6 +79,8 @@ def _api(script: Script) -> FastAPI:
 
     @router.get("/v1/models")
     async def models(request: Request) -> Response:
+        if script.is_away:
+            return JSONResponse({"error": {"message": "the engine is loading"}}, 503)
         card = {"id": MODEL, "capabilities": {"vision": script.vision}}
         return refused(request) or JSONResponse({"data": [card]})
 
@@ -80,6 +88,20 @@ def _api(script: Script) -> FastAPI:
     async def live(request: Request) -> Response:
         script.live["time"] = time.time()
         return refused(request) or JSONResponse(script.live)
+
+    @router.get("/v1/mcp/tools")
+    async def mcp_tools(request: Request) -> Response:
+        return refused(request) or JSONResponse({"data": script.mcp})
+
+    @router.post("/v1/mcp/calls")
+    async def mcp_calls(request: Request) -> Response:
+        refusal = refused(request)
+        if refusal is not None:
+            return refusal
+        body = await request.json()
+        script.mcp_calls.append(body)
+        is_error = body["arguments"] == {}
+        return JSONResponse({"text": f"result of {body['tool']}", "is_error": is_error})
 
     @router.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:

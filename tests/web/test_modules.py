@@ -88,10 +88,91 @@ def test_links(page: Browser) -> None:
         assert "<a" not in rendered(page, f"[a]({address})"), address
 
 
+def math_of(page: Browser, text: str) -> Any:
+    """Returns what is TeX in a text: of each formula its source, and whether it has a line of its own."""
+    body = """const found = [];
+    const walk = (parts) => parts.forEach((part) => {
+      if (part.type === "math") found.push([part.tex, part.isDisplay]);
+      else if (part.children) walk(part.children);
+    });
+    for (const block of m.splitBlocks(given[0])) {
+      if (block.type === "math") found.push([block.tex, block.isClosed]);
+      else if (block.text) walk(m.parseInline(block.text));
+    }
+    return found;"""
+    return call(page, "markdown", body, text)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (
+            r"so $a_1 * b_2$ and \(\frac{1}{2} \\ *x*\)",
+            [["a_1 * b_2", False], [r"\frac{1}{2} \\ *x*", False]],
+        ),
+        ("a\n\\[\n- x\\\\\n= _y_\n\\]\nb", [["- x\\\\\n= _y_", True]]),
+        ("$$x$$\n$$\ny\n$$", [["x", True], ["y", True]]),
+        ("in $$x$$ line", [["x", True]]),
+        (
+            "\\begin{align}\na &= b \\\\\nc\n\\end{align}",
+            [["\\begin{align}\na &= b \\\\\nc\n\\end{align}", True]],
+        ),
+        ("$5 and $10, US$3/US$4, $HOME and $PATH, $ x $, \\$a\\$, $1-$2", []),
+        ("`$a$` and \\(open and \\[open", []),
+        ("$$\nleft open\n\n- text", []),
+        ("$$\ngrows", [["$$\ngrows", False]]),
+        (r"$\text{\$5}$", [[r"\text{\$5}", False]]),
+    ],
+)
+def test_math_keeps_its_backslashes(page: Browser, text: str, found: list[Any]) -> None:
+    """Nothing within TeX's marks is read as Markdown; prices and marks without a partner are text."""
+    assert math_of(page, text) == found
+
+
+def test_math_is_drawn(page: Browser) -> None:
+    """KaTeX draws under the policy, with MathML beside; wrong TeX stays; commands that load do nothing."""
+    body = """const node = document.createElement("div");
+    document.body.append(node);
+    new m.MarkdownView(node).show(given[0]);
+    const pause = () => new Promise((next) => setTimeout(next, 20));
+    for (let tries = 0; !node.querySelector(".katex") && tries < 3000; tries++) await pause();
+    const wrong = [...node.querySelectorAll(".wrong")].map((one) => one.textContent);
+    const found = [node.querySelectorAll("math msqrt").length, wrong, node.querySelectorAll("a").length];
+    await document.fonts.ready;
+    const heights = [...node.querySelectorAll("[style]")].map((one) => getComputedStyle(one).height);
+    const styled = heights.some((height) => height !== "auto");
+    node.remove();
+    return [...found, styled];"""
+    found = call(page, "render", body, r"\(\sqrt{x}\) and \(\nothing\) and \(\href{https://x.org}{y}\)")
+    assert found[:3] == [1, [r"\nothing"], 0]
+    assert found[3] is True
+    assert page.problems() == []
+
+
+def test_code_is_coloured(page: Browser) -> None:
+    """The text stays as it is, in spans of the highlighter's classes; unknown languages have none."""
+    body = """const node = document.createElement("div");
+    new m.MarkdownView(node).show(given[0]);
+    const pause = () => new Promise((next) => setTimeout(next, 20));
+    for (let tries = 0; !node.querySelector(".code-keyword") && tries < 3000; tries++) await pause();
+    const kinds = [...node.querySelectorAll("code *")].map((one) => `${one.localName}.${one.className}`);
+    return [[...node.querySelectorAll("code")].map((one) => one.textContent), [...new Set(kinds)].sort()];"""
+    text = '```python\ndef f(a):\n    return "<b>"  # c\n```\n\n```whatever\n<b>def</b>\n```'
+    texts, kinds = call(page, "render", body, text)
+    assert texts == ['def f(a):\n    return "<b>"  # c', "<b>def</b>"]
+    assert kinds == [
+        "span.code-comment",
+        "span.code-keyword",
+        "span.code-params",
+        "span.code-string",
+        "span.code-title",
+    ]
+
+
 def test_growing_text_is_drawn_like_the_whole(page: Browser) -> None:
     """Whatever prefixes were shown before, the end looks the same; what has not changed stays in place."""
     text = "# T\n\nA *b*\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\n- x\n- y\n\n  z\n\n```js\nlet a;\n```\n"
-    text += "end `c` [l](https://x.org)"
+    text += "$$\nx\n$$\n\n- a\n\n  b\n\nend `c` [l](https://x.org) \\(y\\)"
     body = """const text = given[0];
     const node = document.createElement("div");
     const view = new m.MarkdownView(node);
@@ -103,7 +184,7 @@ def test_growing_text_is_drawn_like_the_whole(page: Browser) -> None:
     const whole = document.createElement("div");
     new m.MarkdownView(whole).show(text);
     return [node.innerHTML === whole.innerHTML, node.firstElementChild === first, whole.children.length];"""
-    assert call(page, "render", body, text) == [True, True, 6]
+    assert call(page, "render", body, text) == [True, True, 8]
 
 
 PATTERNS = [
@@ -132,6 +213,14 @@ PATTERNS = [
     "[a](https://x.org/(",
     "- - - ",
     "\t",
+    "$",
+    "$a ",
+    "$$a\n",
+    "$$a\n\n",
+    "\\[a\n",
+    "\\[",
+    "\\(a ",
+    "\\begin{align}\n",
 ]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -12,42 +11,13 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.web.browser import Browser, needs_chromium
+from tests.web.page_steps import LAST, contents, say
 from tests.web.screenshots import HAS_CONVERTER, save_svg
 from tests.web.scripted_api import MODEL, PREFIX, Script, running_api
 
 pytestmark = needs_chromium
 
-LAST = "#messages article:last-child"
 IMAGE = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
-
-
-@pytest.fixture
-def script() -> Script:
-    """Returns what the API answers."""
-    return Script()
-
-
-@pytest.fixture
-def page(browser: Browser, script: Script) -> Iterator[Browser]:
-    """The page, shown; a test that leaves errors in the browser's log fails."""
-    with running_api(script) as url:
-        browser.resize(1200, 800)
-        browser.open(url)
-        browser.until(lambda: browser.text("#model") == MODEL)
-        browser.problems()
-        yield browser
-        assert browser.problems() == []
-
-
-def say(page: Browser, text: str) -> None:
-    """Sends a message by keyboard and waits for the end of the answer."""
-    page.type("#composer", text + "\ue007")
-    page.until(lambda: page.count(f"{LAST}.assistant .actions") == 1)
-
-
-def contents(*texts: str) -> list[dict[str, Any]]:
-    """Returns the deltas of an answer."""
-    return [{"content": text} for text in texts]
 
 
 def test_a_conversation(page: Browser, script: Script) -> None:
@@ -318,9 +288,16 @@ def test_a_phone_and_a_keyboard(page: Browser, script: Script) -> None:
     script.answers = [contents("word " * 200 + "\n\n```\n" + "x" * 400 + "\n```\n")]
     page.resize(380, 700)
     say(page, "Hello")
-    assert page.run("return document.documentElement.scrollWidth <= innerWidth")
+    for width in (380, 320):
+        page.show_at(width, 700)
+        assert page.run("return [document.documentElement.scrollWidth, innerWidth]") == [width, width]
     assert page.count("#sidebar") == 0
     page.click("#menu")
+    page.until(lambda: page.count("#sidebar") == 1)
+    page.press("Escape")
+    assert page.count("#sidebar") == 0
+    assert page.run("return document.activeElement.id") == "menu"
+    page.press("Enter")
     page.until(lambda: page.count("#sidebar") == 1)
     page.click("#new-chat")
     assert page.count("#sidebar") == 0
@@ -419,6 +396,10 @@ def test_the_live_view(page: Browser, script: Script) -> None:
     assert "80 %" in page.text("#live-view tbody tr")
     page.until(lambda: "2 (100)" in page.text("#live-view section"))
     assert page.count("#replica") == 0
+    assert page.count("#live-view .idle") == 0
+    script.live["requests"] = {**script.live["requests"], "running": 0, "waiting": 0}
+    script.live["steps"] = {"count": 1234, "seconds": 5.0}
+    page.until(lambda: "1,234 forward passes" in page.text("#live-view .idle"))
     script.live["replicas"] = 2
     page.until(lambda: page.count("#replica") == 1)
     page.type("#replica", "2")

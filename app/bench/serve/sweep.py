@@ -16,6 +16,7 @@ import numpy as np
 from rich.console import Console
 
 from app.bench.bounds import WeightBytes
+from app.bench.limit_doubts import print_doubts
 from app.bench.limits import read_bandwidth
 from app.bench.output import BenchTable, Column, write_json
 from app.bench.serve.client import Endpoint, EndpointOptions, Sample, measure_scale
@@ -26,6 +27,7 @@ from moebius.errors import UserError
 
 # Names of the latencies, as vLLM's and SGLang's benchmarks have them.
 LATENCIES = ("ttft", "tpot", "itl", "e2el")
+_BANDWIDTH = "memory bandwidth, output tokens/s"
 _LIMITED = ("ttft", "tpot", "e2el")
 # A client that sends this much later than planned measures itself.
 _LATE_S = 0.1
@@ -217,6 +219,9 @@ def run(target: EndpointOptions, lengths: LengthOptions, options: SweepOptions) 
     try:
         with asyncio.Runner() as runner:
             runner.run(_sweep(target, model, lengths, options, rows, weights, bandwidth))
+        if weights and bandwidth:
+            limits = [row.limit for row in rows if row.limit and row.limit[0] == _BANDWIDTH]
+            print_doubts(target.url, weights.per_step(1), [ours / limit for _, limit, ours in limits])
     finally:
         write_json([row.to_json(options.percentiles) for row in rows], options.json_file)
         if options.plot_file is not None and rows:
@@ -257,7 +262,7 @@ def _bounded(row: SweepRow, weights: WeightBytes | None, bandwidth: float | None
     elif weights and bandwidth:
         streams = min(row.max_concurrency or len(row.samples), len(row.samples))
         fastest = streams * bandwidth / weights.per_step(streams)
-        limit = ("memory bandwidth, output tokens/s", fastest, row.output_throughput)
+        limit = (_BANDWIDTH, fastest, row.output_throughput)
     return SweepRow(row.request_rate, row.max_concurrency, row.samples, row.duration, row.goodput, limit)
 
 

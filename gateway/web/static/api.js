@@ -8,14 +8,25 @@ export class ApiFailure extends Error {
   }
 }
 
-/** The data of server-sent events in a stream of bytes, split as the standard requires. */
+const ENDED = "The connection ended before the answer did.";
+
+async function readPiece(reader) {
+  try {
+    return await reader.read();
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ApiFailure(0, ENDED); // browsers raise TypeError when a connection breaks
+  }
+}
+
+/** The data of server-sent events in a stream of bytes, split as the standard requires. Raises ApiFailure. */
 export async function* eventData(stream) {
   const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   let data = [];
   try {
     for (;;) {
-      const { value, done } = await reader.read();
+      const { value, done } = await readPiece(reader);
       if (done) return;
       rest += value;
       // A carriage return at the end may be half of a line break.
@@ -37,17 +48,30 @@ export async function* eventData(stream) {
 
 const KEY = "moebius-api-key";
 
+function kept(storage) {
+  try {
+    return globalThis[storage].getItem(KEY);
+  } catch {
+    return null; // the browser forbids storage
+  }
+}
+
 export class Api {
-  /** The key that is sent, or an empty string. */
-  get key() {
-    return sessionStorage.getItem(KEY) ?? localStorage.getItem(KEY) ?? "";
+  constructor() {
+    /** The key that is sent, or an empty string. */
+    this.key = kept("sessionStorage") ?? kept("localStorage") ?? "";
   }
 
-  /** Keeps a key until the tab is closed, or on this device. */
+  /** Keeps a key until the tab is closed, or on this device; where the browser forbids both, until the page is left. */
   setKey(key, onDevice) {
-    sessionStorage.removeItem(KEY);
-    localStorage.removeItem(KEY);
-    if (key) (onDevice ? localStorage : sessionStorage).setItem(KEY, key);
+    this.key = key;
+    try {
+      sessionStorage.removeItem(KEY);
+      localStorage.removeItem(KEY);
+      if (key) (onDevice ? localStorage : sessionStorage).setItem(KEY, key);
+    } catch {
+      // `this.key` stays.
+    }
   }
 
   async request(path, options = {}) {
@@ -83,7 +107,7 @@ export class Api {
       if (chunk.error) throw new ApiFailure(200, chunk.error.message);
       yield chunk;
     }
-    throw new ApiFailure(0, "The connection ended before the answer did.");
+    throw new ApiFailure(0, ENDED);
   }
 }
 
@@ -98,6 +122,7 @@ async function failureText(response) {
 
 /** An answer that grows by a stream's deltas: the texts to show, and the message to send back as history. */
 export class Answer {
+  /** `message` may have content already, which the answer continues. */
   constructor(message) {
     this.message = message;
     this.started = performance.now();

@@ -3,8 +3,9 @@
 
 import { Api, ApiFailure } from "./api.js";
 import { Chat } from "./chat.js";
-import { announce, byId } from "./dom.js";
+import { announce, byId, element } from "./dom.js";
 import { LiveView } from "./live.js";
+import { McpTools } from "./mcp.js";
 import { Settings } from "./settings.js";
 import { recall, remember } from "./store.js";
 
@@ -12,10 +13,13 @@ const THEMES = ["system", "light", "dark"];
 const RETRY_MS = 3000;
 const api = new Api();
 
-/** A sentence above the page; empty: none. */
-function notice(text) {
+/** A sentence above the page, with a button if `offer` has its text and action; empty: none. */
+function notice(text, offer = null, isError = !offer) {
   const node = byId("notice");
-  node.textContent = text;
+  node.classList.toggle("error", isError);
+  const button = offer && element("button", { type: "button", class: "quiet", onclick: offer.action }, offer.text);
+  const close = element("button", { type: "button", class: "quiet", "aria-label": "Close this message", onclick: () => notice("") }, "✕");
+  node.replaceChildren(...(text ? [element("span", {}, text), button, close].filter(Boolean) : []));
   node.hidden = !text;
 }
 
@@ -38,12 +42,16 @@ function report(error) {
   return false;
 }
 
-const page = { api, notice, report, model: null };
+const page = { api, notice, report, findModel, mcp: new McpTools(api), model: null, hasNoLive: false };
 const chat = new Chat(page);
 const live = new LiveView(page, byId("live-view"));
-const settings = new Settings(api, chat);
+const settings = new Settings(page, chat);
 
+let retry = null;
+
+/** Asks for the served model until the server answers, which may be starting. */
 async function findModel() {
+  clearTimeout(retry);
   try {
     const { data } = await api.get("v1/models");
     page.model = data[0];
@@ -52,8 +60,9 @@ async function findModel() {
     byId("attach").hidden = !data[0].capabilities?.vision;
     notice("");
   } catch (error) {
-    const isAsked = report(error);
-    if (!isAsked) setTimeout(findModel, RETRY_MS); // it may be starting
+    if (error instanceof ApiFailure && error.status === 401) return askForKey();
+    notice(`${error.message.replace(/[.]?$/, ".")} This page tries again every ${RETRY_MS / 1000} seconds.`);
+    retry = setTimeout(findModel, RETRY_MS);
   }
 }
 
@@ -69,6 +78,7 @@ function showView() {
     else link.removeAttribute("aria-current");
   }
   live.setShown(isLive);
+  if (!isLive) chat.composer.focus();
 }
 
 function showTheme(theme) {
@@ -95,14 +105,24 @@ byId("key-dialog").addEventListener("close", () => {
   }
 });
 
-byId("menu").addEventListener("click", () => {
-  const isOpen = document.body.classList.toggle("menu-open");
+function showMenu(isOpen) {
+  document.body.classList.toggle("menu-open", isOpen);
   byId("menu").setAttribute("aria-expanded", String(isOpen));
+}
+
+byId("menu").addEventListener("click", () => showMenu(!document.body.classList.contains("menu-open")));
+document.addEventListener("keydown", (event) => {
+  if (event.key !== "Escape" || !document.body.classList.contains("menu-open")) return;
+  showMenu(false);
+  byId("menu").focus();
 });
 
 byId("open-settings").addEventListener("click", () => settings.open());
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => live.heat.redraw());
-window.addEventListener("hashchange", showView);
+window.addEventListener("hashchange", () => {
+  notice(""); // it was about the other view
+  showView();
+});
 showView();
 findModel();
 await chat.start();

@@ -22,6 +22,12 @@ export function svg(tag, attributes = {}, ...children) {
 
 export const byId = (id) => document.getElementById(id);
 
+/** Whether the page is shown in dark colours. */
+export function isDark() {
+  const { theme } = document.documentElement.dataset;
+  return theme === "dark" || (theme !== "light" && matchMedia("(prefers-color-scheme: dark)").matches);
+}
+
 /** Copies text also on a page that came over plain HTTP, which has no clipboard interface. */
 export async function copyText(text) {
   if (navigator.clipboard && window.isSecureContext) {
@@ -34,6 +40,13 @@ export async function copyText(text) {
   area.select();
   document.execCommand("copy");
   area.remove();
+}
+
+/** Gives the user a text as a file. */
+export function saveFile(name, type, text) {
+  const address = URL.createObjectURL(new Blob([text], { type }));
+  element("a", { href: address, download: name }).click();
+  setTimeout(() => URL.revokeObjectURL(address), 60_000); // the download may start late
 }
 
 /** A button that copies the result of `read` and says so. */

@@ -33,6 +33,13 @@ export function serverRates(before, now) {
   });
 }
 
+/** What the view says while nothing runs; `steps` of /v1/live may be missing. */
+export function idleText(steps, seconds) {
+  const passes = steps ? ` ${steps.count ? whole(steps.count) : "No"} forward passes since the engine started.` : "";
+  const since = seconds < 1 ? "" : ` for at least ${whole(seconds)} s`;
+  return `Idle${since}: no request is running or queued.${passes} Send a message in Chat, and these figures move.`;
+}
+
 class Figure {
   constructor(title, hasLine) {
     this.value = element("dd", {}, "…");
@@ -91,6 +98,8 @@ export class LiveView {
     this.heat = new HeatMap();
     this.note = element("p", { class: "muted" });
     this.streamed = element("p", { class: "muted" });
+    this.idle = element("p", { class: "idle", hidden: true });
+    this.idleSince = null; // seconds of the server's clock, as far as this view knows
     this.problem = element("p", { class: "notice", role: "alert", hidden: true });
     this.expertsPart = element(
       "section",
@@ -106,12 +115,12 @@ export class LiveView {
     const figures = element("div", { class: "figures" }, Object.values(this.figures).map((figure) => figure.node));
     this.choice = element("select", { id: "replica", onchange: () => this.#choose(Number(this.choice.value)) });
     this.replicas = element("p", { hidden: true }, element("label", { for: "replica" }, "Engine "), this.choice);
-    this.node.append(element("h2", { class: "hidden" }, "Load"), this.problem, this.replicas, figures, this.expertsPart);
+    this.node.append(element("h2", { class: "hidden" }, "Load"), this.problem, this.replicas, this.idle, figures, this.expertsPart);
   }
 
   #choose(replica) {
     this.replica = replica;
-    this.last = this.baseline = null; // another engine's counters
+    this.last = this.baseline = this.idleSince = null; // another engine's counters
     this.calls = 0;
     for (const figure of Object.values(this.figures)) figure.points = [];
   }
@@ -129,6 +138,7 @@ export class LiveView {
     clearTimeout(this.timer);
     this.timer = null;
     if (!isShown) {
+      this.idleSince = null;
       this.last = this.baseline = null;
       return;
     }
@@ -169,6 +179,7 @@ export class LiveView {
     figures.queue.show(`${requests.running} running, ${requests.waiting} queued`, `of at most ${requests.max_running} at once; ${requests.preemptions} preemptions`, requests.running + requests.waiting);
     const used = kv.used_tokens / Math.max(1, kv.total_tokens);
     figures.kv.show(percent(used), `${whole(kv.used_tokens)} of ${whole(kv.total_tokens)} tokens; ${whole(kv.cached_tokens)} kept for reuse; ${percent(kv.prefix_hit_rate)} of prompt tokens found there`, used);
+    this.#showIdle(now);
     this.expertsPart.hidden = now.experts === null;
     if (now.experts) {
       this.#showServers(now, last ? serverRates(last, now) : []);
@@ -177,6 +188,13 @@ export class LiveView {
       figures.bandwidth.show("no experts", "the model has no routed experts");
     }
     this.last = now;
+  }
+
+  #showIdle({ requests, steps, time }) {
+    const isIdle = requests.running + requests.waiting === 0;
+    this.idleSince = isIdle ? (this.idleSince ?? time) : null;
+    this.idle.hidden = !isIdle;
+    if (isIdle) this.idle.textContent = idleText(steps, time - this.idleSince);
   }
 
   #showServers({ experts: { servers } }, rates) {

@@ -2,6 +2,8 @@
 // made only for the schemes below. Images become links, because loading one would send a model's text to its host.
 // Time grows in proportion to the text: searches for closing marks are bounded.
 
+import { readMath, readMathBlock } from "./mathtext.js";
+
 const SCHEMES = new Set(["http:", "https:", "mailto:"]);
 const MARK_REACH = 1000; // characters between an opening mark and its closing one
 const MOST_DEPTH = 12; // of quotes, lists and marks within one another
@@ -30,10 +32,18 @@ export function safeAddress(text) {
   }
 }
 
-/** Top-level blocks of a text as source strings: appending to the text changes only the last ones. */
+/**
+ * Top-level blocks of a text whose lines end with \n, each with its source and its offset in the text.
+ * Appending to the text changes only the last one.
+ */
 export function splitBlocks(text) {
-  const lines = text.replace(/\r\n?/g, "\n").split("\n");
-  return parseBlocks(lines, 0).map((block) => ({ ...block, source: lines.slice(block.from, block.to).join("\n") }));
+  const lines = text.split("\n");
+  const starts = [0];
+  for (const line of lines) starts.push(starts.at(-1) + line.length + 1);
+  return parseBlocks(lines, 0).map((block) => {
+    const offset = starts[block.from];
+    return { ...block, offset, source: text.slice(offset, starts[block.to] - 1) };
+  });
 }
 
 function parseBlocks(lines, depth) {
@@ -60,6 +70,8 @@ function readBlock(lines, at, depth) {
   const heading = HEADING.exec(line);
   if (heading) return [{ type: "heading", level: heading[1].length, text: withoutClosing(heading[2]) }, at + 1];
   if (RULE.test(line)) return [{ type: "rule" }, at + 1];
+  const math = readMathBlock(lines, at);
+  if (math) return math;
   if (QUOTE.test(line) && depth < MOST_DEPTH) {
     const inner = [];
     while (at < lines.length && QUOTE.test(lines[at])) inner.push(lines[at++].replace(QUOTE, ""));
@@ -150,7 +162,7 @@ function paragraphEnd(lines, at, depth) {
   let end = at + 1;
   for (; end < lines.length && lines[end].trim(); end++) {
     const line = lines[end];
-    if (fenceOf(line) || HEADING.test(line) || RULE.test(line)) break;
+    if (fenceOf(line) || HEADING.test(line) || RULE.test(line) || readMathBlock(lines, end)) break;
     if (line.includes("|") && end + 1 < lines.length && isTableRule(lines[end + 1])) break;
     if (depth < MOST_DEPTH && (QUOTE.test(line) || ITEM.test(line))) break;
   }
@@ -169,7 +181,7 @@ export function parseInline(text, depth = 0) {
     spans.push(span);
   };
   while (at < text.length) {
-    const found = "\\`*_~[!<h\n".includes(text[at]) ? readSpan(text, at, depth, missing) : null;
+    const found = "\\`*_~[!<h\n$".includes(text[at]) ? readSpan(text, at, depth, missing) : null;
     if (found === null) {
       plain += text[at++];
     } else if (typeof found.span === "string") {
@@ -187,8 +199,11 @@ export function parseInline(text, depth = 0) {
 function readSpan(text, at, depth, missing) {
   const mark = text[at];
   if (mark === "\n") return { span: { type: "break" }, end: at + 1 };
+  if (mark === "$") return readMath(text, at, missing);
   if (mark === "\\") {
     const next = text[at + 1];
+    const math = next === "(" || next === "[" ? readMath(text, at, missing) : null;
+    if (math) return math;
     return next && /[!-/:-@[-`{-~]/.test(next) ? { span: next, end: at + 2 } : null;
   }
   if (mark === "`") return readCode(text, at, missing);

@@ -1,14 +1,15 @@
 // One message of a conversation on the page.
 
-import { copyButton, element } from "./dom.js";
+import { announce, copyButton, element } from "./dom.js";
 import { MarkdownView } from "./render.js";
 
 const NAMES = { user: "You", assistant: "Assistant", tool: "Tool result" };
 const REASONS = { length: "cut off: the token limit was reached", content_filter: "cut off by a filter" };
 
 /**
- * The node of a message. `actions`: `edit(text)`, `again()` and `results(texts)`, which continue from here; `isLast`,
- * `isRunning`. The node of an assistant's message has `update()`, for when it has grown.
+ * The node of a message. `actions`: `edit(text)`, `again()`, `goOn()` and `results(texts)`, which continue from here;
+ * `mcp`, which runs tools; `isLast`, `isRunning`. The node of an assistant's message has `update()`, for when it has
+ * grown, and `showProgress(text)`.
  */
 export function messageNode(message, actions) {
   const node = element("article", { class: `message ${message.role}`, "aria-label": NAMES[message.role] });
@@ -18,7 +19,7 @@ export function messageNode(message, actions) {
   return node;
 }
 
-function button(text, action, label = text) {
+function button(text, action, label = null) {
   return element("button", { type: "button", class: "quiet", "aria-label": label, onclick: action }, text);
 }
 
@@ -54,17 +55,26 @@ function editInPlace(node, message, actions) {
   field.focus();
 }
 
+const views = new WeakMap(); // message -> its rendered texts, which stay when the message is shown again
+
+function viewsOf(message) {
+  if (!views.has(message)) views.set(message, [0, 1].map(() => new MarkdownView(element("div", { class: "markdown" }))));
+  return views.get(message);
+}
+
 function fillAssistant(node, message, actions) {
   const thought = element("details", { class: "reasoning", hidden: true });
   const summary = element("summary", {}, "Reasoning");
-  const thoughtText = element("div", { class: "markdown" });
-  thought.append(summary, thoughtText);
-  const text = element("div", { class: "markdown" });
+  const [thoughtView, view] = viewsOf(message);
+  thought.append(summary, thoughtView.node);
   const calls = element("div", { class: "calls" });
+  const progress = element("p", { class: "progress muted", hidden: true });
   const end = element("p", { class: "end" });
-  const thoughtView = new MarkdownView(thoughtText);
-  const view = new MarkdownView(text);
-  node.append(element("h2", {}, NAMES.assistant), thought, text, calls, end);
+  node.append(element("h2", {}, NAMES.assistant), thought, view.node, calls, progress, end);
+  node.showProgress = (words) => {
+    progress.textContent = words;
+    progress.hidden = !words;
+  };
   node.update = () => {
     const isThinking = message.reasoning && !message.content && !message.toolCalls.length && !message.times;
     thought.hidden = !message.reasoning;
@@ -73,7 +83,6 @@ function fillAssistant(node, message, actions) {
     if (thought.open) thoughtView.show(message.reasoning);
     view.show(message.content);
     calls.replaceChildren(...message.toolCalls.filter(Boolean).map(callNode));
-    text.classList.toggle("waiting", !message.content && !message.reasoning && !message.times);
   };
   thought.addEventListener("toggle", () => thought.open && thoughtView.show(message.reasoning));
   node.update();
@@ -87,11 +96,14 @@ function finishAssistant(node, message, actions, end) {
     element("span", { class: "muted" }, figures(message)),
   );
   const row = element("div", { class: "actions" });
-  const again = button("Regenerate", actions.again, "Regenerate this answer");
-  row.append(again, copyButton(() => message.content));
+  const buttons = [button("Regenerate", actions.again, "Regenerate this answer")];
+  // Only the last message can be continued, and only its content: reasoning that was cut off cannot.
+  const isCut = problem && message.content && !message.toolCalls.length;
+  if (actions.isLast && isCut) buttons.unshift(button("Continue", actions.goOn, "Continue this answer"));
+  row.append(...buttons, copyButton(() => message.content));
   if (actions.isLast && message.toolCalls.length && !message.stopped && !message.error) node.append(resultsForm(message, actions));
   node.append(row);
-  setRunning(node, [again], actions.isRunning);
+  setRunning(node, buttons, actions.isRunning);
 }
 
 function figures({ usage, times }) {
@@ -119,13 +131,29 @@ function callNode(call) {
   );
 }
 
-/** Asks the user for the results of tool calls: nothing else runs tools here. */
-function resultsForm(message, actions) {
-  const fields = message.toolCalls.map((call) => {
-    const field = element("textarea", { rows: 2, class: "code-field", "aria-label": `Result of ${call.name}` });
-    return field;
+/** Asks the user for the results of tool calls. Tools of MCP servers run when the user presses a button, never before. */
+function resultsForm(message, { results, mcp }) {
+  const send = button("Send results", () => results(fields.map((field) => field.value)));
+  const fields = message.toolCalls.map((call) => element("textarea", { rows: 2, class: "code-field", "aria-label": `Result of ${call.name}` }));
+  const rows = message.toolCalls.map((call, index) => {
+    const tool = mcp.toolNamed(call.name);
+    const run = tool ? runButton(call, tool, mcp, fields[index], send) : null;
+    return element("div", {}, element("label", {}, `Result of ${call.name}`, fields[index]), run);
   });
-  const rows = fields.map((field, index) => element("label", {}, `Result of ${message.toolCalls[index].name}`, field));
-  const send = button("Send results", () => actions.results(fields.map((field) => field.value)));
   return element("div", { class: "results" }, ...rows, send);
+}
+
+/** Runs a call with the arguments that are shown above it; the user sees the result before it is sent. */
+function runButton(call, tool, mcp, field, send) {
+  const text = `Run on ${tool.server}`;
+  const run = button(text, async () => {
+    run.disabled = true;
+    run.textContent = "Running…";
+    field.value = await mcp.call(tool, call.arguments);
+    run.disabled = false;
+    run.textContent = `${text} again`;
+    announce(`Result of ${call.name} is there`);
+    send.focus();
+  });
+  return run;
 }

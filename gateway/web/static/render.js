@@ -1,7 +1,9 @@
 // Blocks and spans of `markdown.js` as DOM nodes.
 
-import { copyButton, element } from "./dom.js";
+import { codeBlock } from "./code.js";
+import { element } from "./dom.js";
 import { parseInline, splitBlocks } from "./markdown.js";
+import { mathNode } from "./math.js";
 
 const TAGS = { strong: "strong", emphasis: "em", strike: "s" };
 
@@ -10,6 +12,7 @@ function spans(parts) {
     if (typeof part === "string") return document.createTextNode(part);
     if (part.type === "break") return element("br");
     if (part.type === "code") return element("code", {}, part.text);
+    if (part.type === "math") return mathNode(part.tex, part.isDisplay);
     if (part.type === "link") {
       const attributes = { href: part.address, target: "_blank", rel: "noopener noreferrer nofollow" };
       return element("a", attributes, spans(part.children));
@@ -19,14 +22,6 @@ function spans(parts) {
 }
 
 const inline = (text) => spans(parseInline(text));
-
-function codeBlock({ language, text }) {
-  const code = element("code", {}, text);
-  const head = element("div", { class: "code-head" }, element("span", {}, language || "text"), copyButton(() => code.textContent));
-  // Wide code scrolls, which by keyboard requires that it can have the focus.
-  const pre = element("pre", { tabindex: "0", "aria-label": `code${language ? `, ${language}` : ""}` }, code);
-  return element("div", { class: "code" }, head, pre);
-}
 
 function table({ header, align, rows }) {
   const cell = (tag, text, column) =>
@@ -46,7 +41,8 @@ function list({ isOrdered, start, items }) {
 }
 
 function block(one) {
-  if (one.type === "code") return codeBlock(one);
+  if (one.type === "code") return one.language === "math" && one.isClosed ? mathNode(one.text, true) : codeBlock(one);
+  if (one.type === "math") return one.isClosed ? mathNode(one.tex, true) : element("p", {}, one.tex);
   if (one.type === "rule") return element("hr");
   // The page's own headings are above those of messages.
   if (one.type === "heading") return element(`h${Math.min(6, one.level + 2)}`, {}, inline(one.text));
@@ -60,16 +56,23 @@ function block(one) {
 export class MarkdownView {
   constructor(node) {
     this.node = node;
-    this.shown = [];
+    this.settled = ""; // the text before the block before the last: what comes cannot change it
+    this.numSettled = 0;
+    this.shown = []; // sources of the blocks after it
   }
 
-  /** Takes the whole text so far. */
+  /** Takes the whole text so far. Only what follows the settled text is read again. */
   show(text) {
-    const blocks = splitBlocks(text);
+    const lines = text.replace(/\r\n?/g, "\n");
+    if (!lines.startsWith(this.settled)) Object.assign(this, { settled: "", numSettled: 0, shown: [] });
+    const blocks = splitBlocks(lines.slice(this.settled.length));
     let same = 0;
     while (same < blocks.length && same < this.shown.length && blocks[same].source === this.shown[same]) same++;
-    while (this.node.children.length > same) this.node.lastElementChild.remove();
+    while (this.node.children.length > this.numSettled + same) this.node.lastElementChild.remove();
     for (const one of blocks.slice(same)) this.node.append(block(one));
-    this.shown = blocks.map((one) => one.source);
+    const numNew = Math.max(0, blocks.length - 2);
+    this.shown = blocks.slice(numNew).map((one) => one.source);
+    this.numSettled += numNew;
+    if (numNew) this.settled = lines.slice(0, this.settled.length + blocks[numNew].offset);
   }
 }

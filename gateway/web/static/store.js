@@ -29,29 +29,40 @@ export class Conversations {
     return (await this.database) !== null;
   }
 
-  async #store(mode) {
-    const database = await this.database;
-    return database?.transaction(STORE, mode).objectStore(STORE);
+  /** Runs `action` on the object store, until its change is on disk. Raises DOMException. */
+  async #change(action) {
+    const transaction = (await this.database).transaction(STORE, "readwrite");
+    const request = action(transaction.objectStore(STORE));
+    await new Promise((resolve, reject) => {
+      transaction.oncomplete = resolve;
+      transaction.onabort = () => reject(transaction.error ?? request.error);
+    });
   }
 
   /** All conversations, the latest first. */
   async all() {
-    const store = await this.#store("readonly");
-    const found = store ? await finished(store.getAll()) : [...this.inMemory.values()];
-    return found.sort((a, b) => b.updated - a.updated);
+    const database = await this.database;
+    const found = database ? await finished(database.transaction(STORE).objectStore(STORE).getAll()) : [];
+    const kept = found.filter((one) => !this.inMemory.has(one.id));
+    return [...kept, ...this.inMemory.values()].sort((a, b) => b.updated - a.updated);
   }
 
+  /** Returns whether the conversation is kept beyond the page; it is not if the storage is full or closed. */
   async put(conversation) {
     const copy = structuredClone(conversation); // it may grow while the database opens
-    const store = await this.#store("readwrite");
-    if (store) await finished(store.put(copy));
-    else this.inMemory.set(copy.id, copy);
+    try {
+      await this.#change((store) => store.put(copy));
+      this.inMemory.delete(copy.id);
+      return true;
+    } catch {
+      this.inMemory.set(copy.id, copy);
+      return false;
+    }
   }
 
   async remove(id) {
-    const store = await this.#store("readwrite");
-    if (store) await finished(store.delete(id));
-    else this.inMemory.delete(id);
+    this.inMemory.delete(id);
+    if (await this.areKept()) await this.#change((store) => store.delete(id));
   }
 }
 
@@ -64,10 +75,12 @@ export function recall(name, otherwise) {
   }
 }
 
+/** Returns whether the value is kept; in a full or closed storage it is not. */
 export function remember(name, value) {
   try {
     localStorage.setItem(`moebius${PLACE}:${name}`, JSON.stringify(value));
+    return true;
   } catch {
-    // A full or forbidden storage: the value holds for this page only.
+    return false;
   }
 }

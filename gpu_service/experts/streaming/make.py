@@ -175,7 +175,10 @@ def plan_streaming(
 
     Raises UserError naming a setting, CheckpointError.
     """
-    if not layers or not streams(config, device.type):
+    # Where everything is resident no server is started, and none has weights to stream.
+    if not layers or make_placement(config.placement, geometry).covers_everything:
+        return None
+    if not streams(config, device.type):
         return None
     total = None
     if device.type == "cuda":

@@ -1,10 +1,13 @@
 {{/* Combinations that could not run, each refused with a sentence. Values by themselves are checked by the schema. */}}
 {{- define "moebius.checks" -}}
+{{- include "moebius.checkValues" . -}}
 {{- include "moebius.checkEngine" . -}}
 {{- include "moebius.checkExperts" . -}}
 {{- include "moebius.checkNode" . -}}
 {{- include "moebius.checkModel" . -}}
 {{- include "moebius.checkTraffic" . -}}
+{{- include "moebius.checkRollout" . -}}
+{{- include "moebius.checkClaims" . -}}
 {{- include "moebius.checkBatches" . -}}
 {{- include "moebius.checkTls" . -}}
 {{- end -}}
@@ -122,36 +125,12 @@
 {{- end -}}
 {{- end -}}
 
-{{- define "moebius.checkModel" -}}
-{{- $source := .Values.model.source -}}
-{{- if and (eq $source.type "pvc") (not $source.pvc.claimName) -}}
-{{- fail "model.source.type is pvc, but model.source.pvc.claimName is empty" -}}
-{{- end -}}
-{{- if and (eq $source.type "hostPath") (not $source.hostPath.path) -}}
-{{- fail "model.source.type is hostPath, but model.source.hostPath.path is empty" -}}
-{{- end -}}
-{{- if and (eq $source.type "image") (not $source.image.reference) -}}
-{{- fail "model.source.type is image, but model.source.image.reference is empty" -}}
-{{- end -}}
-{{- if eq $source.type "download" -}}
-{{- if not $source.download.baseUrl -}}
-{{- fail "model.source.type is download, but model.source.download.baseUrl is empty" -}}
-{{- end -}}
-{{- if not $source.download.files -}}
-{{- fail "model.source.type is download, but model.source.download.files names no file; each needs its SHA-256" -}}
-{{- end -}}
-{{- if and $source.download.claimName $source.download.hostPath -}}
-{{- fail "model.source.download.claimName and hostPath are both set; the files are kept in one place" -}}
-{{- end -}}
-{{- end -}}
-{{- end -}}
-
 {{- define "moebius.checkTraffic" -}}
 {{- $gateway := .Values.gateway -}}
 {{- if and $gateway.inPod (ne $gateway.autoscaling.type "none") -}}
 {{- fail (printf "gateway.autoscaling.type is %s, but with gateway.inPod there are as many gateways as engine Pods; scale replicas" $gateway.autoscaling.type) -}}
 {{- end -}}
-{{- if and (eq .Values.autoscaling.type "keda") (lt (int .Values.autoscaling.minReplicas) 1) -}}
+{{- if and (ne .Values.autoscaling.type "none") (lt (int .Values.autoscaling.minReplicas) 1) -}}
 {{- fail "autoscaling.minReplicas is 0, but nothing would start the first engine again: without one no gateway is ready, so that no request arrives that could be counted; allowed: 1 or more" -}}
 {{- end -}}
 {{- range $where, $scaling := dict "gateway.autoscaling" $gateway.autoscaling "autoscaling" .Values.autoscaling -}}
@@ -165,6 +144,9 @@
 {{- if and .Values.route.enabled (not .Values.route.parentRefs) -}}
 {{- fail "route.enabled is true, but route.parentRefs names no Gateway" -}}
 {{- end -}}
+{{- if and .Values.ingress.enabled .Values.ingress.tlsSecretName (not .Values.ingress.hosts) -}}
+{{- fail "ingress.tlsSecretName is set, but ingress.hosts is empty: controllers choose a certificate by the name that is called" -}}
+{{- end -}}
 {{- $pool := .Values.route.inferencePool -}}
 {{- if and $pool.enabled (not .Values.route.enabled) -}}
 {{- fail "route.inferencePool.enabled is true, but route.enabled is false: nothing would send requests to the pool" -}}
@@ -177,20 +159,32 @@
 {{- end -}}
 {{- end -}}
 
-{{- define "moebius.checkBatches" -}}
-{{- $batches := .Values.gateway.batches -}}
-{{- if and (eq $batches.type "pvc") (not $batches.claimName) -}}
-{{- fail "gateway.batches.type is pvc, but gateway.batches.claimName is empty" -}}
+{{- define "moebius.checkRollout" -}}
+{{- $rollout := .Values.rollout -}}
+{{- if eq (int .Values.engine.nodes) 1 -}}
+{{- range $key, $usual := dict "maxSurge" 0 "maxUnavailable" 1 -}}
+{{- if ne (int (index $rollout $key)) $usual -}}
+{{- fail (printf "rollout.%s is %d, but the StatefulSet of engine.nodes 1 replaces one engine after the other, in its place; allowed: %d, with a second release and route.others to have both versions at once" $key (int (index $rollout $key)) $usual) -}}
 {{- end -}}
-{{- $inPod := .Values.gateway.inPod -}}
-{{- $scaling := ternary .Values.autoscaling .Values.gateway.autoscaling $inPod -}}
-{{- $replicas := int (ternary .Values.replicas .Values.gateway.replicas $inPod) -}}
-{{- if ne $scaling.type "none" -}}
-{{- $replicas = int $scaling.maxReplicas -}}
 {{- end -}}
-{{- $isShared := and (eq $batches.type "pvc") (eq $batches.accessMode "ReadWriteMany") -}}
-{{- if and (ne $batches.type "none") (not $isShared) (gt $replicas 1) -}}
-{{- fail (printf "gateway.batches.type is %s, which one gateway has for itself, but there may be %d: a client would not find its files at the others; use a claim with gateway.batches.accessMode ReadWriteMany" $batches.type $replicas) -}}
+{{- else if and (eq (int $rollout.maxSurge) 0) (eq (int $rollout.maxUnavailable) 0) -}}
+{{- fail "rollout.maxSurge and rollout.maxUnavailable are both 0, so that no engine could be replaced; allowed: one of them above 0" -}}
+{{- end -}}
+{{- if and (eq .Values.autoscaling.type "none") (gt (int $rollout.partition) (int .Values.replicas)) -}}
+{{- fail (printf "rollout.partition is %d, but replicas is %d: no engine would ever be replaced; allowed: 0 to %d" (int $rollout.partition) (int .Values.replicas) (int .Values.replicas)) -}}
+{{- end -}}
+{{- $total := int .Values.route.weight -}}
+{{- range .Values.route.others -}}
+{{- $total = add $total (int .weight) | int -}}
+{{- if and (eq .name (include "moebius.fullname" $)) (ne .kind "InferencePool") -}}
+{{- fail (printf "route.others names %s, which is this release's own Service; its share is route.weight" .name) -}}
+{{- end -}}
+{{- if and (eq .kind "InferencePool") .port -}}
+{{- fail (printf "route.others: %s is an InferencePool, which has ports of its own; leave port out" .name) -}}
+{{- end -}}
+{{- end -}}
+{{- if and .Values.route.enabled (eq $total 0) -}}
+{{- fail "route.weight and all weights of route.others are 0, so that every request would be refused; allowed: one above 0" -}}
 {{- end -}}
 {{- end -}}
 
@@ -222,8 +216,14 @@
 {{- fail "route.enabled is true and tls.http.secretName is set, but route.backendCaConfigMap names no ConfigMap with the CA by which the Gateway checks the Service; or leave TLS to the Gateway" -}}
 {{- end -}}
 {{- end -}}
-{{- if and .Values.route.backendCaConfigMap (not (and .Values.route.enabled $tls.http.secretName)) -}}
-{{- fail "route.backendCaConfigMap is for a route (route.enabled) to a gateway with HTTPS (tls.http.secretName)" -}}
+{{- if and .Values.route.backendCaConfigMap (not $tls.http.secretName) -}}
+{{- fail "route.backendCaConfigMap is for routes to a gateway with HTTPS, but tls.http.secretName is empty" -}}
+{{- end -}}
+{{- if and .Values.ingress.enabled $tls.http.secretName (not .Values.ingress.annotations) -}}
+{{- fail "ingress.enabled is true and tls.http.secretName is set, but ingress.annotations does not tell the controller to speak HTTPS to the Service; or leave TLS to the Ingress" -}}
+{{- end -}}
+{{- if and .Values.helmTest.clientSecretName (not $tls.http.clientCaSecretName) -}}
+{{- fail "helmTest.clientSecretName is for a gateway that asks clients for certificates, but tls.http.clientCaSecretName is empty" -}}
 {{- end -}}
 {{- if $tls.certManager.enabled -}}
 {{- if not $tls.certManager.issuer.name -}}

@@ -5,6 +5,7 @@
 {{- $_ := set $tree "model" (dict "model" (include "moebius.modelPath" .)) -}}
 {{- /* As long as the Pod: a container that is started again finds files that have changed. */ -}}
 {{- $_ := set $tree.model "identity_file" "/run/moebius/identity.json" -}}
+{{- $_ := set $tree.model "sleep_file" "/run/moebius/asleep.json" -}}
 {{- if .Values.model.name -}}
 {{- $_ := set $tree.model "served_model_name" .Values.model.name -}}
 {{- end -}}

@@ -183,13 +183,15 @@
         fieldRef:
           fieldPath: metadata.labels['leaderworkerset.sigs.k8s.io/group-index']
     {{- end }}
-  {{- if ne .role "worker" }}
   ports:
+    {{- if ne .role "worker" }}
     - name: engine
       containerPort: 50051
+    {{- end }}
     - name: metrics
       containerPort: 9401
-  # Serving means: the model is loaded, expert servers are ready and agree with the checkpoint, and a step has run.
+  # Serving means: the model is loaded, expert servers are ready and agree with the checkpoint, and a step has run; of a
+  # worker, whose first rank answers, that its part is loaded and takes steps.
   startupProbe:
     httpGet:
       path: /ready
@@ -211,7 +213,6 @@
     periodSeconds: 20
     timeoutSeconds: 10
     failureThreshold: 6
-  {{- end }}
   {{- $extra := dict }}
   {{- $claims := list }}
   {{- if gt (int $root.Values.engine.gpus) 0 }}
@@ -246,7 +247,7 @@ metadata:
     {{- end }}
 spec:
   {{- include "moebius.podBase" $root | nindent 2 }}
-  {{- include "moebius.scheduling" (dict "root" $root "own" $root.Values.engine) | nindent 2 }}
+  {{- include "moebius.scheduling" (dict "root" $root "own" $root.Values.engine "component" (ternary "engine-worker" "engine" (eq $role "worker"))) | nindent 2 }}
   {{- include "moebius.affinity" (dict "own" $root.Values.engine "root" $root "component" (ternary "engine-worker" "engine" (eq $role "worker")) "apart" true) | nindent 2 }}
   {{- with $root.Values.engine.runtimeClassName }}
   runtimeClassName: {{ . }}

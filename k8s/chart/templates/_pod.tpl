@@ -11,15 +11,37 @@ imagePullSecrets:
 {{- end }}
 {{- end -}}
 
-{{/* .own: values of the component, which override those for all where they are set. */}}
+{{/* .own as of moebius.scheduling. */}}
+{{- define "moebius.priority" -}}
+{{- with (kindIs "invalid" .own.priorityClassName | ternary .root.Values.priorityClassName .own.priorityClassName) }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- end -}}
+
+{{/* .own as of moebius.scheduling, .component; a constraint without a selector counts the component's Pods. */}}
+{{- define "moebius.topologySpread" -}}
+{{- $match := include "moebius.selector" .root | fromYaml -}}
+{{- $_ := set $match "app.kubernetes.io/component" .component -}}
+{{- with (kindIs "invalid" .own.topologySpreadConstraints | ternary .root.Values.topologySpreadConstraints .own.topologySpreadConstraints) }}
+topologySpreadConstraints:
+  {{- range . }}
+  {{- $constraint := deepCopy . }}
+  {{- if not (hasKey $constraint "labelSelector") }}
+  {{- $_ := set $constraint "labelSelector" (dict "matchLabels" $match) }}
+  {{- end }}
+  - {{- toYaml $constraint | nindent 4 }}
+  {{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* .own: values of the component, which override those for all where they are set; .root, .component. */}}
 {{- define "moebius.scheduling" -}}
 {{- $all := .root.Values -}}
 {{- with $all.schedulerName }}
 schedulerName: {{ . }}
 {{- end }}
-{{- with $all.priorityClassName }}
-priorityClassName: {{ . }}
-{{- end }}
+{{- include "moebius.priority" . }}
+{{- include "moebius.topologySpread" . }}
 {{- with (kindIs "invalid" .own.nodeSelector | ternary $all.nodeSelector .own.nodeSelector) }}
 nodeSelector:
   {{- toYaml . | nindent 2 }}
@@ -32,13 +54,14 @@ tolerations:
 
 {{/*
 affinity: what the user gave (.own as above), nodes by features, and no two Pods of a component on one node. Features are those
-that compute on CPUs: a Pod with GPUs whose expert servers are elsewhere needs none.
+that compute on CPUs: a Pod with GPUs whose expert servers are elsewhere needs none. With .together the Pod goes where the
+engine is.
 */}}
 {{- define "moebius.affinity" -}}
 {{- $root := .root -}}
 {{- $affinity := deepCopy (kindIs "invalid" .own.affinity | ternary $root.Values.affinity .own.affinity) -}}
 {{- $labels := list -}}
-{{- if or (eq .component "experts") (eq $root.Values.experts.mode "pod") (eq (int $root.Values.engine.gpus) 0) -}}
+{{- if and (ne .component "gateway") (or (eq .component "experts") (eq $root.Values.experts.mode "pod") (eq (int $root.Values.engine.gpus) 0)) -}}
 {{- if $root.Values.node.features.amx -}}
 {{- $labels = append $labels "feature.node.kubernetes.io/cpu-cpuid.AMXINT8" -}}
 {{- $labels = append $labels "feature.node.kubernetes.io/cpu-cpuid.AMXBF16" -}}
@@ -64,6 +87,12 @@ that compute on CPUs: a Pod with GPUs whose expert servers are elsewhere needs n
 {{- $_ := set $match "app.kubernetes.io/component" .component -}}
 {{- $term := dict "topologyKey" "kubernetes.io/hostname" "labelSelector" (dict "matchLabels" $match) -}}
 {{- $_ := set $affinity "podAntiAffinity" (dict "requiredDuringSchedulingIgnoredDuringExecution" (list $term)) -}}
+{{- end -}}
+{{- if and .together (not (hasKey $affinity "podAffinity")) -}}
+{{- $match := include "moebius.selector" $root | fromYaml -}}
+{{- $_ := set $match "app.kubernetes.io/component" "engine" -}}
+{{- $term := dict "topologyKey" "kubernetes.io/hostname" "labelSelector" (dict "matchLabels" $match) -}}
+{{- $_ := set $affinity "podAffinity" (dict "requiredDuringSchedulingIgnoredDuringExecution" (list $term)) -}}
 {{- end -}}
 {{- if $affinity -}}
 affinity:
@@ -144,6 +173,33 @@ resources:
 {{- end }}
 {{- end -}}
 
+{{/* "true": compiled kernels are kept for one engine, so that other Pods have none to read. */}}
+{{- define "moebius.cacheOfOnePod" -}}
+{{- $cache := .Values.engine.jitCache -}}
+{{- if or (eq $cache.type "perPod") (and (eq $cache.type "pvc") (eq $cache.accessMode "ReadWriteOnce")) -}}true{{- end -}}
+{{- end -}}
+
+{{- define "moebius.volumeClaimTemplates" -}}
+{{- if eq .Values.engine.jitCache.type "perPod" -}}
+volumeClaimTemplates:
+  - apiVersion: v1
+    kind: PersistentVolumeClaim
+    metadata:
+      name: cache
+      labels:
+        {{- include "moebius.selector" . | nindent 8 }}
+    spec:
+      accessModes: [ReadWriteOnce]
+      {{- with .Values.engine.jitCache.storageClassName }}
+      storageClassName: {{ . }}
+      {{- end }}
+      resources:
+        requests:
+          storage: {{ .Values.engine.jitCache.sizeMiB }}Mi
+{{- end -}}
+{{- end -}}
+
+{{/* With .ownCache compiled kernels and measured times go with the Pod. */}}
 {{- define "moebius.volumes" -}}
 - name: config
   configMap:
@@ -152,9 +208,10 @@ resources:
   emptyDir: {}
 - name: tmp
   emptyDir: {}
+{{- if or .ownCache (ne .Values.engine.jitCache.type "perPod") }}
 {{- with .Values.engine.jitCache }}
 - name: cache
-  {{- if $.gatewayOnly }}
+  {{- if $.ownCache }}
   emptyDir: {}
   {{- else if eq .type "pvc" }}
   persistentVolumeClaim:
@@ -166,6 +223,7 @@ resources:
   {{- else }}
   emptyDir: {}
   {{- end }}
+{{- end }}
 {{- end }}
 {{ include "moebius.modelVolume" . }}
 {{- with .Values.extraVolumes }}
@@ -191,6 +249,9 @@ resources:
   {{- else if $source.download.claimName }}
   persistentVolumeClaim:
     claimName: {{ $source.download.claimName }}
+    {{- if not .writes }}
+    readOnly: true
+    {{- end }}
   {{- else if $source.download.hostPath }}
   hostPath:
     path: {{ $source.download.hostPath }}
@@ -223,50 +284,6 @@ resources:
     type: Directory
 {{- end }}
 {{- end }}
-{{- end -}}
-
-{{/* Fetches the files of a checkpoint, where that is the model's source. Small: no core of its own. */}}
-{{- define "moebius.download" -}}
-{{- if eq .Values.model.source.type "download" -}}
-- name: download
-  {{- include "moebius.commonContainer" . | nindent 2 }}
-  args:
-    - models
-    - download
-    - {{ include "moebius.modelPath" . }}
-    - --base-url
-    - {{ .Values.model.source.download.baseUrl | quote }}
-    - --checksums
-    - /etc/moebius/checksums.txt
-    {{- if .Values.model.source.download.tokenSecret }}
-    - --token-file
-    - /etc/moebius-hub/token
-    {{- end }}
-  env:
-    {{- include "moebius.env" . | nindent 4 }}
-  {{- include "moebius.resources" (dict "cpus" "500m" "memoryMiB" 512) | nindent 2 }}
-  volumeMounts:
-    - name: config
-      mountPath: /etc/moebius
-      readOnly: true
-    - name: models
-      mountPath: /models
-    - name: tmp
-      mountPath: /tmp
-    {{- if .Values.model.source.download.tokenSecret }}
-    - name: hub-token
-      mountPath: /etc/moebius-hub
-      readOnly: true
-    {{- end }}
-{{- end -}}
-{{- end -}}
-
-{{- define "moebius.downloadVolumes" -}}
-{{- if and (eq .Values.model.source.type "download") .Values.model.source.download.tokenSecret -}}
-- name: hub-token
-  secret:
-    secretName: {{ .Values.model.source.download.tokenSecret }}
-{{- end -}}
 {{- end -}}
 
 {{/* .root, .role: engine or expert. */}}

@@ -27,12 +27,12 @@ from moebius.models.families.qwen3_next import (
 from moebius.models.family import Family, VisionFamily
 from moebius.models.keys import HfKeys
 from moebius.models.layers.gqa import BlockIndexer, Gate, QkNorm
+from moebius.models.layers.ngrams import NGramConfig, NGrams, hash_factors, hash_primes
 from moebius.models.layers.norms import RMSNorm
 from moebius.models.layers.recurrent import GatedDeltaNet
-from moebius.models.layers.residual import GatedStreams, NGramConfig, NGrams
+from moebius.models.layers.residual import GatedStreams
 from moebius.models.layers.rope import RopeConfig
 from moebius.models.names import MTP, SHARED, TEXT, TEXT_SHARED, VISION, VISUAL, TensorNames, drop, rename
-from moebius.models.ngrams import hash_factors, hash_primes
 from moebius.models.rope import read_rope
 from moebius.models.vision import read_grid_vision
 

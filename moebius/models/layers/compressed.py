@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
 from moebius.models.layers.mixer import Mixer
-from moebius.models.layers.ranks import even_shard
+from moebius.models.layers.ranks import WHOLE, Cut, Even, even_shard
 from moebius.models.layers.rope import RopeConfig
 from moebius.models.layers.tensors import CacheTensor, StateTensor
+from moebius.models.layers.weights import Weight, Weights, fused, linear, rms_norm, under
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,15 +91,35 @@ class CompressedAttention(Mixer):
     def widest_row(self) -> int:
         return 2 * (self.num_heads + 1) * self.head_dim
 
-    def weight_elements(self, hidden_size: int) -> int:
+    def weights(self, hidden_size: int) -> Weights:
+        heads, groups = Even(self.num_heads), Even(self.output_groups)
         queries, outputs = self.num_heads * self.head_dim, self.output_groups * self.output_rank
-        narrow = self.q_lora_rank + self.head_dim
-        total = hidden_size * (narrow + outputs) + queries * (self.q_lora_rank + self.output_rank)
+        narrow: dict[str, tuple[int, Cut]] = {"q_a_proj": (self.q_lora_rank, WHOLE)}
+        narrow["kv_proj"] = self.head_dim, WHOLE
+        yield from fused("a_proj", hidden_size, narrow)
+        yield from (*rms_norm("q_a_norm", self.q_lora_rank), *rms_norm("kv_norm", self.head_dim))
+        yield from linear("q_b_proj", queries, self.q_lora_rank, cut=heads)
+        yield Weight("sinks", (self.num_heads,), "float32", cut=heads)
+        # No product: each group has its own.
+        yield Weight("o_a_proj.weight", (outputs, queries // self.output_groups), cut=groups)
+        yield from linear("o_b_proj", hidden_size, outputs, cut=groups, axis=1)
+        if self.rate:
+            yield from under("compressor", self._compressor(hidden_size, self.head_dim))
         index = self.indexer
-        if index is None:
-            return total + 2 * hidden_size * (self.head_dim if self.rate else 0)
-        small = self.q_lora_rank * index.num_heads * index.head_dim + hidden_size * index.num_heads
-        return total + small + 4 * hidden_size * (self.head_dim + index.head_dim)
+        if index is not None:
+            own = self._compressor(hidden_size, index.head_dim)
+            yield from under("indexer.compressor", own)
+            yield from linear("indexer.wq_b", index.num_heads * index.head_dim, self.q_lora_rank)
+            # Its few rows weigh whole heads against one another: in 16 bits, ranks of entries would change.
+            yield from linear("indexer.weights_proj", index.num_heads, hidden_size, dtype="float32")
+
+    def _compressor(self, hidden_size: int, size: int) -> Weights:
+        """Yields what makes entries of `size` elements; a token is part of two of those that are chosen."""
+        width = size if self.indexer is None else 2 * size
+        yield from fused("projections", hidden_size, {"wkv": (width, WHOLE), "wgate": (width, WHOLE)})
+        # Float32 as they are added.
+        yield Weight("ape", (self.rate, width), "float32")
+        yield from rms_norm("norm", size)
 
     @property
     def score_width(self) -> int:

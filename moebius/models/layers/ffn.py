@@ -9,8 +9,9 @@ from typing import Self
 
 from moebius.models.errors import ModelConfigError
 from moebius.models.layers.norms import Norm
-from moebius.models.layers.ranks import even_shard
+from moebius.models.layers.ranks import Cut, Even, Segments, even_shard
 from moebius.models.layers.router import ExpertKindsConfig, RouterConfig
+from moebius.models.layers.weights import Weight, Weights, fused, linear, matrix_elements, under
 
 _MIXED_CHOICES = "whose router does not choose among experts with weights alone"
 
@@ -39,8 +40,19 @@ class FeedForward(ABC):
         """Returns the bytes of one token that live at once, without products of experts."""
 
     @abstractmethod
+    def weights(self, hidden_size: int) -> Weights:
+        """Yields what checkpoints store of it, without routed experts, which servers hold; of the whole
+        model's value, which ranks then cut.
+        """
+
     def weight_elements(self, hidden_size: int) -> int:
-        """Returns the number of elements of the weights that a token meets, chosen experts' included."""
+        """Returns the number of elements of the matrices that a token meets, chosen experts' included."""
+        return matrix_elements(self.weights(hidden_size))
+
+
+def is_gated(activation: str) -> bool:
+    """Returns whether an activation multiplies two projections of its input."""
+    return activation != "relu2"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +74,20 @@ class Dense(FeedForward):
     def row_bytes(self, activation_bytes: int) -> int:
         return 3 * self.intermediate_size * activation_bytes
 
-    def weight_elements(self, hidden_size: int) -> int:
-        return 3 * hidden_size * self.intermediate_size
+    @property
+    def is_gated(self) -> bool:
+        """Returns whether there are three matrices: gate, up and down, not only the last two."""
+        return is_gated(self.activation)
+
+    def weights(self, hidden_size: int, stores_fused: bool = False) -> Weights:
+        """Yields what checkpoints store; `stores_fused`: gate and up as one matrix, one after the other."""
+        size, cut = self.intermediate_size, Even(self.intermediate_size)
+        names = ("gate_proj", "up_proj") if self.is_gated else ("up_proj",)
+        parts: dict[str, tuple[int, Cut]] = dict.fromkeys(names, (size, cut))
+        if stores_fused:
+            parts = {"gate_up_proj": (2 * size, Segments((size, size), size))}
+        yield from fused("gate_up_proj", hidden_size, parts)
+        yield from linear("down_proj", hidden_size, size, cut=cut, axis=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +99,12 @@ class Experts:
     alpha: float = 1.702  # The sigmoid's slope, and where gate and up are clamped, of those that have it.
     limit: float = 7.0
     has_bias: bool = False
+
+    def matrices(self, input_size: int) -> dict[str, tuple[int, int]]:
+        """Returns rows and columns of an expert's matrices; `input_size`: elements that it is given."""
+        inner = (self.intermediate_size, input_size)
+        gate = {"gate": inner} if is_gated(self.activation) else {}
+        return gate | {"up": inner, "down": inner[::-1]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,10 +127,15 @@ class Routed(FeedForward):
         shared = 0 if self.shared is None else self.shared.row_bytes(activation_bytes)
         return shared + 3 * 4 * self.router.num_choices
 
+    def weights(self, hidden_size: int) -> Weights:
+        yield from under("gate", self.router.weights(hidden_size))
+        if self.shared is not None:
+            yield from under("shared_experts", self.shared.weights(hidden_size))
+
     def weight_elements(self, hidden_size: int) -> int:
-        shared = 0 if self.shared is None else self.shared.weight_elements(hidden_size)
-        chosen = self.router.top_k * self.experts.intermediate_size
-        return shared + 3 * self.expert_input_size(hidden_size) * chosen
+        matrices = self.experts.matrices(self.expert_input_size(hidden_size)).values()
+        chosen = self.router.top_k * sum(rows * columns for rows, columns in matrices)
+        return matrix_elements(self.weights(hidden_size)) + chosen
 
     @property
     def late_refusal(self) -> str:
@@ -126,6 +161,15 @@ class MoE(Routed):
     # None: one kind of experts. Else the router counts parts of them.
     kinds: ExpertKindsConfig | None = None
 
+    def weights(self, hidden_size: int) -> Weights:
+        kinds, shared = self.kinds, self.shared
+        gate = self.router.weights(hidden_size, self.hashed_tokens)
+        yield from under("gate", gate if kinds is None else kinds.weights(hidden_size))
+        if shared is not None:
+            yield from under("shared_experts", shared.weights(hidden_size, self.shared_fused))
+        if self.shared_gate:
+            yield from linear("shared_expert_gate", 1, hidden_size)
+
     def with_top_k(self, top_k: int) -> Self:
         if self.kinds is None:
             return replace(self, router=replace(self.router, top_k=top_k))
@@ -147,8 +191,10 @@ class LatentMoE(MoE):
     def expert_input_size(self, hidden_size: int) -> int:
         return self.latent_size
 
-    def weight_elements(self, hidden_size: int) -> int:
-        return MoE.weight_elements(self, hidden_size) + 2 * hidden_size * self.latent_size
+    def weights(self, hidden_size: int) -> Weights:
+        yield from MoE.weights(self, hidden_size)
+        yield from linear("fc1_latent_proj", self.latent_size, hidden_size)
+        yield from linear("fc2_latent_proj", hidden_size, self.latent_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +213,12 @@ class NormedMoE(Routed):
                 "experts with norms of their own need always active ones that do not clamp, and a "
                 "router that weighs what experts with weights answer"
             )
+
+    def weights(self, hidden_size: int) -> Weights:
+        yield from Routed.weights(self, hidden_size)
+        yield Weight("router_norm.weight", (hidden_size,), "float32")
+        for name in ("input_norm", "dense_norm", "output_norm"):
+            yield from self.norm.weights(name, hidden_size)
 
     @property
     def late_refusal(self) -> str:

@@ -9,9 +9,10 @@ from typing import Literal, Self
 from moebius.models.errors import ModelConfigError
 from moebius.models.layers.mixer import Mixer
 from moebius.models.layers.norms import Norm, RMSNorm
-from moebius.models.layers.ranks import even_shard, kv_shard
+from moebius.models.layers.ranks import WHOLE, Cut, Even, KvHeads, even_shard, kv_shard
 from moebius.models.layers.rope import RopeConfig
 from moebius.models.layers.tensors import CacheTensor
+from moebius.models.layers.weights import Weight, Weights, fused, linear, rms_norm, under
 
 GateActivation = Literal["sigmoid", "softplus"]
 
@@ -79,6 +80,18 @@ class BlockIndexer:
         the mean key of the block that it begins is rotated.
         """
         return self.head_dim + self.rotary_dim
+
+    def weights(self, hidden_size: int, kv_heads: int) -> Weights:
+        """Yields what checkpoints store; with shared heads every rank has all of it."""
+        if self.shared_heads:
+            norms = "q_layernorm", "k_layernorm"
+            yield from linear("index_qk_proj", (self.shared_heads + 1) * self.head_dim, hidden_size)
+        else:
+            norms = "q_norm", "k_norm"
+            own = {"q_proj": (kv_heads * self.head_dim, KvHeads(kv_heads)), "k_proj": (self.head_dim, WHOLE)}
+            yield from fused("qk_proj", hidden_size, own)
+        for name in norms:
+            yield from self.norm.weights(name, self.head_dim)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,15 +188,30 @@ class GQA(Mixer):
     def widest_row(self) -> int:
         return 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
 
-    def weight_elements(self, hidden_size: int) -> int:
-        rows = (self.num_heads + self.num_kv_heads) * self.head_dim
-        values = 0 if self.keys_are_values else self.num_kv_heads * self.value_dim
+    def weights(self, hidden_size: int) -> Weights:
+        heads, kv_heads = Even(self.num_heads), KvHeads(self.num_kv_heads)
+        gates = None if self.gate is None else self.gate.of
+        query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         output = self.num_heads * self.value_dim
-        gates = {"head": self.num_heads, "element": output, "query": self.num_heads * self.head_dim}
-        gate = 0 if self.gate is None else gates[self.gate.of]
-        blocks = self.blocks
-        index = 0 if blocks is None else ((blocks.shared_heads or self.num_kv_heads) + 1) * blocks.head_dim
-        return hidden_size * (rows + values + output + gate + index)
+        parts: dict[str, tuple[int, Cut]] = {"q_proj": (2 * query if gates == "query" else query, heads)}
+        parts["k_proj"] = key, kv_heads
+        if not self.keys_are_values:
+            parts["v_proj"] = self.num_kv_heads * self.value_dim, kv_heads
+        if gates == "element":
+            parts["g_proj"] = output, heads
+        yield from fused("qkv_proj", hidden_size, parts, bias=self.bias)
+        yield from linear("o_proj", hidden_size, output, bias=self.output_bias, cut=heads, axis=1)
+        if gates == "head":
+            yield from linear("g_proj", self.num_heads, hidden_size, cut=heads)
+        if self.has_sinks:
+            yield Weight("sinks", (self.num_heads,), cut=heads)
+        if self.blocks is not None:
+            yield from under("indexer", self.blocks.weights(hidden_size, self.num_kv_heads))
+        if isinstance(self.qk_norm, FullWidthQkNorm):
+            yield from (*rms_norm("q_norm", query, heads), *rms_norm("k_norm", key, kv_heads))
+        elif self.qk_norm is not None:
+            for name in ("q_norm", "k_norm"):
+                yield from self.qk_norm.norm.weights(name, self.head_dim)
 
     @property
     def score_width(self) -> int:

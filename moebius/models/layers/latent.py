@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Literal, Self
 
 from moebius.models.layers.mixer import Mixer
-from moebius.models.layers.ranks import even_shard
+from moebius.models.layers.ranks import WHOLE, Cut, Even, even_shard
 from moebius.models.layers.rope import RopeConfig
 from moebius.models.layers.tensors import CacheTensor
+from moebius.models.layers.weights import Weight, Weights, fused, layer_norm, linear, rms_norm, under
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +34,30 @@ class TokenIndexer:
     def row_dim(self) -> int:
         """Elements that the cache holds of a token: its key, and its logits within a pool."""
         return self.head_dim * (1 if self.pool == 1 else 2)
+
+    def weights(self, hidden_size: int, latent_size: int, grows: bool) -> Weights:
+        """Yields what checkpoints store; `latent_size`: elements of what queries come from, `grows`: whether
+        they grow with positions.
+        """
+        if self.reads_hidden:
+            yield from layer_norm("q_input_norm", hidden_size)
+        yield from linear("wq_b", self.num_heads * self.head_dim, latent_size)
+        if grows:
+            yield from learned_growth(self.num_heads, WHOLE)
+        yield from linear("wk", self.head_dim, hidden_size)
+        yield from layer_norm("k_norm", self.head_dim)
+        # Its few rows weigh whole heads against one another: in 16 bits, ranks of tokens would change.
+        yield from linear("weights_proj", self.num_heads, hidden_size, dtype="float32")
+        if self.pool > 1:
+            # Of a token's weight among those of its pool; float32 as they are added.
+            yield Weight("index_kpool_compress_ape", (self.pool, self.head_dim), "float32")
+            yield Weight("index_kpool_compress_gate", (self.head_dim, hidden_size))
+
+
+def learned_growth(num_heads: int, cut: Cut) -> Weights:
+    """Yields by how much queries of each head grow with their position."""
+    for name in ("scale", "bias"):
+        yield Weight(f"softmax_scaling.{name}", (num_heads,), cut=cut)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +95,16 @@ class MLA(Mixer):
     def qk_head_dim(self) -> int:
         """Elements of a head's query."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def shared_dim(self) -> int:
+        """Elements of a key that all heads share."""
+        return 0 if self.all_from_latent else self.qk_rope_head_dim
+
+    @property
+    def nope_dim(self) -> int:
+        """Elements of a head's key that come from the latent."""
+        return self.qk_head_dim - self.shared_dim
 
     @property
     def cached_dim(self) -> int:
@@ -112,21 +147,35 @@ class MLA(Mixer):
     def widest_row(self) -> int:
         return self.num_heads * max(self.kv_lora_rank, self.qk_head_dim)
 
-    def weight_elements(self, hidden_size: int) -> int:
-        queries, outputs = self.num_heads * self.qk_head_dim, self.num_heads * self.v_head_dim
-        rank = self.q_lora_rank
-        query = hidden_size * queries if rank is None else rank * (hidden_size + queries)
-        latent = 0 if self.latents_back else hidden_size * self.cached_dim
-        heads = self.kv_lora_rank * self.num_heads * (self.qk_nope_head_dim + self.v_head_dim)
-        gates = {"head": self.num_heads, "element": outputs, None: 0}[self.gate]
-        return query + latent + heads + hidden_size * (outputs + gates) + self._index_elements(hidden_size)
-
-    def _index_elements(self, hidden_size: int) -> int:
-        index = self.indexer
-        if index is None:
-            return 0
-        read = hidden_size if index.reads_hidden or self.q_lora_rank is None else self.q_lora_rank
-        return read * index.num_heads * index.head_dim + hidden_size * (index.head_dim + index.num_heads)
+    def weights(self, hidden_size: int) -> Weights:
+        heads, rank, count = Even(self.num_heads), self.q_lora_rank, self.num_heads
+        query_rows, outputs = count * self.qk_head_dim, count * self.v_head_dim
+        narrow: dict[str, tuple[int, Cut]] = {} if rank is None else {"q_a_proj": (rank, WHOLE)}
+        if rank is not None or not self.latents_back:
+            narrow["kv_a_proj_with_mqa"] = self.kv_lora_rank + self.shared_dim, WHOLE
+        yield from fused("a_proj", hidden_size, narrow, bias=self.bias)
+        if rank is None:
+            # Never biased, so that it cannot share the product of the latents.
+            yield from linear("q_proj", query_rows, hidden_size, cut=heads)
+        else:
+            yield from rms_norm("q_a_layernorm", rank)
+            yield from linear("q_b_proj", query_rows, rank, cut=heads)
+        if not self.latents_back:
+            yield from rms_norm("kv_a_layernorm", self.kv_lora_rank)
+        # No product: absorbed, its rows are used head by head.
+        heads_shape = count * (self.nope_dim + self.v_head_dim), self.kv_lora_rank
+        yield Weight("kv_b_proj.weight", heads_shape, cut=heads)
+        if self.learned_query_growth:
+            yield from learned_growth(count, heads)
+        if self.gate is not None:
+            yield from linear("g_proj", outputs if self.gate == "element" else count, hidden_size, cut=heads)
+        if self.has_sinks:
+            yield Weight("sinks", (count,), "float32", cut=heads)
+        yield from linear("o_proj", hidden_size, outputs, bias=self.bias, cut=heads, axis=1)
+        if self.indexer is not None:
+            latent_size = hidden_size if self.indexer.reads_hidden or rank is None else rank
+            own = self.indexer.weights(hidden_size, latent_size, self.learned_query_growth)
+            yield from under("indexer", own)
 
     @property
     def score_width(self) -> int:

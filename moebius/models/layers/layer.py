@@ -17,8 +17,10 @@ from moebius.models.layers.residual import (
     Residual,
     Sequential,
     Shortcut,
+    Single,
 )
 from moebius.models.layers.tensors import CacheTensor, StateTensor
+from moebius.models.layers.weights import Weights, under
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,27 @@ class Layer:
         if isinstance(self.residual, GatedStreams) and self.residual.ngrams is not None:
             own.append(self.residual.ngrams.state)
         return tuple(state for state in own if state)
+
+    @property
+    def parts(self) -> dict[str, Mixer | FeedForward]:
+        """Mixers and feed-forward blocks by the names that checkpoints have for them."""
+        found: dict[str, Mixer | FeedForward] = {}
+        if isinstance(self.residual, Shortcut):
+            found |= {f"self_attn.{half}": mixer for half, mixer in enumerate(self.mixers)}
+            found |= {f"mlps.{half}": self.residual.dense for half in range(2)}
+        elif self.mixer is not None:
+            found["mixer" if isinstance(self.residual, Single) else self.mixer.name] = self.mixer
+        if self.ffn is not None:
+            found["mixer" if isinstance(self.residual, Single) else "mlp"] = self.ffn
+        return found
+
+    def weights(self, hidden_size: int) -> Weights:
+        """Yields what checkpoints store of it, without routed experts, which servers hold; of the whole
+        model's layer, which ranks then cut.
+        """
+        yield from self.residual.weights(self.norm, hidden_size)
+        for name, part in self.parts.items():
+            yield from under(name, part.weights(hidden_size))
 
     def weight_elements(self, hidden_size: int) -> int:
         """Returns the weights that a token meets, chosen experts' included, up to norms and biases."""

@@ -7,6 +7,7 @@ from typing import ClassVar, Self
 
 from moebius.models.layers.rope import RopeConfig
 from moebius.models.layers.tensors import CacheTensor, StateTensor
+from moebius.models.layers.weights import Weights, matrix_elements
 
 
 class Mixer(ABC):
@@ -14,6 +15,8 @@ class Mixer(ABC):
 
     __slots__ = ()
 
+    # What checkpoints call it within a layer.
+    name: ClassVar[str] = "self_attn"
     # Whether its pages may hold 8 bits an element.
     stores_8_bits: ClassVar[bool] = True
     rope: RopeConfig | None  # None: nothing is rotated.
@@ -69,8 +72,12 @@ class Mixer(ABC):
         """Elements of one token in the widest tensor."""
 
     @abstractmethod
+    def weights(self, hidden_size: int) -> Weights:
+        """Yields what checkpoints store of it; of the whole model's value, which ranks then cut."""
+
     def weight_elements(self, hidden_size: int) -> int:
-        """Returns the number of elements of its projections: a token costs two operations for each."""
+        """Returns the number of elements of its matrices: a token costs two operations for each."""
+        return matrix_elements(self.weights(hidden_size))
 
     @property
     def score_width(self) -> int:

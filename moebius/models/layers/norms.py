@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moebius.models.layers.weights import Weight, Weights
+
 
 @dataclass(frozen=True, slots=True)
 class RMSNorm:
@@ -12,6 +14,10 @@ class RMSNorm:
     eps: float
     one_plus_weight: bool = False  # Whether checkpoints hold the weight less 1.
 
+    def weights(self, name: str, size: int) -> Weights:
+        """Yields what a norm over `size` elements stores; next to a 1, 16 bits would lose small weights."""
+        yield Weight(f"{name}.weight", (size,), "float32" if self.one_plus_weight else "activation")
+
 
 @dataclass(frozen=True, slots=True)
 class LayerNorm:
@@ -19,6 +25,12 @@ class LayerNorm:
 
     eps: float
     bias: bool = False
+
+    def weights(self, name: str, size: int) -> Weights:
+        """Yields what a norm over `size` elements stores."""
+        yield Weight(f"{name}.weight", (size,))
+        if self.bias:
+            yield Weight(f"{name}.bias", (size,))
 
 
 Norm = RMSNorm | LayerNorm

@@ -1,7 +1,9 @@
-"""Which consecutive part of an axis a tensor-parallel rank holds: functions of sizes and ranks alone."""
+"""Which part of an axis a tensor-parallel rank holds: functions of sizes and ranks alone."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -59,3 +61,113 @@ def kv_shard(num_heads: int, rank: int, count: int) -> ShardRange:
         return even_shard(num_heads, rank, count)
     head = rank * num_heads // count
     return ShardRange(head, head + 1, num_heads)
+
+
+class Cut(ABC):
+    """Which elements of one axis of a stored tensor a rank has; frozen values."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def part(self, size: int, rank: int, count: int) -> ShardRange:
+        """Returns what the rank reads of `size` elements."""
+
+    def held(self, size: int, rank: int, count: int) -> int:
+        """Returns the number of elements in the rank's memory: those it reads, and maybe some of padding."""
+        return self.part(size, rank, count).size
+
+    def kept(self, size: int, rank: int, count: int) -> Sequence[int] | None:
+        """Returns which of the elements that the rank reads it keeps, in order; None: all."""
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Whole(Cut):
+    """Every rank has all."""
+
+    def part(self, size: int, rank: int, count: int) -> ShardRange:
+        return ShardRange.whole(size)
+
+
+WHOLE = Whole()
+
+
+@dataclass(frozen=True, slots=True)
+class Even(Cut):
+    """Ranks share units (heads, groups, channels), each of which is as many elements as any other."""
+
+    units: int
+
+    def part(self, size: int, rank: int, count: int) -> ShardRange:
+        return even_shard(self.units, rank, count).scaled(size // self.units)
+
+
+@dataclass(frozen=True, slots=True)
+class KvHeads(Cut):
+    """Ranks share heads, and with more ranks than heads several have the same one, as in `kv_shard`."""
+
+    heads: int
+
+    def part(self, size: int, rank: int, count: int) -> ShardRange:
+        return kv_shard(self.heads, rank, count).scaled(size // self.heads)
+
+
+@dataclass(frozen=True, slots=True)
+class Segments(Cut):
+    """Axes of `sizes` that lie one after the other, in each of which ranks share the same units.
+
+    A rank's elements do not lie together: it reads all and keeps its own.
+    """
+
+    sizes: tuple[int, ...]
+    units: int
+
+    def part(self, size: int, rank: int, count: int) -> ShardRange:
+        return ShardRange.whole(size)
+
+    def kept(self, size: int, rank: int, count: int) -> Sequence[int] | None:
+        own, kept, begin = even_shard(self.units, rank, count), list[int](), 0
+        if own.is_whole:
+            return None
+        for segment in self.sizes:
+            shard = own.scaled(segment // self.units)
+            kept += range(begin + shard.begin, begin + shard.end)
+            begin += segment
+        return kept
+
+
+# Rows of a rank's part of the vocabulary: products of GPUs like multiples of 8.
+_VOCABULARY_MULTIPLE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary(Cut):
+    """Rows of tokens; later ranks may have fewer, or none.
+
+    All ranks hold equally many, so that gathered logits have equal parts; those without a token are zero.
+    """
+
+    def part(self, size: int, rank: int, count: int) -> ShardRange:
+        rows = self.held(size, rank, count)
+        begin = min(rank * rows, size)
+        return ShardRange(begin, min(begin + rows, size), size)
+
+    def held(self, size: int, rank: int, count: int) -> int:
+        if count == 1:
+            return size
+        return -(-size // (count * _VOCABULARY_MULTIPLE)) * _VOCABULARY_MULTIPLE
+
+
+@dataclass(frozen=True, slots=True)
+class TableRows(Cut):
+    """Rows from `first` on of a table of `total` rows, which ranks share evenly and of which several tensors
+    have parts.
+    """
+
+    first: int
+    total: int
+
+    def part(self, size: int, rank: int, count: int) -> ShardRange:
+        shard = even_shard(self.total, rank, count)
+        begin, end = (min(max(bound - self.first, 0), size) for bound in (shard.begin, shard.end))
+        return ShardRange(begin, end, size)

@@ -5,12 +5,13 @@ convolutions.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import ClassVar, Self
 
 from moebius.models.layers.mixer import Mixer
-from moebius.models.layers.ranks import even_shard
+from moebius.models.layers.ranks import WHOLE, Cut, Even, Segments, even_shard
 from moebius.models.layers.rope import RopeConfig
 from moebius.models.layers.tensors import StateTensor
+from moebius.models.layers.weights import Weight, Weights, conv_taps, fused, linear, rms_norm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,19 +72,49 @@ class Recurrent(Mixer):
     def widest_row(self) -> int:
         return self.conv_size + self.value_size
 
-    def weight_elements(self, hidden_size: int) -> int:
-        """Returns those of queries, keys and values, their gates, decays and steps, and of the outputs."""
-        rows = self.conv_size + 2 * self.value_size + 2 * self.num_value_heads
-        return hidden_size * rows + self.conv_width * self.conv_size
+    @property
+    def heads_cut(self) -> Even:
+        """How ranks share whatever heads have, of keys or of values."""
+        return Even(self.num_key_heads)
+
+    def segments(self, *sizes: int) -> Segments:
+        """How ranks share what lies one after the other in one tensor."""
+        return Segments(sizes, self.num_key_heads)
+
+    def head_vectors(self, *names: str) -> Weights:
+        """Yields a number for each value head, as trained: decays are sensitive to their last bits."""
+        for name in names:
+            yield Weight(name, (self.num_value_heads,), "float32", cut=self.heads_cut)
+
+    def output(self, name: str, hidden_size: int) -> Weights:
+        """Yields the projection of all heads' values, whose products ranks sum."""
+        yield from linear(name, hidden_size, self.value_size, cut=self.heads_cut, axis=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatedDeltaNet(Recurrent):
     """The gated delta rule (arXiv:2412.06464)."""
 
+    name: ClassVar[str] = "linear_attn"
+
     # Whether one matrix makes queries, keys, values and gates, its rows grouped by key head.
     interleaved: bool = False
     sigmoid_gates: bool = False  # Whether the outputs' gates are sigmoids; False: SiLU.
+
+    def weights(self, hidden_size: int) -> Weights:
+        heads, count = self.heads_cut, self.num_value_heads
+        qkv = self.segments(self.key_size, self.key_size, self.value_size)
+        parts: dict[str, tuple[int, Cut]] = {"in_proj_qkv": (self.conv_size, qkv)}
+        parts |= {"in_proj_z": (self.value_size, heads), "in_proj_b": (count, heads)}
+        parts["in_proj_a"] = count, heads
+        if self.interleaved:
+            parts = {"in_proj_qkvz": (self.conv_size + self.value_size, heads)}
+            parts["in_proj_ba"] = 2 * count, heads
+        yield from fused("in_proj", hidden_size, parts)
+        yield from conv_taps("conv1d", self.conv_size, self.conv_width, qkv)
+        yield from self.head_vectors("A_log", "dt_bias")
+        yield from rms_norm("norm", self.value_head_dim)
+        yield from self.output("out_proj", hidden_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,25 +128,54 @@ class KDA(Recurrent):
     decay_bound: float | None = None
     decay_has_axes: bool = False  # Whether the checkpoint stores `A_log` as `[1, 1, heads, 1]`.
 
-    def weight_elements(self, hidden_size: int) -> int:
-        gates, narrow = self.key_size + self.value_size, self.value_head_dim
-        gating = hidden_size * gates if self.direct_gates else narrow * (2 * hidden_size + gates)
-        rows = self.conv_size + self.num_value_heads + self.value_size
-        return hidden_size * rows + gating + self.conv_width * self.conv_size
+    def weights(self, hidden_size: int) -> Weights:
+        heads, narrow, keys, values = self.heads_cut, self.value_head_dim, self.key_size, self.value_size
+        parts: dict[str, tuple[int, Cut]] = {
+            "q_proj": (keys, heads),
+            "k_proj": (keys, heads),
+            "v_proj": (values, heads),
+            "b_proj": (self.num_value_heads, heads),
+        }
+        if self.direct_gates:
+            parts |= {"f_proj": (keys, heads), "g_proj": (values, heads)}
+        else:
+            parts |= {"f_a_proj": (narrow, WHOLE), "g_a_proj": (narrow, WHOLE)}
+            yield from linear("f_b_proj", keys, narrow, cut=heads)
+            yield from linear("g_b_proj", values, narrow, cut=heads)
+        yield from fused("in_proj", hidden_size, parts)
+        for name, channels in (("q_conv1d", keys), ("k_conv1d", keys), ("v_conv1d", values)):
+            yield from conv_taps(name, channels, self.conv_width, heads, into="conv1d")
+        # As published and as trained: decays are sensitive to their last bits.
+        count, has_axes = self.num_value_heads, self.decay_has_axes
+        shape, axis = ((1, 1, count, 1), 2) if has_axes else ((count,), 0)
+        yield Weight("A_log", shape, "float32", cut=self.segments(count), axis=axis)
+        yield Weight("dt_bias", (keys,), "float32", cut=heads)
+        yield from rms_norm("o_norm", self.value_head_dim)
+        yield from self.output("o_proj", hidden_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mamba2(Recurrent):
     """A selective state space (arXiv:2405.21060): key heads are the groups of B and C, x is the values."""
 
-    def weight_elements(self, hidden_size: int) -> int:
-        rows = self.conv_size + 2 * self.value_size + self.num_value_heads
-        return hidden_size * rows + self.conv_width * self.conv_size
+    name: ClassVar[str] = "mamba"
+
+    def weights(self, hidden_size: int) -> Weights:
+        # x of all heads, then B and C of all groups.
+        xbc = self.value_size, self.key_size, self.key_size
+        rows = self.segments(self.value_size, *xbc, self.num_value_heads)
+        yield from linear("in_proj", sum(rows.sizes), hidden_size, cut=rows)
+        yield from conv_taps("conv1d", self.conv_size, self.conv_width, self.segments(*xbc), bias=True)
+        yield from self.head_vectors("A_log", "D", "dt_bias")
+        yield from rms_norm("norm", self.value_size, self.heads_cut)
+        yield from self.output("out_proj", hidden_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectiveScan(Recurrent):
     """Mamba (arXiv:2312.00752): every channel is a head with a value of one element."""
+
+    name: ClassVar[str] = "mamba"
 
     step_rank: int  # Width of the bottleneck that the channels' steps come through.
 
@@ -129,18 +189,38 @@ class SelectiveScan(Recurrent):
         # x and gates projected, convolved, steps of all channels, and what comes of them.
         return 6 * self.value_size
 
-    def weight_elements(self, hidden_size: int) -> int:
-        narrow = self.step_rank + 2 * self.key_head_dim
-        each = 3 * hidden_size + narrow + self.step_rank + self.key_head_dim + self.conv_width
-        return self.value_size * each
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """Elements of what steps, B and C are made of."""
+        return self.step_rank, self.key_head_dim, self.key_head_dim
+
+    def weights(self, hidden_size: int) -> Weights:
+        channels, cut = self.value_size, self.heads_cut
+        # x of all channels, then their gates.
+        yield from linear("in_proj", 2 * channels, hidden_size, cut=self.segments(channels, channels))
+        yield from conv_taps("conv1d", channels, self.conv_width, cut, bias=True)
+        yield from linear("x_proj", sum(self.widths), channels, cut=cut, axis=1)
+        for name, width in zip(("dt", "b", "c"), self.widths, strict=True):
+            yield from rms_norm(f"{name}_layernorm", width)
+        yield from linear("dt_proj", channels, self.step_rank, bias=True, cut=cut, into="steps")
+        yield Weight("A_log", (channels, self.key_head_dim), "float32", cut=cut)
+        yield from self.head_vectors("D")
+        yield from self.output("out_proj", hidden_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShortConv(Recurrent):
     """A convolution between two gates (LFM2): every channel is a head without a key."""
 
-    def weight_elements(self, hidden_size: int) -> int:
-        return self.value_size * (4 * hidden_size + self.conv_width)
+    name: ClassVar[str] = "conv"
+
+    def weights(self, hidden_size: int) -> Weights:
+        # b of all channels, then c, then x.
+        channels = self.value_size
+        rows = self.segments(channels, channels, channels)
+        yield from linear("in_proj", 3 * channels, hidden_size, cut=rows)
+        yield from conv_taps("conv", channels, self.conv_width, self.heads_cut)
+        yield from self.output("out_proj", hidden_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,5 +230,12 @@ class Lightning(Recurrent):
     layer: int  # Its number in the model, and the model's layers, from which the rates follow.
     num_layers: int
 
-    def weight_elements(self, hidden_size: int) -> int:
-        return hidden_size * (self.conv_size + 2 * self.value_size)
+    def weights(self, hidden_size: int) -> Weights:
+        heads = self.heads_cut
+        # Published checkpoints have no rates; those that transformers has saved do.
+        rates = (self.num_value_heads, 1, 1)
+        yield Weight("slope_rate", rates, "float32", cut=heads, may_be_missing=True)
+        parts = {"qkv_proj": (self.conv_size, heads), "output_gate": (self.value_size, heads)}
+        yield from fused("in_proj", hidden_size, parts)
+        yield from rms_norm("norm", self.value_size, heads)
+        yield from self.output("out_proj", hidden_size)

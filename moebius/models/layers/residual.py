@@ -6,8 +6,13 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from moebius.models.layers.ffn import Dense
-from moebius.models.layers.tensors import StateTensor
+from moebius.models.layers.ngrams import NGrams, stream_norm
+from moebius.models.layers.norms import Norm
+from moebius.models.layers.ranks import WHOLE, Cut
+from moebius.models.layers.weights import Weight, Weights, fused, linear, under
 
+# What a half reads is normed first, in most layers.
+_INPUT_NORM, _FFN_NORM = "input_layernorm", "post_attention_layernorm"
 # Why answers of experts can not be added a layer late, see `Layer.late_refusal`.
 NORMS_EXPERTS = "which norms what experts add: sums of two layers would be normed together"
 _SCALES_STREAM = "whose layers scale the residual stream, each by a number of its own"
@@ -31,6 +36,16 @@ class Sequential:
             return NORMS_EXPERTS
         return _SCALES_STREAM if self.learned_scale else ""
 
+    def weights(self, norm: Norm, hidden_size: int) -> Weights:
+        """Yields what checkpoints store of a layer besides its halves."""
+        names = [_INPUT_NORM, _FFN_NORM] if self.normed_input else []
+        names += ["post_self_attn_layernorm"] if self.normed_output == "both" else []
+        names += ["post_mlp_layernorm"] if self.normed_output != "none" else []
+        for name in names:
+            yield from norm.weights(name, hidden_size)
+        if self.learned_scale:
+            yield Weight("layer_scalar", (1,))
+
 
 @dataclass(frozen=True, slots=True)
 class Single:
@@ -38,12 +53,20 @@ class Single:
 
     late_refusal: ClassVar[str] = ""
 
+    def weights(self, norm: Norm, hidden_size: int) -> Weights:
+        """Yields what checkpoints store of a layer besides its half."""
+        yield from norm.weights("norm", hidden_size)
+
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
     """`x += mixer(norm(x)) + ffn(norm(x))`, one norm for both."""
 
     late_refusal: ClassVar[str] = ""
+
+    def weights(self, norm: Norm, hidden_size: int) -> Weights:
+        """Yields what checkpoints store of a layer besides its halves."""
+        yield from norm.weights(_INPUT_NORM, hidden_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +78,10 @@ class NormedStream:
     mixer: tuple[float, float]  # a and b.
     ffn: tuple[float, float]
 
+    def weights(self, norm: Norm, hidden_size: int) -> Weights:
+        """Yields what checkpoints store of a layer besides its halves."""
+        yield from Sequential().weights(norm, hidden_size)
+
 
 @dataclass(frozen=True, slots=True)
 class Shortcut:
@@ -63,6 +90,12 @@ class Shortcut:
     late_refusal: ClassVar[str] = ""
 
     dense: Dense
+
+    def weights(self, norm: Norm, hidden_size: int) -> Weights:
+        """Yields what checkpoints store of a layer besides its halves, of which there are two each."""
+        for name in (_INPUT_NORM, _FFN_NORM):
+            for half in range(2):
+                yield from norm.weights(f"{name}.{half}", hidden_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,55 +113,25 @@ class HyperConnections:
     weighs_last: bool = False
     magnitude: float = 2.0  # The largest weight with which a half of a layer is added to a stream.
 
+    def weights(self, norm: Norm, hidden_size: int) -> Weights:
+        """Yields what checkpoints store of a layer besides its halves; names are those of transformers."""
+        yield from Sequential().weights(norm, hidden_size)
+        num, kinds = self.num_streams, 3 if self.iterations else 2
+        # Of the weights between streams there may be none.
+        rows = (2 + num) * num if self.iterations else 2 * num
+        for name in ("attn_hc", "ffn_hc"):
+            yield Weight(f"{name}.fn", (rows, num * hidden_size), "float32")
+            yield Weight(f"{name}.base", (rows,), "float32")
+            yield Weight(f"{name}.scale", (kinds,), "float32")
 
-@dataclass(frozen=True, slots=True)
-class NGramConfig:
-    """Embeddings of the latest tokens together, which some layers add to the residual streams (Qwen4).
-
-    Rows of a table are found by hashing the latest 2, 3, ... `size` tokens, several times each.
-    """
-
-    # Layers that have them, ascending, counted over the whole model: a layer's place decides its hashes.
-    layers: tuple[int, ...]
-    size: int  # Tokens of the longest n-gram.
-    heads: int  # Hashes of each order.
-    embed_dim: int  # Elements of all hashes' rows together.
-    vocab_base: int  # Each hash has a prime number of rows, the next ones from here on.
-    padded_to: int  # A layer's table has a multiple of this many rows,
-    parts: int  # and is stored as this many tensors of equal size.
-    seed: int  # Of the hashes' factors.
-    end_token_id: int  # No n-gram reaches beyond it.
-    conv_taps: int  # Of the causal convolution, `size` tokens apart.
-
-    @property
-    def num_hashes(self) -> int:
-        """Rows of the table that a token has."""
-        return (self.size - 1) * self.heads
-
-    @property
-    def row_dim(self) -> int:
-        """Elements of a row of the table."""
-        return self.embed_dim // self.num_hashes
-
-    @property
-    def conv_width(self) -> int:
-        """Tokens that the convolution spans, the newest included."""
-        return (self.conv_taps - 1) * self.size + 1
-
-
-@dataclass(frozen=True, slots=True)
-class NGrams:
-    """Embeddings of the latest tokens together, which are added to the streams at the layer's begin."""
-
-    sizes: NGramConfig
-    place: int  # Among the model's layers that have them: it decides the hashes.
-    stream_size: int
-
-    @property
-    def state(self) -> tuple[StateTensor, ...]:
-        """The latest tokens; inputs of the convolution over all elements of the streams."""
-        tokens = StateTensor((self.sizes.size - 1,), "int64")
-        return tokens, StateTensor((self.sizes.conv_width - 1, self.stream_size))
+    def last_weights(self, norm: Norm, hidden_size: int) -> Weights:
+        """Yields what checkpoints store of what the streams end as."""
+        yield from norm.weights("norm", hidden_size)
+        if self.weighs_last:
+            num = self.num_streams
+            yield Weight("hc_head.hc_fn", (num, num * hidden_size), "float32")
+            yield Weight("hc_head.hc_base", (num,), "float32")
+            yield Weight("hc_head.hc_scale", (1,), "float32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +143,27 @@ class GatedStreams:
     num_streams: int
     rank: int  # Width of the bottleneck that the weights of a mix come through, also at the end.
     ngrams: NGrams | None = None
+
+    def weights(self, norm: Norm, hidden_size: int) -> Weights:
+        """Yields what checkpoints store of a layer besides its halves; it has no other norms."""
+        if self.ngrams is not None:
+            yield from under("ple", self.ngrams.weights(hidden_size))
+        for name in ("attn_hyper_connection", "mlp_hyper_connection"):
+            yield from under(name, self._mixer_weights(hidden_size, injects=True))
+
+    def last_weights(self, norm: Norm, hidden_size: int) -> Weights:
+        """Yields what checkpoints store of what the streams end as."""
+        yield from under("norm", self._mixer_weights(hidden_size, injects=False))
+
+    def _mixer_weights(self, hidden_size: int, injects: bool) -> Weights:
+        """Yields what the streams are read by; `injects`: and by which they are added to."""
+        stream_size = self.num_streams * hidden_size
+        yield stream_norm("hc_norm", stream_size)
+        down: dict[str, tuple[int, Cut]] = {"input_mix_weight_down": (self.rank, WHOLE)}
+        if injects:
+            down["block_inject_weight"] = self.num_streams, WHOLE
+        yield from fused("down", stream_size, down)
+        yield from linear("input_mix_weight_up", stream_size, self.rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +177,18 @@ class NextToken:
     def late_refusal(self) -> str:
         """That of the layer within."""
         return self.inner.late_refusal
+
+    def weights(self, norm: Norm, hidden_size: int) -> Weights:
+        """Yields what checkpoints store of a layer besides its halves."""
+        yield from self.inner.weights(norm, hidden_size)
+        yield from self.own_weights(norm, hidden_size)
+
+    @staticmethod
+    def own_weights(norm: Norm, hidden_size: int) -> Weights:
+        """Yields what it has besides those of a decoder layer."""
+        yield from (*norm.weights("enorm", hidden_size), *norm.weights("hnorm", hidden_size))
+        yield from linear("eh_proj", hidden_size, 2 * hidden_size)
+        yield from norm.weights("shared_head.norm", hidden_size)
 
 
 Residual = (

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from moebius.models.layers.weights import Weight, Weights, WeightType
+
 ScoreFunction = Literal["softmax", "sigmoid", "sqrt_softplus", "sparse_mixer", "none"]
 GroupScore = Literal["max", "top2_sum"]
 RouterPost = Literal["none", "renormalize", "softmax", "sigmoid", "sigmoid_renormalize"]
@@ -49,6 +51,26 @@ class RouterConfig:
         """What the gate scores: experts with weights, and those without."""
         return self.num_experts + self.num_zero_experts
 
+    def weights(self, hidden_size: int, hashed_tokens: int = 0) -> Weights:
+        """Yields what checkpoints store of a router; the correction bias is always float32.
+
+        With a float32 gate, weights of 16 bits are widened once, at load. `hashed_tokens`: the size of the
+        vocabulary where a token's id chooses its experts, else 0.
+        """
+        choices = self.num_choices
+        dtype: WeightType = "float32" if self.float32_gate else "activation"
+        yield Weight("weight", (choices, hidden_size), dtype)
+        if self.gate_bias:
+            yield Weight("bias", (choices,), dtype)
+        if hashed_tokens:
+            yield Weight("tid2eid", (hashed_tokens, self.top_k), "int32")
+        elif self.correction_bias:
+            shape = (1, choices) if self.correction_bias_is_row else (choices,)
+            may_miss = self.correction_bias_may_be_missing
+            yield Weight("e_score_correction_bias", shape, "float32", may_be_missing=may_miss)
+        if self.expert_scales:
+            yield Weight("expert_scales", (self.num_experts,), "float32")
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertKindsConfig:
@@ -63,6 +85,12 @@ class ExpertKindsConfig:
     top_k: int  # Experts that a token chooses, of its kind.
     widths: tuple[int, int]  # Intermediate sizes of an expert of either kind.
     tokens: tuple[int, ...]  # Ids that choose among the second kind; all others choose among the first.
+
+    def weights(self, hidden_size: int) -> Weights:
+        """Yields what checkpoints store of the two gates, which lie `[H, E]`."""
+        for name in ("weight", "weight_1"):
+            yield Weight(name, (hidden_size, self.num_experts), "float32")
+        yield Weight("e_score_correction_bias", (2, self.num_experts), "float32")
 
     @property
     def part_size(self) -> int:

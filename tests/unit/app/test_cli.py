@@ -50,7 +50,7 @@ def run_cli(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
         (["profile", "unix:/no.sock"], "is `moebius serve` or `moebius gpu` running there?"),
         (["chat", "--max-tokens", "many"], "'--max-tokens'"),
         (["bench", "decode", "--streams", "1,none"], "--streams: '1,none' is not allowed"),
-        (["sevre"], "sevre is no command; did you mean 'serve'?"),
+        (["sevre"], "sevre is no command; did you mean 'serve', 'sleep'?"),
         (["xyzzy"], "xyzzy is no command; moebius --help lists them"),
         (["models", "pull"], "pull is no command; moebius models --help lists them"),
         (["download", "qwen3"], "download is no command; moebius pull NAME does that"),

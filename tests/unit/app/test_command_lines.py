@@ -22,7 +22,7 @@ from app.other_commands import read_command, translate_command
 from app.other_options import translated
 from moebius.config.leaves import leaves
 from moebius.config.loader import load_config
-from moebius.errors import ConfigError
+from moebius.errors import ConfigError, UserError
 from moebius.other_servers.tensor_overrides import resident_layers
 
 DATA = Path(__file__).resolve().parents[2] / "data"
@@ -112,9 +112,74 @@ def test_all_differences_are_said_at_once_with_the_rest() -> None:
     with pytest.raises(ConfigError) as raised:
         translated(typed.split(), serve_options(), lambda: SOCKETS)
     said = str(raised.value)
-    for part in ("--swap-space 4: KV pages", "--enable-lora: LoRA", "--kv-cache-dtype: 'fp9' is not allowed"):
+    for part in (
+        "--swap-space 4: preempted requests",
+        "--enable-lora: LoRA",
+        "--kv-cache-dtype: 'fp9' is not allowed",
+    ):
         assert part in said
     assert said.endswith("without these it is: moebius serve m --tensor-parallel-size 2")
+
+
+# Lines that were not in the corpus when they were tried: what each is here, and what differs.
+MENDED = [
+    ("vllm serve m --kv-offloading-size 64 --kv-offloading-backend native", "m --kv-offload-gib 64.0", []),
+    (
+        "vllm serve m -tp 2 --kv-offloading-size 64",
+        "m --tensor-parallel-size 2",
+        ["--kv-offloading-size"],
+    ),
+    (
+        "sglang serve --model-path m --enable-hierarchical-cache --hicache-size 32 --hicache-ratio 2",
+        "m --kv-offload-gib 32.0 --port 30000",
+        ["--hicache-ratio"],
+    ),
+    (
+        "sglang serve --model-path m --enable-hierarchical-cache",
+        "m --port 30000",
+        ["--enable-hierarchical-cache"],
+    ),
+    ("llama-server -m m.gguf --cache-ram 8192", "m.gguf --kv-offload-gib 8.0 --port 8080", []),
+    ("llama-server -m m.gguf --cache-ram -1", "m.gguf --port 8080", ["--cache-ram"]),
+    ("llama-server -m m.gguf --pooling mean", "m.gguf --port 8080", ["--pooling"]),
+    ("vllm serve m -ep", "m --expert-split expert", []),
+    ("vllm serve m --allowed-origins '[\"*\"]'", "m --cors-origins '*'", []),
+    ("vllm serve m --api-key a b --port 81", "m --api-key a --port 81", ["--api-key"]),
+    ("vllm serve m --enforce-eager=false --enable-lora=false", "m", []),
+    (
+        'ollama run o/n:Q4_K_M --verbose --keepalive 1h --format json --think=high "Why?"',
+        "o/n:Q4_K_M --port 11434",
+        ["--verbose", "--think=high", "'Why?'", "--keepalive", "--format"],
+    ),
+    ("nohup vllm serve m --port 81 > vllm.log 2>&1 &", "m --port 81", []),
+    ("vllm serve m | tee log", "m", []),
+]
+
+
+@pytest.mark.parametrize(("line", "ours", "differs"), MENDED)
+def test_what_was_ignored_or_refused_for_another_reason(line: str, ours: str, differs: list[str]) -> None:
+    """Caches below the KV cache, short and JSON spellings, flags with a value, requests of `ollama run`, and
+    what is the shell's."""
+    words, found = translate_command(shlex.split(line), serve_options(), lambda: SOCKETS)
+    assert shlex.join(words) == f"moebius serve {ours}"
+    assert names(found.differences) == differs
+    load_config(None, settings(words[2:]))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "llama-swap --config c.yaml",
+        "ollama create m -f Modelfile",
+        "python ktransformers/server/main.py --port 1",
+        "python -m vllm.entrypoints.grpc_server --model m",
+        "vllm bench serve --model m",
+    ],
+)
+def test_what_starts_no_known_server_is_no_model(line: str) -> None:
+    """A program of another kind is named, instead of being taken for MODEL."""
+    with pytest.raises(UserError, match="starts no server that is known here; known are vllm serve"):
+        translate_command(shlex.split(line), serve_options(), lambda: SOCKETS)
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 
 from app.planning import fill
-from app.planning.fill import DeviceUse, filled_placement, parse_gpu_memory, with_filled_gpus
+from app.planning.fill import DeviceUse, parse_gpu_memory, with_filled_gpus
 from app.planning.planner import Planner
 from app.supervisor import placement as supervisor_placement
 from gpu_service.memory.plan import ExpertMemory
 from moebius.config import PlacementConfig
 from moebius.experts.placement import keeps_residents
 from tests.helpers.plan_models import GIB, PUBLISHED, hardware, settings, write_config
+from tests.helpers.published_checkpoints import Published
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,8 @@ def filled(
     """With so much memory that is free."""
     monkeypatch.setattr(fill, "available_memory", lambda: int(ram_gib * GIB))
     config = settings(model, **{"expert_dtype": "int4", **options})
-    return filled_placement(config, (DeviceUse(int(gpu_gib * GIB), int(gpu_gib * GIB)),))
+    found = fill.filled(config, (DeviceUse(int(gpu_gib * GIB), int(gpu_gib * GIB)),))
+    return None if found is None else found.placement
 
 
 def test_a_large_gpu_gets_everything(monkeypatch: pytest.MonkeyPatch, qwen: Path) -> None:
@@ -88,11 +90,33 @@ def test_other_processes_memory_is_not_planned_with(monkeypatch: pytest.MonkeyPa
     """A GPU of which half is taken is filled as one of half its size is."""
     monkeypatch.setattr(fill, "available_memory", lambda: 64 * GIB)
     config = settings(qwen, expert_dtype="int4")
-    shared = filled_placement(config, (DeviceUse(32 * GIB, 16 * GIB),))
-    alone = filled_placement(config, (DeviceUse(int(16 * GIB / 0.9), int(16 * GIB / 0.9)),))
+    shared = fill.filled(config, (DeviceUse(32 * GIB, 16 * GIB),))
+    alone = fill.filled(config, (DeviceUse(int(16 * GIB / 0.9), int(16 * GIB / 0.9)),))
     assert shared == alone
     assert shared is not None
-    assert shared.gpu_experts_ratio
+    assert shared.placement.gpu_experts_ratio
+
+
+def test_a_display_and_a_bound_leave_less(monkeypatch: pytest.MonkeyPatch, qwen: Path) -> None:
+    """With what a display holds, or with a bound in GiB, fewer experts are placed; `plan` does alike."""
+    monkeypatch.setattr(fill, "available_memory", lambda: 64 * GIB)
+    config, bounded = (settings(qwen, expert_dtype="int4", gpu_memory_gib=gib) for gib in ("none", "14.4"))
+    whole, display = DeviceUse(24 * GIB, 24 * GIB), DeviceUse(24 * GIB, 16 * GIB)
+    ratios = []
+    for given, use in ((config, whole), (bounded, whole), (config, display)):
+        found = fill.filled(given, (use,))
+        assert found is not None
+        ratios.append(found.placement.gpu_experts_ratio or 0)
+    assert ratios[0] > max(ratios[1:]) > 0
+    assert fill.as_empty((whole, display), config.gpu) == int(16 * GIB / 0.9)
+    assert fill.as_empty((whole, display), bounded.gpu) == 16 * GIB
+    monkeypatch.setattr(fill, "gpu_memory", lambda: (display,))
+    host = hardware("4090")
+    seen = fill.with_free_memory(host, config.gpu)
+    assert seen.gpu is not None
+    assert seen.gpu.memory_bytes == int(16 * GIB / 0.9)
+    monkeypatch.setattr(fill, "gpu_memory", lambda: ())
+    assert fill.with_free_memory(host, config.gpu) == host
 
 
 def test_a_gpu_that_does_not_hold_the_rest_is_left_to_the_engine_to_refuse(
@@ -102,6 +126,26 @@ def test_a_gpu_that_does_not_hold_the_rest_is_left_to_the_engine_to_refuse(
     found = filled(monkeypatch, qwen, 3, 64)
     assert found is not None
     assert found.gpu_experts_ratio == 0
+
+
+def test_states_leave_room_for_experts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Fewer outputs at once than the engine would choose, where their states would take the experts' memory;
+    as many as ever where all experts fit, and what is set stays.
+    """
+    monkeypatch.setattr(fill, "available_memory", lambda: 512 * GIB)
+    model = write_config(tmp_path / "next", Published.load("qwen3-next-80b-a3b").config)
+    chosen = {}
+    for gib, set_number in ((24, None), (48, None), (139, None), (24, "32")):
+        config = settings(model, expert_dtype="int4", max_num_seqs=set_number or "none")
+        found = fill.filled(config, (DeviceUse(gib * GIB, gib * GIB),))
+        assert found is not None
+        chosen[gib, set_number] = found.max_num_seqs, found.placement.gpu_experts_ratio or 0
+    assert chosen[139, None] == (None, 1.0)
+    fewer, more = chosen[24, None], chosen[48, None]
+    assert fewer[0] is not None
+    assert more[0] is None or more[0] > fewer[0]
+    assert fewer[1] > 10 * chosen[24, "32"][1]
+    assert more[1] > fewer[1]
 
 
 def test_without_a_gpu_nothing_is_placed(monkeypatch: pytest.MonkeyPatch, qwen: Path) -> None:
@@ -117,10 +161,13 @@ def test_without_a_gpu_nothing_is_placed(monkeypatch: pytest.MonkeyPatch, qwen: 
 
 
 def test_the_drivers_words() -> None:
-    """MiB by GPU; other words are an error that is not taken for memory."""
-    assert parse_gpu_memory("143771, 143156\n81559, 500\n") == (
-        DeviceUse(143771 * 2**20, 143156 * 2**20),
-        DeviceUse(81559 * 2**20, 500 * 2**20),
+    """MiB by GPU; other words are an error that is not taken for memory.
+
+    What the driver keeps for itself is in neither number, and no process has it.
+    """
+    assert parse_gpu_memory("4, 143156\n80500, 500\n") == (
+        DeviceUse(143160 * 2**20, 143156 * 2**20),
+        DeviceUse(81000 * 2**20, 500 * 2**20),
     )
     with pytest.raises(ValueError, match="invalid literal"):
         parse_gpu_memory("[N/A], [N/A]\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -19,9 +20,12 @@ from app.planning.speed import (
     predict_decode,
     predict_prefill,
     step_seconds,
+    windows_of,
 )
 from moebius.host.kernel_times import MeasuredOn, PanelTimes
-from tests.helpers.plan_models import hardware
+from moebius.models.read import read_model_config
+from tests.helpers.plan_models import hardware, write_config
+from tests.helpers.published_checkpoints import Published
 
 # Qwen3-30B-A3B with int4 experts, one GPU and one server of 16 AMX cores.
 QWEN = Work(
@@ -90,6 +94,20 @@ def test_a_step_by_hand() -> None:
     assert parts.total == pytest.approx(parts.dense + parts.cpu_experts + parts.hand_off + parts.overhead)
     assert row.tokens_per_second == pytest.approx(1 / parts.total)
     assert parts.bound_by == "experts in RAM"
+
+
+def test_a_window_bounds_what_is_read(tmp_path: Path) -> None:
+    """Half of the layers see 128 tokens, as gpt-oss's: at 8192 they read a 64th, at 100 all."""
+    windowed = replace(QWEN, windows={128: 0.5})
+    long, short = (
+        [step_seconds(work, HOST, 1, tokens).dense for work in (QWEN, windowed)] for tokens in (8192, 100)
+    )
+    assert short[0] == short[1]
+    saved = 0.5 * (1 - 128 / 8192) * 8192 * 98304 / (4.8e12 * GPU_BANDWIDTH_SHARE)
+    assert long[0] - long[1] == pytest.approx(saved)
+    published = Published.load("gpt-oss-120b").config
+    directory = write_config(tmp_path, published)
+    assert windows_of(read_model_config(directory)) == {128: pytest.approx(0.5)}
 
 
 def test_resident_experts_leave_the_servers() -> None:

@@ -96,6 +96,7 @@ def test_hosts_start_their_own_ranks(model: Path) -> None:
     """Each host starts as many; GPUs are counted from 0 on every host, and only rank 0 is probed."""
     flags = {"model": str(model), "device": "cpu", "tensor_parallel_size": "4", "rank_hosts": "2"}
     flags |= {
+        "gpu_metrics_port": "9401",
         "rank_address": "leader:29500",
         "gpu_address": "0.0.0.0:50051",
         "state_dir": str(model.parent / "s"),
@@ -113,6 +114,9 @@ def test_hosts_start_their_own_ranks(model: Path) -> None:
     placed = place_ranks(second.config, [Gpu(1), Gpu(0)], NODES)
     assert [rank.rank for rank in placed] == [2, 3]
     assert [local_rank(rank_settings(second.config, one).parallel) for one in placed] == [0, 1]
+    # One process of each host answers its kubelet's probes.
+    ports = [rank_settings(second.config, one).gpu.gpu_metrics_port for one in placed]
+    assert ports == [second.config.gpu.gpu_metrics_port, 0]
     with pytest.raises(ConfigError, match="4 ranks, rank_hosts 3"):
         plan_ranks(load_config(None, flags | {"rank_hosts": "3"}))
     with pytest.raises(ConfigError, match="rank_address: empty"):

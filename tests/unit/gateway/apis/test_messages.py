@@ -70,6 +70,7 @@ def test_stream_of_thought_text_and_calls() -> None:
     usage = {
         "input_tokens": 18,
         "cache_creation_input_tokens": 0,
+        "cache_creation": {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0},
         "cache_read_input_tokens": 32,
         "output_tokens": 9,
         "output_tokens_details": {"thinking_tokens": 4},
@@ -181,6 +182,36 @@ def translated(
     return translate(
         request, Context(tolerance, served_model(tmp_path, reasoning_parser))
     ).request, tolerance.ignored
+
+
+def test_marks_of_the_cache_ask_for_their_longest_time(tmp_path: Path) -> None:
+    """`cache_control` in a request, a tool, a block or within one keeps the prefix; others are refused."""
+
+    def kept_s(**body: Any) -> Any:
+        return translated(tmp_path, **{"messages": [{"role": "user", "content": "Hi"}], **body})[0].get(
+            "keep_prefix_s"
+        )
+
+    short, long = {"type": "ephemeral"}, {"type": "ephemeral", "ttl": "1h"}
+    text = {"type": "text", "text": "Hi"}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [text | {"cache_control": long}]}
+    assert kept_s() is None
+    assert kept_s(cache_control=short) == 300
+    assert kept_s(system=[text | {"cache_control": short}], cache_control=long) == 3600
+    assert kept_s(tools=[{"name": "f", "input_schema": {}, "cache_control": long}]) == 3600
+    assert kept_s(messages=[{"role": "user", "content": [text | {"cache_control": short}]}]) == 300
+    assert kept_s(messages=[{"role": "user", "content": [result]}]) == 3600
+    with pytest.raises(ValidationError, match="ttl"):
+        kept_s(cache_control={"type": "ephemeral", "ttl": "2h"})
+
+
+def test_tokens_that_are_kept_are_counted_apart() -> None:
+    """What was computed and is kept is neither plain input nor read from the cache, as Anthropic counts."""
+    form = MessagesFormat("r1", MessagesReply("claude", 100, kept_s=3600))
+    usage = form.whole([Output(list(ANSWER), ANSWER[-1].finish)], USAGE)["usage"]
+    assert (usage["input_tokens"], usage["cache_creation_input_tokens"]) == (0, 18)
+    assert usage["cache_creation"] == {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 18}
+    assert usage["cache_read_input_tokens"] == 32
 
 
 def test_history_of_an_agent(tmp_path: Path) -> None:

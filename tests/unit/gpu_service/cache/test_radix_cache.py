@@ -93,6 +93,45 @@ def test_least_recently_used_leaf_goes_first() -> None:
     assert tree.evict(1) == [2]
 
 
+def test_kept_prefixes_go_last_until_their_time_is_over() -> None:
+    """What is kept outlives what was used later, is given up when nothing else is left, and stays cached
+    memory: experts may not have it, requests may."""
+    tree = RadixCache(PAGE, most_kept_pages=2)
+    tree.advance(100.0)
+    kept = tree.insert([1, 1, 5, 5], [1, 2]).handle
+    tree.keep(kept, 60.0)
+    tree.insert([2, 2], [3])
+    tree.insert([3, 3], [4])
+    assert (tree.kept_pages, tree.evictable_pages) == (2, 4)
+    assert tree.evict(3, until=tree.time) == [3, 4]
+    assert tree.evict(4) == [1, 2]
+    kept = tree.insert([1, 1], [1]).handle
+    tree.keep(kept, 60.0)
+    tree.insert([2, 2], [3])
+    tree.advance(161.0)
+    assert tree.kept_pages == 0
+    assert tree.evict(1) == [1]
+
+
+def test_more_than_may_be_kept_is_given_up_by_its_last_use() -> None:
+    """A client cannot keep others out of the cache by keeping all of it."""
+    tree = RadixCache(PAGE, most_kept_pages=1)
+    for number in (1, 2):
+        tree.keep(tree.insert([number] * PAGE, [number]).handle, 60.0)
+    tree.insert([3] * PAGE, [3])
+    assert tree.kept_pages == 2
+    assert tree.evict(2) == [1, 2]
+
+
+def test_both_parts_of_a_split_prefix_are_kept() -> None:
+    """Another prompt that shares its beginning changes nothing for the rest."""
+    tree = RadixCache(PAGE, most_kept_pages=9)
+    tree.keep(tree.insert([1, 1, 5, 5], [1, 2]).handle, 60.0)
+    tree.insert([1, 1, 6, 6], [1, 3])
+    assert tree.kept_pages == 2
+    assert tree.evict(1) == [3]
+
+
 def test_namespaces_do_not_share() -> None:
     """Two salts with equal tokens never see each other's pages."""
     tree = RadixCache(PAGE)

@@ -7,10 +7,12 @@ from typing import cast
 import pytest
 import torch
 
-from gpu_service.core.parallel import Collectives
+from gpu_service.core.parallel import Collectives, ParallelContext
 from gpu_service.layers.norm import FullWidthNorm, norm_full_width
+from gpu_service.layers.rank_weights import RankWeights
 from gpu_service.ops.norm import rms_norm
-from moebius.models.layers.ranks import ShardRange, even_shard
+from moebius.models.layers.ranks import Cut, Even, KvHeads, ShardRange, even_shard
+from moebius.models.layers.weights import rms_norm as rms_norm_weight
 
 HEADS, KV_HEADS, HEAD_DIM, TOKENS, EPS = 8, 2, 6, 5, 1e-3
 
@@ -29,12 +31,13 @@ class _AddsUp:
         return torch.stack(self.parts).sum(dim=0)
 
 
-def _module(rows: ShardRange, weight: torch.Tensor, num_ranks: int) -> FullWidthNorm:
-    norm = FullWidthNorm(rows, num_ranks, EPS, dtype=weight.dtype)
+def _module(cut: Cut, rows: ShardRange, weight: torch.Tensor, rank: int, num_ranks: int) -> FullWidthNorm:
+    declared = rms_norm_weight("norm", len(weight), cut)
+    own = RankWeights(declared, weight.dtype, ParallelContext(rank, num_ranks))
+    norm = FullWidthNorm(own.under("norm"), num_ranks, EPS)
+    assert norm.rows == rows
     norm.to_empty(device="cpu")
-    (part,) = norm.checkpoint_parts()
-    assert (part.sibling, part.parameter, part.rows) == ("", "weight", rows)
-    norm.weight.data.copy_(weight[part.rows.slice])
+    norm.weight.data.copy_(weight[norm.rows.slice])
     return norm
 
 
@@ -58,8 +61,11 @@ def test_ranks_norm_by_the_statistics_of_all(num_ranks: int, dtype: torch.dtype)
             # Values follow in the same product, so the rows of a token are apart.
             own = torch.cat((query[:, heads.slice], key[:, kv.slice], key[:, kv.slice]), dim=1)
             q_norm, k_norm = (
-                _module(shard.scaled(HEAD_DIM), weight, num_ranks)
-                for shard, weight in ((heads, q_weight), (kv, k_weight))
+                _module(cut, shard.scaled(HEAD_DIM), weight, rank, num_ranks)
+                for cut, shard, weight in (
+                    (Even(HEADS), heads, q_weight),
+                    (KvHeads(KV_HEADS), ShardRange(kv.begin, kv.end, KV_HEADS), k_weight),
+                )
             )
             both = own[:, : heads.size], own[:, heads.size : heads.size + kv.size]
             found.append((heads, kv, *norm_full_width(*both, q_norm, k_norm, cast(Collectives, group))))

@@ -10,10 +10,12 @@ from torch import nn
 
 from gpu_service.layers.decoder import ResidualStream
 from gpu_service.layers.norm import RMSNorm
+from moebius.models.layers.weights import rms_norm
+from tests.helpers.layer_values import declared
 
 
 def _norm(size: int, dtype: torch.dtype) -> RMSNorm:
-    norm = RMSNorm(size, 1e-6, dtype=dtype)
+    norm = RMSNorm(declared(rms_norm("norm", size), dtype).under("norm"), 1e-6)
     norm.weight = nn.Parameter(torch.randn(size).to(dtype), requires_grad=False)
     return norm
 

@@ -101,7 +101,7 @@ def _check_dense(index: CheckpointIndex, config: ModelConfig) -> None:
         if canonical is not None:
             assert canonical not in present, f"{name} and another are both {canonical}"
             present[canonical] = info
-    expected = expected_names(model)
+    expected = expected_names(model.config)
     sources = find_sources(index.directory, present, expected, read_schemes(index.directory))
     assert sources.keys() == expected.keys()
 

@@ -17,6 +17,7 @@ from gpu_service.cache.state_cache import StateSlots, state_bytes
 from gpu_service.core.parallel import SOLO, ParallelContext
 from gpu_service.device import TORCH_DTYPES
 from gpu_service.experts.resident.panels import PAIRS_BYTES, UNPACKED_BYTES
+from gpu_service.loader.held import HeldWeights, held_weights
 from gpu_service.memory.device_memory import MemoryUse
 from gpu_service.memory.plan import (
     ACTIVATIONS,
@@ -45,6 +46,7 @@ from moebius.config import MoebiusConfig
 from moebius.config.loader import load_config
 from moebius.errors import UserError
 from moebius.models.read import read_model_config
+from moebius.models.weights import model_weights
 from tests.helpers.fake_memory import GIB, FakeMemory
 from tests.unit.moebius.models.test_linear_attention import NEXT
 
@@ -77,6 +79,11 @@ def plan(
         model.config.layers, config.gpu.page_size, torch.bfloat16, TORCH_DTYPES[model.config.dtype]
     )
     return plan_memory(config, model.config, parameter_bytes(model), use, page, experts, parallel)
+
+
+def all_values(model: CausalLM) -> HeldWeights:
+    """Returns the model's weights as values, beside a GPU."""
+    return held_weights(model.config, SOLO, model_weights(model.config), {}, on_cpu=False)
 
 
 def test_the_parts_make_up_the_budget(model: CausalLM) -> None:
@@ -152,18 +159,18 @@ def test_the_prefill_lane_is_planned_with_where_experts_are_streamed(model: Caus
 def test_the_chunk_of_a_streamed_step_is_what_fits(model: CausalLM, gib: int, least: int, most: int) -> None:
     """Unset it leaves room for requests in the KV cache; without streaming, or without room, none."""
     config, use = settings(max_num_batched_tokens=512, max_num_seqs=16), FakeMemory(gib * GIB).use()
-    found = RankPlan(config, model, use, RING).prefill_chunk(config)
+    found = RankPlan(config, all_values(model), use, RING).prefill_chunk(config)
     assert least <= found <= most
-    assert RankPlan(config, model, use, ExpertMemory()).prefill_chunk(config) == 0
+    assert RankPlan(config, all_values(model), use, ExpertMemory()).prefill_chunk(config) == 0
 
 
 def test_an_impossible_chunk_is_refused(model: CausalLM) -> None:
     """Shorter than a usual step, by name and with what is allowed; too large for the card, with what fits."""
     config = settings(prefill_chunk_max=1024)
     with pytest.raises(UserError, match=r"prefill_chunk_max: 1024 is not allowed; allowed: 2048 .* to 65536"):
-        RankPlan(config, model, FakeMemory(H200).use(), RING).prefill_chunk(config)
+        RankPlan(config, all_values(model), FakeMemory(H200).use(), RING).prefill_chunk(config)
     config = settings(max_num_batched_tokens=512, prefill_chunk_max=65536, max_num_seqs=1)
-    rank = RankPlan(config, model, FakeMemory(9 * GIB).use(), RING)
+    rank = RankPlan(config, all_values(model), FakeMemory(9 * GIB).use(), RING)
     assert rank.fits(), "it is the chunk that does not"
     with pytest.raises(MemoryShort, match="prefill lane") as caught:
         rank.make(config)
@@ -236,6 +243,17 @@ def test_other_processes_are_respected(model: CausalLM) -> None:
     assert plan(model, settings(), half).budget <= H200 - 69 * GIB
 
 
+def test_a_bound_in_gib_takes_the_place_of_a_share(model: CausalLM) -> None:
+    """The engine plans with as much as it is given, at most what there is, and names the bound it lacks."""
+    assert plan(model, settings(gpu_memory_gib="24")).budget == 24 * GIB
+    assert plan(model, settings(gpu_memory_gib="999")).budget == H200
+    with pytest.raises(UserError, match=r"gpu_memory_gib 2 of 140\.00 GiB\)"):
+        plan(model, settings(gpu_memory_gib="2"))
+    crowded = FakeMemory(H200, context=130 * GIB)
+    with pytest.raises(UserError, match="less what other processes hold"):
+        plan(model, settings(gpu_memory_gib="60", num_pages="100000"), crowded)
+
+
 def test_a_wanted_pool_is_given_or_refused(model: CausalLM) -> None:
     """kv_cache_gib and num_pages are promises, not limits."""
     page = page_bytes(model.config.layers, 16, torch.bfloat16, TORCH_DTYPES[model.config.dtype])
@@ -255,6 +273,7 @@ def test_ranks_divide_what_is_divided(model: CausalLM) -> None:
     assert parameter_bytes(model) == sum(p.numel() * 2 for p in model.parameters()) + sum(
         b.numel() * b.element_size() for b in model.buffers()
     )
+    assert all_values(model).device_bytes == parameter_bytes(model)
 
 
 def test_pool_takes_what_was_measured(model: CausalLM) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from gpu_service.device import TORCH_DTYPES
 from gpu_service.layers.composition import Composition
 from gpu_service.layers.gated_streams import NGramRows
 from gpu_service.loader.names import Target
-from gpu_service.loader.sources import target_rows
+from gpu_service.loader.sources import LoadContext, target_rows
 from gpu_service.memory.plan import StepSize, activation_bytes, parameter_bytes
 from gpu_service.models.compose import build_model
 from gpu_service.ops import examples
@@ -38,13 +40,15 @@ from gpu_service.ops.triton.kv import mean_index_keys as triton_mean_index_keys
 from gpu_service.ops.triton.ngrams import ngram_rows as triton_ngram_rows
 from gpu_service.ops.triton.ngrams import table_rows as triton_table_rows
 from moebius.checkpoint.errors import CheckpointError
+from moebius.checkpoint.reader import SliceReader
 from moebius.models.config import ModelConfig, ModelConfigError
 from moebius.models.layers.gqa import GQA, BlockIndexer
 from moebius.models.layers.layer import Layer, cached
+from moebius.models.layers.ngrams import NGramConfig, num_table_rows, table_weights
 from moebius.models.layers.norms import RMSNorm
-from moebius.models.layers.ranks import ShardRange
+from moebius.models.layers.ranks import ShardRange, even_shard
 from moebius.models.layers.recurrent import GatedDeltaNet
-from moebius.models.layers.residual import GatedStreams, NGramConfig
+from moebius.models.layers.residual import GatedStreams
 from moebius.models.read import read_model_config
 from tests.equality.test_no_hidden_waits import NoQuestions
 from tests.helpers.gguf_files import write_gguf
@@ -101,7 +105,7 @@ def test_hashes_are_transformers(place: int) -> None:
     assert table.factors.tolist() == theirs.layer_multipliers.tolist()
     assert table.primes.tolist() == theirs.ngram_heads_vocab_sizes.tolist()
     assert table.offsets.tolist() == theirs.ngram_heads_offsets.tolist()
-    assert table.num_rows == theirs.ngram_embedding.weight.shape[0]
+    assert num_table_rows(SIZES, place) == theirs.ngram_embedding.weight.shape[0]
 
 
 @pytest.mark.parametrize("compute", [ngram_rows.reference, triton_ngram_rows], ids=["torch", "triton"])
@@ -234,7 +238,7 @@ def test_qwen3_8_flash_next_is_read(tmp_path: Path) -> None:
     assert (ngram.layers, ngram.num_hashes, ngram.row_dim, ngram.conv_width) == ((1,), 16, 160, 10)
     assert (first(config, GatedDeltaNet).sigmoid_gates, rope.mrope_sections) == (True, (11, 11, 10))
     assert config.vision is not None
-    assert ngram_table(ngram, 0, config.vocab_size, "meta").num_rows == 128 * 2500012
+    assert num_table_rows(ngram, 0) == 128 * 2500012
     states = 36 * (48 * 128 * 128 * 4 + 3 * 10240 * 2) + 9 * 10240 * 2 + 2 * 8
     assert state_bytes(config.layers, TORCH_DTYPES[config.dtype]) == states
     assert page_bytes(config.layers, 16, torch.bfloat16, TORCH_DTYPES[config.dtype]) == 12 * 16 * 2 * (
@@ -330,7 +334,7 @@ def test_tables_in_8_bits_stay_so(tmp_path: Path) -> None:
     torch.testing.assert_close(logits[0], logits[1], rtol=0, atol=LOGITS_FLOAT32_SELF)
     config = read_model_config(tmp_path / "fp8")
     ngrams = _ngrams(config)
-    weights = ngram_table(ngrams, 0, config.vocab_size, "cpu").num_rows * ngrams.row_dim
+    weights = num_table_rows(ngrams, 0) * ngrams.row_dim
     for kept, plain in zip(*sizes, strict=True):
         assert plain - kept == 3 * weights - 4
     assert tables == [weights, 4 * weights]
@@ -366,13 +370,18 @@ def test_ranks_have_parts_of_a_table(ranks: int) -> None:
     found = torch.zeros(7, SIZES.num_hashes, SIZES.row_dim)
     for rank in range(ranks):
         parallel = ParallelContext(rank, ranks)
-        table = NGramRows(SIZES, num_rows, Composition(8, torch.float32, parallel))
-        values = torch.full_like(table.weight, float("nan"), device="cpu")
-        parts = list(table.checkpoint_parts())
-        assert [part.sibling for part in parts] == [f"ngram_embedding.shard_{i}" for i in range(SIZES.parts)]
-        for part, tensor in zip(parts, stored, strict=True):
-            assert part.rows.total == len(tensor)
-            values.narrow(0, part.begin, part.rows.size).copy_(tensor[part.rows.slice])
+        made, declared = Composition(8, torch.float32, parallel), tuple(table_weights(SIZES, num_rows))
+        own = made.weights(declared).under("ngram_embedding")
+        table = NGramRows(own, even_shard(num_rows, rank, ranks).begin, made)
+        values, begin = torch.full_like(table.weight, float("nan"), device="cpu"), 0
+        assert [weight.name for weight in declared] == [
+            f"ngram_embedding.shard_{i}.weight" for i in range(SIZES.parts)
+        ]
+        for weight, tensor in zip(declared, stored, strict=True):
+            part = weight.parts(rank, ranks)[0]
+            assert weight.shape == tensor.shape
+            values.narrow(0, begin, part.size).copy_(tensor[part.slice])
+            begin += part.size
         table.weight = torch.nn.Parameter(values, requires_grad=False)
         found += table(rows)
     assert torch.equal(found, whole[rows])
@@ -382,10 +391,14 @@ def test_next_to_a_gpu_tables_stay_in_the_hosts_memory(tmp_path: Path) -> None:
     """Tables are in pages of their own, which are locked; a plan counts them as RAM and leaves them out on
     the GPU.
     """
-    table = NGramRows(SIZES, 60, Composition(8, torch.float32, SOLO, torch.device("cuda")))
+    made = Composition(8, torch.float32, SOLO, torch.device("cuda"))
+    declared = tuple(table_weights(replace(SIZES, parts=1), 60))
+    table = NGramRows(made.weights(declared).under("ngram_embedding"), 0, made)
     whole, columns = ShardRange.whole(60), ShardRange.whole(SIZES.row_dim)
-    target = Target(table, "weight", (60, SIZES.row_dim), whole, columns, 0)
-    values = target_rows(target, "weight", torch.device("cuda"))
+    target = Target(declared[0], whole, columns, 0)
+    with SliceReader() as reader, ThreadPoolExecutor(1) as workers:
+        context = LoadContext(reader, lambda name: table, workers, 1)
+        values = target_rows(target, context, torch.device("cuda"))
     assert values.device.type == table.weight.device.type == "cpu"
     assert table.weight.data_ptr() % 4096 == 0
     assert not values.any()

@@ -7,11 +7,13 @@ import torch
 from torch import nn
 
 import tests.helpers.triton_interpreter  # noqa: F401
-from gpu_service.layers.norm import OnePlusWeightRMSNorm
+from gpu_service.layers.norm import OnePlusWeightRMSNorm, make_norm
 from gpu_service.ops import norm, rope
 from gpu_service.ops.rope_frequencies import inverse_frequencies
 from gpu_service.ops.triton import norm as triton_norm
 from gpu_service.ops.triton import rope as triton_rope
+from moebius.models.layers.norms import RMSNorm
+from tests.helpers.layer_values import declared
 from tests.tolerances import OP_ROUNDINGS
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where a GPU is")
@@ -24,7 +26,10 @@ def test_the_loaded_norm_is_transformers(dtype: torch.dtype) -> None:
     reference = Qwen3NextRMSNorm(24, eps=1e-6).to(dtype)
     # Near zero, where 1 + weight has no bfloat16 of its own.
     nn.init.normal_(reference.weight, std=0.003)
-    ours = OnePlusWeightRMSNorm(24, 1e-6, dtype=dtype)
+    value = RMSNorm(1e-6, one_plus_weight=True)
+    ours = make_norm(value, declared(value.weights("norm", 24), dtype).under("norm"))
+    assert isinstance(ours, OnePlusWeightRMSNorm)
+    assert ours.weight.dtype == torch.float32
     ours.weight = nn.Parameter(reference.weight.detach().float(), requires_grad=False)
     ours.pack()
     hidden_states = (torch.randn(5, 3, 24) * 7).to(dtype)

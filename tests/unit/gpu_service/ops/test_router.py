@@ -12,6 +12,7 @@ from gpu_service.layers.moe import Router
 from gpu_service.ops.router import route
 from moebius.checkpoint.errors import CheckpointError
 from moebius.models.layers.router import RouterConfig
+from tests.helpers.layer_values import declared
 from tests.tolerances import OP_FLOAT32
 
 ROWS, HIDDEN = 33, 24
@@ -108,7 +109,7 @@ def test_output_types_are_the_expert_client_contract() -> None:
 def test_a_tokens_id_chooses_its_experts_and_scores_weigh_them() -> None:
     """Experts are those of the table; rows of padding choose no expert, and the table is as before."""
     config = RouterConfig(6, 2, "sqrt_softplus", post="renormalize", scale=1.5)
-    router = Router(4, config, hashed_tokens=5, dtype=torch.float32)
+    router = Router(config, declared(config.weights(4, hashed_tokens=5)))
     assert router.e_score_correction_bias is None
     assert router.tid2eid is not None
     table = torch.tensor([[0, 1], [5, 2], [3, 4], [1, 0], [2, 2]], dtype=torch.int32)
@@ -129,7 +130,8 @@ def test_a_tokens_id_chooses_its_experts_and_scores_weigh_them() -> None:
 @pytest.mark.parametrize("expert", [-1, 6])
 def test_a_table_with_unknown_experts_is_refused(expert: int) -> None:
     """What a server was asked for that it does not have could be anything."""
-    router = Router(4, RouterConfig(6, 2, "sqrt_softplus"), hashed_tokens=2, dtype=torch.float32)
+    config = RouterConfig(6, 2, "sqrt_softplus")
+    router = Router(config, declared(config.weights(4, hashed_tokens=2)))
     table = torch.tensor([[0, expert], [1, 2]], dtype=torch.int32)
     router.tid2eid = torch.nn.Parameter(table, requires_grad=False)
     with pytest.raises(CheckpointError, match=f"expert {expert}; allowed: 0 to 5"):

@@ -43,6 +43,8 @@ REQUESTS = st.builds(
     index=st.integers(0, 127),
     priority=st.integers(-100, 100),
     cache_namespace=st.text(max_size=10),
+    keep_prefix_s=st.floats(0, 1e5),
+    arrived_s=st.floats(0, 1e9),
 )
 MESSAGES = (
     st.builds(Add, st.lists(REQUESTS, min_size=1, max_size=3).map(tuple))
@@ -51,7 +53,16 @@ MESSAGES = (
     | st.builds(RunOperation, st.text(max_size=20), st.text(max_size=20), st.builds(Future))
     | st.builds(Stop)
 )
-FIELDS = ("request_id", "prompt_token_ids", "params", "index", "priority", "cache_namespace")
+FIELDS = (
+    "request_id",
+    "prompt_token_ids",
+    "params",
+    "index",
+    "priority",
+    "cache_namespace",
+    "keep_prefix_s",
+    "arrived_s",
+)
 
 
 def facts(message: Message) -> object:

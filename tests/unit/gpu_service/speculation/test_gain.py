@@ -60,9 +60,14 @@ class SimulatedEngine:
     """Schedules as `Engine.turn` does: the next step while one is in flight, unless it waits."""
 
     def __init__(
-        self, seconds_of: Callable[[int], float], speculates: bool, right: float | None = None
+        self,
+        seconds_of: Callable[[int], float],
+        speculates: bool,
+        right: float | None = None,
+        text: bool = False,
     ) -> None:
-        """`right`: the acceptance rate of drafts by layers of the model; None: of n-grams, from the text."""
+        """`right`: the acceptance rate of drafts by layers of the model; None: there are none, but of n-grams
+        from the text; `text`: these, too."""
         limits = SchedulerLimits(
             max_num_seqs=_MOST_ROWS,
             max_num_batched_tokens=1 << 16,
@@ -72,10 +77,13 @@ class SimulatedEngine:
             prefill_chunk_max=0,
             max_rows=_MOST_ROWS,
         )
-        drafter = NGramDrafter(3, 8) if right is None else None
+        drafter = NGramDrafter(3, 8) if right is None or text else None
         self._right = right
         self._launches = 0
-        self.policy = Speculation(limits, 3, drafter, adaptive=True) if speculates else None
+        self.policy = None
+        if speculates:
+            on_device = right is not None
+            self.policy = Speculation(limits, 3, drafter, has_device_drafter=on_device, adaptive=True)
         cache = RequestCache(PagePool(20_000), RadixCache(16), prefix_caching=False)
         self._scheduler = Scheduler(limits, cache, self.policy)
         self._pace = DraftPace(lambda: self._now)
@@ -231,3 +239,18 @@ def test_the_models_own_drafts_are_worth_it_or_left_out(
     engine = SimulatedEngine(seconds_of, speculates=True, right=right)
     speeds = [engine.decode(streams, 0.0) for _ in range(3)]
     assert sum(speeds[1:]) / 2 > least * plain
+
+
+@pytest.mark.parametrize("seconds_of", [resident, in_memory])
+@pytest.mark.parametrize("changed", [0.0, 0.9])
+def test_two_drafters_are_worth_what_the_better_one_is(
+    seconds_of: Callable[[int], float], changed: float
+) -> None:
+    """With n-grams and the model's layers, texts that repeat themselves and those that do not come as fast as
+    with the drafter that suits them."""
+    alone = []
+    for right in (None, 0.9):
+        engine = SimulatedEngine(seconds_of, speculates=True, right=right)
+        alone.append(sum(engine.decode(16, changed) for _ in range(3)))
+    engine = SimulatedEngine(seconds_of, speculates=True, right=0.9, text=True)
+    assert sum(engine.decode(16, changed) for _ in range(3)) > 0.95 * max(alone)

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpu_service.core.step import Batch
+from gpu_service.speculation.acceptance import DraftSource
 from gpu_service.speculation.ngram import NGramDrafter, NGramIndex
 from gpu_service.speculation.pace import DraftPace
 from gpu_service.speculation.policy import Speculation, StepCosts, bucket
@@ -86,12 +87,7 @@ def speculation(num_drafts: int = 3, **tables: dict[int, float]) -> Speculation:
 
 def chosen(policy: Speculation, *shares: float) -> list[int]:
     """Returns the drafts of requests in one step, each with three, of which the given share is accepted."""
-    offers = []
-    for index, share in enumerate(shares):
-        request = make_request(f"r{index}", prompt_of(index, 5))
-        request.drafts_verified, request.drafts_accepted = 1e6, share * 1e6
-        offers.append((request, 3))
-    return policy._choose(offers, len(offers))
+    return policy._choose([(share, 3) for share in shares], len(shares))
 
 
 @pytest.mark.parametrize(
@@ -130,19 +126,19 @@ def test_a_share_follows_the_latest_drafts_and_is_forgotten() -> None:
     """Wrong drafts are given up; with tokens that had none the request is tried again."""
     policy = speculation(plain={1: 1.0}, verifying={2: 1.3, 4: 1.9})
     request = make_request("r", prompt_of(1, 5))
-    assert policy._choose([(request, 3)], 1) == [3]
+    assert policy._choose([(policy._rate(request, DraftSource.TEXT), 3)], 1) == [3]
     for _ in range(10):
         policy.committed(request, 3, 0)
-    assert policy._choose([(request, 3)], 1) == [0]
+    assert policy._choose([(policy._rate(request, DraftSource.TEXT), 3)], 1) == [0]
     tokens = 0
-    while policy._choose([(request, 3)], 1) == [0]:
+    while policy._choose([(policy._rate(request, DraftSource.TEXT), 3)], 1) == [0]:
         policy.committed(request, 0, 0)
         tokens += 1
         assert tokens < 1500
     assert tokens > 50
     for _ in range(40):
         policy.committed(request, 3, 3)
-    assert policy._choose([(request, 3)], 1) == [3]
+    assert policy._choose([(policy._rate(request, DraftSource.TEXT), 3)], 1) == [3]
     assert (policy.num_drafts, policy.num_verified, policy.num_accepted) == (50, 150, 120)
 
 
@@ -164,6 +160,31 @@ def test_steps_wait_for_tokens_whose_drafts_are_usually_accepted(said: int, wait
         request.drafts = ()
     assert answer == waits
     assert policy.num_verified == 0
+
+
+def test_each_request_gets_the_drafts_that_are_accepted_more_often() -> None:
+    """With two drafters the text's come first; where they are rejected, those of the model's layers do."""
+    limits = build_scheduler(Knobs(num_drafts=3, drafter=FixedDrafter(1, 2, 3))).limits
+    policy = Speculation(limits, 3, FixedDrafter(1, 2, 3), has_device_drafter=True)
+    request = make_request("r", prompt_of(1, 5), max_tokens=90)
+    policy.committed(request, 0, 0, [7, 8])
+    assert policy._draft_tokens(request) == [1, 2, 3]
+    assert request.drafts_source == DraftSource.TEXT
+    for _ in range(5):
+        policy.committed(request, 3, 0, [7, 8])
+        assert policy._draft_tokens(request)
+        request.drafts_source = DraftSource.TEXT
+    policy.committed(request, 3, 0, [7, 8])
+    assert policy._draft_tokens(request) == [7, 8]
+    assert request.drafts_source == DraftSource.LAYERS
+    for _ in range(20):
+        policy.committed(request, 2, 0, [7, 8])
+        policy._draft_tokens(request)
+        request.drafts_source = DraftSource.LAYERS
+    policy.committed(request, 2, 0, [7, 8])
+    assert policy._draft_tokens(request) == [1, 2, 3]
+    policy.committed(request, 0, 0)
+    assert policy._draft_tokens(request) == [1, 2, 3]
 
 
 def test_room_for_drafts_ends_with_the_output() -> None:

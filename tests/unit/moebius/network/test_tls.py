@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import gc
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ import grpc
 import pytest
 import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from prometheus_client import CollectorRegistry
 
 from app.commands.experts import engine_stub
 from app.commands.once import quiet
@@ -23,6 +25,7 @@ from app.commands.running import running
 from app.supervisor.health import Plan, Timing
 from app.supervisor.plan import ServePlan
 from gateway.replicas.engine_client import EngineClient
+from gateway.telemetry.combined import added, samples_of
 from lab.bench.engine import servers
 from lab.bench.engine.servers import running_servers
 from moebius.config import GatewayConfig, MoebiusConfig, SecurityConfig
@@ -37,6 +40,7 @@ from moebius.network.tls import (
     http_files,
     read_credentials,
 )
+from moebius.telemetry.certificates import CertificateCollector
 from protos import engine_pb2
 from tests.helpers.certificates import Authority, Pair, grpc_security, write_secret
 from tests.helpers.waiting import wait_until
@@ -339,6 +343,24 @@ def test_files_are_looked_at_once_a_second(
     assert renewed.current() == before
     clock[0] = 1.1
     assert renewed.current() != before
+
+
+def test_when_certificates_expire_is_a_metric(authority: Authority, tmp_path: Path) -> None:
+    """It is the earliest end of the certificates for each use; of a process without any there is none, and of
+    several gateway processes the earliest counts, not a sum."""
+    name = "moebius:certificate_expiry_timestamp_seconds"
+    registry = CollectorRegistry()
+    registry.register(CertificateCollector())
+    gc.collect()  # what earlier tests used
+    assert registry.get_sample_value(name, {"use": "grpc"}) is None
+    write_secret(tmp_path, authority.issue("engine"), authority.pem)
+    renewed = RenewedFiles(grpc_files(grpc_security(tmp_path)))
+    end = renewed.current().not_after
+    assert end is not None
+    assert registry.get_sample_value(name, {"use": "grpc"}) == end.timestamp()
+    samples = samples_of(registry)
+    (total,) = added([samples, samples, {}])[name].values.values()
+    assert total == end.timestamp()
 
 
 @pytest.mark.parametrize(

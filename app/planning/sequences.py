@@ -1,0 +1,69 @@
+"""How many outputs a step has where no setting says it: as many as leave the rest of the memory its work.
+
+Every output of a model with recurrent layers holds states, and those that prefixes end in are kept, too:
+what 64 of them take may be more than all that experts could have.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from app.planning.hardware import Hardware
+from app.planning.memory import all_resident, chosen_residency, has_placement, nothing_resident
+
+if TYPE_CHECKING:
+    from app.planning.planner import Planner
+
+# Of the memory for states, experts and cache, states take at most this part, where not all experts fit.
+STATES_PART = 4
+
+
+def with_num_seqs(planner: Planner, hardware: Hardware, fill: bool) -> Planner:
+    """Returns the same with a number of outputs: what an engine would choose, or, where `fill` puts experts
+    on GPUs, fewer.
+
+    Fewer are chosen for experts and cache alone, so an engine has to be given the number:
+    `Planner.seqs_beside_experts`.
+    """
+    if not planner.on_gpu:
+        return planner.with_gpu(max_num_seqs=planner.forecast.shared_num_seqs(planner.config))
+    most = _engine_num_seqs(planner, hardware)
+    chosen = planner.with_gpu(max_num_seqs=most)
+    if not fill or has_placement(planner.config) or not planner.geometry.moe_layers:
+        return chosen
+    count = _beside_experts(planner, hardware, most)
+    if count == most:
+        return chosen
+    fewer = planner.with_gpu(max_num_seqs=count)
+    fewer.seqs_beside_experts = count
+    return fewer
+
+
+def _engine_num_seqs(planner: Planner, hardware: Hardware) -> int:
+    """Returns as many as an engine on such GPUs would choose."""
+    assert hardware.gpu is not None
+    held = planner.all_held(chosen_residency(planner.config, planner.geometry), hardware)
+    return planner.forecast.num_seqs(planner.config, hardware.gpu.memory_bytes, held)
+
+
+def _holds_everything(planner: Planner, hardware: Hardware) -> bool:
+    """Returns whether all experts fit GPUs beside the planner's number of outputs and their KV cache."""
+    everything = all_resident(planner.config, planner.geometry)
+    needed = planner.kept_tokens(hardware) * planner.token_bytes()
+    return planner.room_bytes(hardware, everything) >= needed
+
+
+def _beside_experts(planner: Planner, hardware: Hardware, most: int) -> int:
+    from gpu_service.assembly.rank_plan import NUM_SEQS
+
+    has_states = planner.forecast.state_bytes(planner.config) > 0
+    if not has_states or _holds_everything(planner.with_gpu(max_num_seqs=most), hardware):
+        return most
+    alone = planner.with_gpu(max_num_seqs=1)
+    needed = planner.forecast.state_bytes(alone.config)
+    free = alone.room_bytes(hardware, nothing_resident(planner.geometry))
+    for count in NUM_SEQS:
+        states = planner.forecast.state_bytes(planner.with_gpu(max_num_seqs=count).config)
+        if count <= most and states - needed <= free // STATES_PART:
+            return count
+    return 1

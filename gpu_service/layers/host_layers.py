@@ -1,0 +1,152 @@
+"""Consecutive layers on a CPU by one call, in steps whose rows are all computed alone.
+
+In decode a layer's kernels take some ten microseconds each, and calling them one by one from Python takes
+as long again. `_kernels.DecoderLayers` calls the same kernels in the same order on the same weights: both
+ways give the same bits, so that a step may be computed either way. Layers of other kinds, and steps within
+which something else is to happen (recording, streaming, deferral, a sampled trace, images), take the layers'
+own `forward`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from gpu_service.attention.cpu_backend import AttendingRows, CpuAttention
+from gpu_service.layers.context import ForwardContext
+from gpu_service.layers.decoder import DecoderLayer, ResidualStream
+from gpu_service.layers.moe import MoE
+from gpu_service.ops.host_kernels import MOST_SCORED_ROWS
+from gpu_service.ops.rope import RopeTable
+from moebius import _kernels
+
+Sight = tuple[int | None, int | None]
+
+
+class HostLayers:
+    """Some consecutive layers; made by `HostRuns`."""
+
+    def __init__(
+        self,
+        weights: Sequence[_kernels.LayerWeights],
+        layers: Sequence[DecoderLayer],
+        sights: Sequence[Sight],
+        attention: CpuAttention,
+        end: int,
+    ) -> None:
+        """`end`: the number of the layer after the last one."""
+        self.end = end
+        self._sights, self._attention, self._dtype = list(sights), attention, attention.kv_cache.dtype
+        self._moes = [layer.mlp for layer in layers if isinstance(layer.mlp, MoE)]
+        # Sums over experts are float32.
+        self._update_dtype = torch.float32 if isinstance(layers[-1].mlp, MoE) else self._dtype
+        norm = layers[0].post_attention_layernorm
+        assert norm is not None, "layers without it have no weights here"
+        is_bfloat16 = self._dtype == torch.bfloat16
+        size = norm.weight.shape[0]
+        self._kernel = _kernels.DecoderLayers(attention.threads, is_bfloat16, size, weights)
+
+    def forward(self, stream: ResidualStream, ropes: Sequence[RopeTable], context: ForwardContext) -> bool:
+        """Adds the layers to the stream; False: they have to be called one by one, and nothing has changed.
+
+        Raises what the expert client raises; then the step may be run again unchanged.
+        """
+        rows = [self._attention.lone_rows(*sight) for sight in self._sights]
+        seen = [row for row in rows if row is not None]
+        if len(seen) < len(rows) or any(moe.on_routed is not None for moe in self._moes):
+            return False
+        if not self._moes:
+            self._run(stream, ropes, context, seen, None)
+            return True
+        if context.experts is None or context.experts.call_log is not None:
+            return False
+        with context.experts.driven_by_host(context.inputs.positions.shape[0]) as experts:
+            if experts is None:
+                return False
+            self._run(stream, ropes, context, seen, experts)
+        return True
+
+    def _run(
+        self,
+        stream: ResidualStream,
+        ropes: Sequence[RopeTable],
+        context: ForwardContext,
+        seen: Sequence[AttendingRows],
+        experts: _kernels.RoutedExperts | None,
+    ) -> None:
+        inputs, residual = context.inputs, stream.sum()
+        update = torch.empty(residual.shape, dtype=self._update_dtype)
+        tables = [(t.cos.data_ptr(), t.sin.data_ptr(), t.cos.shape[-1], t.interleaved) for t in ropes]
+        self._kernel.run(
+            experts,
+            residual.data_ptr(),
+            update.data_ptr(),
+            residual.shape[0],
+            inputs.slot_mapping.data_ptr(),
+            inputs.block_table.data_ptr(),
+            inputs.block_table.stride(0),
+            seen[0].requests.data_ptr(),
+            tables,
+            [(rows.begins.data_ptr(), rows.ends.data_ptr()) for rows in seen],
+        )
+        stream.add(update)
+
+
+_NONE: Mapping[int, HostLayers] = {}
+
+
+class HostRuns:
+    """Which of a stage's layers are computed together, once it is known what they attend with."""
+
+    def __init__(
+        self, layers: Sequence[nn.Module], first_layer: int, rotary_of: Sequence[int | None]
+    ) -> None:
+        """`layers`: those that every token passes, from number `first_layer` on; `rotary_of`: by number, the
+        index of its rotary table.
+        """
+        self._layers, self._first_layer, self._rotary_of = layers, first_layer, rotary_of
+        self._attention: CpuAttention | None = None
+        self._runs: Mapping[int, HostLayers] = _NONE
+
+    def of_step(self, context: ForwardContext) -> Mapping[int, HostLayers]:
+        """Returns the runs that the step may use, by the number of their first layer."""
+        attention, inputs = context.attention, context.inputs
+        if not isinstance(attention, CpuAttention) or inputs.positions.shape[0] > MOST_SCORED_ROWS:
+            return _NONE
+        watchers = context.recorder, context.first_overflow, context.between_layers, context.deferral
+        devices = context.resident, context.streamed, inputs.image_features, inputs.valid_rows
+        if any(part is not None for part in (*watchers, *devices)):
+            return _NONE
+        if attention is not self._attention:
+            self._attention, self._runs = attention, self._found(attention)
+        return self._runs
+
+    def _found(self, attention: CpuAttention) -> Mapping[int, HostLayers]:
+        """Returns the longest runs of layers that have weights for the kernels."""
+        runs: dict[int, HostLayers] = {}
+        number = self._first_layer
+        while number < self._first_layer + len(self._layers):
+            run = self._run_from(number, attention)
+            if run is not None:
+                runs[number] = run
+            number = number + 1 if run is None else run.end
+        return runs
+
+    def _run_from(self, begin: int, attention: CpuAttention) -> HostLayers | None:
+        weights: list[_kernels.LayerWeights] = []
+        layers: list[DecoderLayer] = []
+        sights: list[Sight] = []
+        for number, layer in enumerate(self._layers[begin - self._first_layer :], begin):
+            rotary = self._rotary_of[number]
+            if not isinstance(layer, DecoderLayer) or rotary is None or layer.sight is None:
+                break
+            if layer.sight not in sights:
+                sights.append(layer.sight)
+            found = layer.host_weights(attention.kv_cache, rotary, sights.index(layer.sight))
+            if found is None:
+                break
+            weights.append(found)
+            layers.append(layer)
+        return HostLayers(weights, layers, sights, attention, begin + len(layers)) if layers else None

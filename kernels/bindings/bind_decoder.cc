@@ -1,0 +1,108 @@
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <optional>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "kernels/bindings/bindings.h"
+#include "kernels/bindings/mailbox_errors.h"
+#include "kernels/bindings/released_gil.h"
+#include "kernels/dense/decoder_layers.h"
+#include "kernels/mailbox/mailbox_experts.h"
+
+namespace py = pybind11;
+
+namespace moebius {
+namespace {
+
+using namespace dense;
+
+// A matrix (None: there is none) and the address of its bias, 0: none.
+using GivenProjection = std::pair<std::shared_ptr<DenseMatrix>, uintptr_t>;
+// Addresses of begins and ends, or of cosines and sines with their width and whether pairs are neighbours.
+using GivenSight = std::pair<uintptr_t, uintptr_t>;
+using GivenRotation = std::tuple<uintptr_t, uintptr_t, uint32_t, bool>;
+
+Projection projection(const GivenProjection& given) { return {given.first, pointer<float>(given.second)}; }
+
+void bind_weights(py::module_& m) {
+  py::class_<NormWeights>(m, "NormWeights")
+      .def(py::init([](uintptr_t weight, bool is_bfloat16, float eps) {
+             return NormWeights{pointer<void>(weight), is_bfloat16, eps};
+           }),
+           py::arg("weight"), py::arg("is_bfloat16"), py::arg("eps"));
+  py::class_<AttentionWeights>(m, "AttentionWeights")
+      .def(py::init([](const GivenProjection& qkv, const GivenProjection& output, uintptr_t query_norm,
+                       uintptr_t key_norm, float norm_eps, uintptr_t sinks, uintptr_t pages, uint32_t page_size,
+                       uint32_t num_heads, uint32_t num_kv_heads, uint32_t head_dim, float scale, uint32_t rotation,
+                       uint32_t sight) {
+             return AttentionWeights{projection(qkv), projection(output), pointer<void>(query_norm),
+                                     pointer<void>(key_norm), norm_eps, pointer<float>(sinks), pointer<void>(pages),
+                                     page_size, num_heads, num_kv_heads, head_dim, scale, rotation, sight};
+           }),
+           py::kw_only(), py::arg("qkv"), py::arg("output"), py::arg("query_norm"), py::arg("key_norm"),
+           py::arg("norm_eps"), py::arg("sinks"), py::arg("pages"), py::arg("page_size"), py::arg("num_heads"),
+           py::arg("num_kv_heads"), py::arg("head_dim"), py::arg("scale"), py::arg("rotation"), py::arg("sight"));
+  py::class_<MlpWeights>(m, "MlpWeights")
+      .def(py::init([](const GivenProjection& gate_up, const GivenProjection& down) {
+             return MlpWeights{projection(gate_up), projection(down)};
+           }),
+           py::arg("gate_up"), py::arg("down"));
+  py::class_<RouterWeights>(m, "RouterWeights")
+      .def(py::init([](uintptr_t weight, bool is_bfloat16, uintptr_t bias, uintptr_t correction,
+                       const RoutingRule& rule) {
+             return RouterWeights{pointer<void>(weight), pointer<float>(bias), pointer<float>(correction), is_bfloat16,
+                                  rule};
+           }),
+           py::arg("weight"), py::arg("is_bfloat16"), py::arg("bias"), py::arg("correction"), py::arg("rule"));
+  py::class_<LayerWeights>(m, "LayerWeights")
+      .def(py::init([](const NormWeights& input_norm, const AttentionWeights& attention, const NormWeights& ffn_norm,
+                       const std::optional<MlpWeights>& mlp, const std::optional<RouterWeights>& router,
+                       uint32_t layer) {
+             return LayerWeights{input_norm, attention, ffn_norm, mlp.value_or(MlpWeights{}),
+                                 router.value_or(RouterWeights{}), layer};
+           }),
+           py::arg("input_norm"), py::arg("attention"), py::arg("ffn_norm"), py::arg("mlp"), py::arg("router"),
+           py::arg("layer"));
+}
+
+void run(DecoderLayers& layers, RoutedExperts* experts, uintptr_t residual, uintptr_t update, uint32_t num_rows,
+         uintptr_t slot_mapping, uintptr_t block_table, size_t table_stride, uintptr_t requests,
+         const std::vector<GivenRotation>& rotations, const std::vector<GivenSight>& sights) {
+  StepRows step{num_rows, pointer<void>(residual), pointer<void>(update), pointer<int64_t>(slot_mapping),
+                pointer<int32_t>(block_table), table_stride, pointer<int32_t>(requests), {}, {}};
+  for (const auto& [cosine, sine, rotary_dim, interleaved] : rotations) {
+    step.rotations.push_back({pointer<void>(cosine), pointer<void>(sine), rotary_dim, interleaved});
+  }
+  for (const auto& [begins, ends] : sights) step.sights.push_back({pointer<int32_t>(begins), pointer<int32_t>(ends)});
+  const ReleasedGil release;
+  layers.run(step, experts);
+}
+
+py::tuple take_times(mailbox::MailboxExperts& experts) {
+  const mailbox::ExpertTimes times = experts.take_times();
+  return py::make_tuple(times.layers, times.rows, times.waited, times.handed_off, times.computed);
+}
+
+}  // namespace
+
+void bind_decoder(py::module_& m) {
+  register_mailbox_errors();
+  bind_weights(m);
+  py::class_<RoutedExperts, std::shared_ptr<RoutedExperts>>(m, "RoutedExperts");
+  py::class_<mailbox::MailboxExperts, RoutedExperts, std::shared_ptr<mailbox::MailboxExperts>>(m, "MailboxExperts")
+      .def(py::init<mailbox::Mailbox&>(), py::arg("mailbox"), py::keep_alive<1, 2>())
+      .def("use", &mailbox::MailboxExperts::use, py::arg("slot"), py::arg("deadline_ms"))
+      .def("take_times", &take_times);
+  py::class_<DecoderLayers>(m, "DecoderLayers")
+      .def(py::init<std::shared_ptr<DenseThreads>, bool, uint32_t, std::vector<LayerWeights>>(), py::arg("threads"),
+           py::arg("is_bfloat16"), py::arg("hidden_size"), py::arg("layers"))
+      .def("run", &run, py::arg("experts"), py::arg("residual"), py::arg("update"), py::arg("num_rows"),
+           py::arg("slot_mapping"), py::arg("block_table"), py::arg("table_stride"), py::arg("requests"),
+           py::arg("rotations"), py::arg("sights"));
+}
+
+}  // namespace moebius

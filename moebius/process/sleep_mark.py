@@ -1,0 +1,70 @@
+"""The file that exists while an engine sleeps, by which its gateway and its successor after a kill know it.
+
+It is written before the engine stops taking calls and removed when it begins to load, so that a reader
+may expect a refused call to be answered later.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from moebius.replace_file import replace_file
+
+ASLEEP = "the engine is asleep: POST /wake_up or `moebius wake` wakes it"
+FORCED = "the engine was put to sleep, which ended this call"
+"""The end of a call that was not waited for: it is not to be repeated, which would wake the engine."""
+_FD = Path("/proc/self/fd")
+
+
+class SleepMark:
+    """The mark at one path; without a path there is never one."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    @property
+    def has_place(self) -> bool:
+        """Whether a mark can be made at all."""
+        return bool(self._path)
+
+    @property
+    def exists(self) -> bool:
+        """Whether the engine sleeps, or lets its last calls end before it does."""
+        return bool(self._path) and os.path.exists(self._path)
+
+    def write(self, text: str) -> None:
+        """Makes the mark with what a sleeping engine has to know. Raises OSError."""
+        replace_file(Path(self._path), text)
+
+    def read(self) -> str:
+        """Returns what was written. Raises OSError."""
+        return Path(self._path).read_text(encoding="utf-8")
+
+    def clear(self) -> None:
+        """Removes the mark if there is one. Raises OSError."""
+        if self._path:
+            Path(self._path).unlink(missing_ok=True)
+
+
+def start_over(cpus: set[int]) -> NoReturn:
+    """Runs this process's own command line in its place, which gives back everything but its number.
+
+    The system frees all memory, and a driver that of its device, as at the process's end; parents,
+    supervisors and containers see none. `cpus` are those that the new program may use: a thread that calls
+    this may be bound to fewer.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for name in os.listdir(_FD):
+        if int(name) > sys.stderr.fileno():
+            try:
+                os.set_inheritable(int(name), False)
+            except OSError:  # that of the listing itself
+                continue
+    os.sched_setaffinity(0, cpus)
+    command = list(sys.orig_argv)
+    command[0] = sys.executable
+    os.execv(sys.executable, command)

@@ -1,0 +1,125 @@
+"""Invariant: on a CPU, layers of a decode step that one call computes have the bits of calls one by one.
+
+Also keys and values in the cache; for families that differ in norms, biases, windows, rotation and routers,
+with one row and several, and at every instruction-set level.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpu_service.experts.client import ExpertUnavailable
+from gpu_service.experts.mailbox_client import MailboxExpertClient
+from gpu_service.experts.servers import CheckedExperts
+from gpu_service.layers.host_layers import HostLayers
+from gpu_service.ops.backends import install, uninstall
+from gpu_service.ops.host_kernels import dense_threads
+from moebius.kernels import supported_isas
+from moebius.mailbox import Mailbox, MailboxGeometry
+from moebius.models.config import DTypeName, ModelOverrides
+from moebius.models.read import read_geometry
+from tests.helpers.gguf_models import GgufFile, cached_gguf_files
+from tests.helpers.mailbox import served_mailbox
+from tests.helpers.paged_runner import Decoding, PagedRunner, load_runner
+
+PROMPT = [3, 17, 200, 5, 99, 42, 42, 8, 150, 23, 61, 2]
+# Norms of heads; always active experts, after a layer that is not kept; biases, sinks and windows; plain.
+NAMES = ("qwen3_vl_moe_fused", "glm4_moe", "gpt_oss", "mixtral")
+# Those with kernels of rows of their own, and what this machine takes.
+LEVELS = dict.fromkeys(
+    [isa for isa in supported_isas() if isa in ("avx2", "avx512")] + [supported_isas()[-1]]
+)
+
+
+@pytest.fixture(scope="module")
+def gguf(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], GgufFile]:
+    return cached_gguf_files(tmp_path_factory.mktemp("gguf"))
+
+
+@pytest.fixture(params=LEVELS)
+def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The host's kernels at one instruction-set level."""
+    monkeypatch.setenv("MOEBIUS_ISA", request.param)
+    dense_threads.cache_clear()
+    install(torch.device("cpu"), "auto", torch.float32)
+    yield
+    uninstall("cpu")
+    dense_threads.cache_clear()
+
+
+@contextmanager
+def running(file: GgufFile, dtype: DTypeName) -> Iterator[tuple[PagedRunner, Mailbox]]:
+    """A runner whose experts echo."""
+    model = read_geometry(file.path)
+    sizes = model.num_layers, model.hidden_size, model.top_k
+    with served_mailbox(MailboxGeometry(*sizes, num_slots=2, max_rows=8, num_servers=2, dtype=dtype)) as box:
+        client = CheckedExperts(MailboxExpertClient(box, model, deadline_ms=60_000))
+        client.wait_ready(60)
+        yield (
+            load_runner(
+                file.path, experts=client, form="packed", overrides=ModelOverrides(dtype=dtype), page_size=16
+            ),
+            box,
+        )
+
+
+def taken(runner: PagedRunner, work: list[tuple[Decoding, int]]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Logits of the next tokens, which are not kept, and copies of all pages."""
+    logits = runner.step(work)
+    for sequence, count in work:
+        sequence.computed -= count
+    return logits, [pages.clone() for pages in runner.kv_cache.page_tensors()]
+
+
+@pytest.mark.usefixtures("level")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", NAMES)
+def test_one_call_gives_the_bits_of_many(
+    name: str, dtype: DTypeName, gguf: Callable[[str], GgufFile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths: list[int] = []
+    whole = HostLayers.forward
+
+    def counted(layers: HostLayers, *args: object) -> bool:
+        lengths.append(layers.end)
+        return whole(layers, *args)  # type: ignore[arg-type]
+
+    with running(gguf(name), dtype) as (runner, _):
+        sequences = [runner.prefill(PROMPT[:length])[0] for length in (3, 12, 7)]
+        for number, sequence in enumerate(sequences):
+            sequence.tokens += [9 + number, 77, 31]
+        client = runner.experts
+        for work in ([(sequences[1], 1)], [(sequence, 1) for sequence in sequences], [(sequences[0], 3)]):
+            calls = client.stats().calls
+            monkeypatch.setattr(HostLayers, "forward", lambda *_: False)
+            expected, expected_pages = taken(runner, work)
+            monkeypatch.setattr(HostLayers, "forward", counted)
+            found, found_pages = taken(runner, work)
+            assert torch.equal(found, expected)
+            assert all(map(torch.equal, found_pages, expected_pages))
+            assert (client.stats().calls - calls) % 2 == 0, "either way counts the same layers"
+        # Once a step: the layers are one run.
+        assert lengths == [runner.model.config.num_decoder_layers] * 3
+
+
+@pytest.mark.usefixtures("level")
+def test_a_lost_server_ends_the_step_which_may_be_run_again(
+    gguf: Callable[[str], GgufFile], tmp_path: Path
+) -> None:
+    """As `collect` does: the engine waits for its return and replays the step."""
+    with running(gguf("mixtral"), "float32") as (runner, box):
+        sequence, _ = runner.prefill(PROMPT)
+        sequence.tokens.append(5)
+        expected, _ = taken(runner, [(sequence, 1)])
+        box.kernel.accept_generations([12345, 0])
+        with pytest.raises(ExpertUnavailable) as caught:
+            runner.step([(sequence, 1)])
+        assert caught.value.server_index == 0
+        runner.experts.recover(60)
+        found, _ = taken(runner, [(sequence, 1)])
+        assert torch.equal(found, expected)

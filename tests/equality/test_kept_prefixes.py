@@ -1,0 +1,48 @@
+"""Guards that requests can keep their prefixes in the cache longer than others, and only the cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gpu_service.core.request import Request, SamplingParams
+from moebius.config import ExpertConfig, GpuConfig, ModelConfigSection, MoebiusConfig
+from tests.helpers.built_engine import running_engine
+from tests.helpers.tiny_models import make_tiny_model
+
+PROMPTS, LENGTH, PAGE_SIZE = 6, 40, 4
+CACHED = (LENGTH - 1) // PAGE_SIZE * PAGE_SIZE
+
+
+def request(name: str, number: int, keep_s: float = 0.0, arrived_s: float = 0.0) -> Request:
+    """One of six prompts that begin differently."""
+    tokens = [(number * 37 + k * k * 5 + k) % 150 + 3 for k in range(LENGTH)]
+    params = SamplingParams(temperature=0.0, max_tokens=8, min_tokens=8)
+    return Request(name, tokens, params, keep_prefix_s=keep_s, arrived_s=arrived_s)
+
+
+# The last family keeps states beside pages.
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next"])
+def test_a_kept_prefix_survives_the_others_for_its_time(family: str, tmp_path: Path) -> None:
+    """Prompts that fill the cache twice over leave it alone until its time is over; answers are equal."""
+    make_tiny_model(family, tmp_path)
+    config = MoebiusConfig(
+        model=ModelConfigSection(model=str(tmp_path), dtype="float32"),
+        gpu=GpuConfig(num_pages=32, page_size=PAGE_SIZE, max_num_seqs=4, gpu_threads=1),
+        experts=ExpertConfig(expert_transport="local"),
+    )
+    with running_engine(config) as engine:
+        expected = engine.run([request("kept", 0, keep_s=60.0, arrived_s=10.0)])
+        engine.run([request("unkept", 1)])
+        for number in range(2, PROMPTS):
+            engine.run([request(f"fill {number}", number, arrived_s=20.0)])
+        again, other = request("kept again", 0, arrived_s=69.0), request("unkept again", 1, arrived_s=69.0)
+        assert engine.run([again]) == expected
+        engine.run([other])
+        assert (again.cached_len, other.cached_len) == (CACHED, 0)
+        for number in range(2, PROMPTS):
+            engine.run([request(f"fill again {number}", number, arrived_s=71.0)])
+        late = request("late", 0, arrived_s=72.0)
+        assert engine.run([late]) == expected
+        assert late.cached_len == 0
