@@ -114,6 +114,7 @@ def test_tokens_do_not_depend_on_the_placement(
     assert engine_tokens(config, prompts(211)) == expected
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("transport", ["mailbox", "grpc"])
 def test_servers_answer_late_parts(
     wanted: tuple[Path, list[list[int]]], tmp_path: Path, transport: str

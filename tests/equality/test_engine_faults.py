@@ -295,9 +295,6 @@ def test_overlap_launches_before_the_last_token_is_known() -> None:
         harness.model.gate.clear()
         request = make_request("r", prompt_of(1, 9))
         harness.engine.submit([request])
-        for _ in range(2000):
-            if request.scheduled_len == 10:
-                break
+        while request.scheduled_len != 10:  # pytest's limit ends a wait for what does not come
             harness.model.gate.wait(0.005)
-        assert request.scheduled_len == 10
         assert request.output_token_ids == []

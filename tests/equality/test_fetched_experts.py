@@ -219,7 +219,7 @@ def test_memory_is_given_up_when_no_step_reads_it() -> None:
     assert thread.is_alive()
     assert not waited
     step.launched()
-    thread.join(10.0)
+    thread.join(60)
     assert not thread.is_alive()
     assert len(waited) == 1
     # A launch that failed half-way: the next one, or the end of the engine, says that it is over.
@@ -227,7 +227,7 @@ def test_memory_is_given_up_when_no_step_reads_it() -> None:
     thread = threading.Thread(target=world.fetcher.withdraw)
     thread.start()
     world.fetcher.close()
-    thread.join(10.0)
+    thread.join(60)
     assert not thread.is_alive()
 
 

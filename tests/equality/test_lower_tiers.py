@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from moebius.config import ExpertConfig, GpuConfig, ModelConfigSection, MoebiusC
 from moebius.errors import UserError
 from tests.helpers.built_engine import RunningEngine, running_engine
 from tests.helpers.tiny_models import make_tiny_model
+from tests.helpers.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPTS, LENGTH, PAGE_SIZE = 6, 40, 4
@@ -91,10 +91,7 @@ def tiers_of(engine: RunningEngine) -> PrefixTiers:
 
 def wait_until_copied(engine: RunningEngine) -> None:
     """Until nothing of the tree is left to copy down."""
-    end = time.monotonic() + 60
-    while not tiers_of(engine).is_copied:
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    wait_until(lambda: tiers_of(engine).is_copied)
 
 
 @pytest.mark.parametrize(

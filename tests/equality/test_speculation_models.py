@@ -77,6 +77,7 @@ def truth(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return directory, run(directory, ROOMY)[0]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("is_right", "gpu"), [(True, TIGHT), (False, ROOMY)], ids=["right-tight", "mixed-roomy"]
 )

@@ -21,9 +21,9 @@ from tests import tolerances
 from tests.equality.test_resident_experts import configuration, hybrid
 from tests.equality.test_resident_experts import routed as routed_layer
 from tests.helpers.checkpoints import TinyMoe
-from tests.helpers.expert_cluster import wait_until
 from tests.helpers.quantised_checkpoints import QUANTIZATION_CONFIGS, QuantisedMoe
 from tests.helpers.resident_layers import ALL_FORMATS, Shape, resident_layer, routed
+from tests.helpers.waiting import wait_until
 
 pytestmark = pytest.mark.gpu
 REAL = Shape(hidden=2048, intermediate=768, experts=64, top_k=8)

@@ -52,12 +52,7 @@ class AgentGateway:
 def agent_gateway(directory: Path, template: str = TEMPLATE, **settings: Any) -> Iterator[AgentGateway]:
     """Runs both; `settings` are leaves of the `gateway` section."""
     tokenizer = byte_level_tokenizer()
-    tokenizer.add_tokens(
-        [
-            AddedToken(text, normalized=False)
-            for text in ("<tool_call>", "</tool_call>", "<think>", "</think>")
-        ]
-    )
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in MARKERS])
     write_tokenizer(directory, tokenizer, template)
     address = f"unix:{directory}/engine.sock"
     engine = FakeEngine(directory, tokenizer, context=4096, model_type="qwen3_moe")

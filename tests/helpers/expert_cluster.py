@@ -8,7 +8,6 @@ import secrets
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +25,7 @@ from moebius.models.geometry import MoeGeometry
 from moebius.models.read import read_geometry
 from moebius.network.grpc_channels import open_channel
 from protos import expert_pb2_grpc
+from tests.helpers.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
@@ -173,14 +173,6 @@ def compute(client: ExpertClient, layer: int, routing: tuple[torch.Tensor, ...])
     """Submit and collect at once."""
     hidden_states, topk_ids, topk_weights = routing
     return client.collect(client.submit(layer, hidden_states, topk_ids, topk_weights))
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    """Poll; fails when the condition does not come true."""
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, "the condition did not come true"
-        time.sleep(0.02)
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:

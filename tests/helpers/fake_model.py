@@ -63,7 +63,7 @@ class FakeModel:
 
     def forward(self, context: ForwardContext) -> torch.Tensor:
         """Stores (token, position) at the new slots, then hashes each row's whole history: [T, 2] float64."""
-        self.gate.wait(30)
+        self.gate.wait(240)
         self.store(context, slice(None))
         self.calls += 1
         self.before_forward(self.calls)

@@ -81,14 +81,3 @@ def alive(pid: int) -> bool:
     except OSError:
         return False
     return state != "Z"
-
-
-def wait_until(condition: object, timeout_s: float = 60.0) -> None:
-    """Polls a callable until it is true; AssertionError after the time, which only ends a hang."""
-    import time
-
-    assert callable(condition)
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, "condition did not come true"
-        time.sleep(0.01)

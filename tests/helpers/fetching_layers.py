@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-from gpu_service.experts.fetching.kernels import FetchKernels, TorchFetchKernels
 from gpu_service.experts.fetching.slots import FetchLayer, FetchState, addresses_of, make_state
 from gpu_service.experts.streaming.segments import ExpertSegments
 from tests.helpers.stored_experts import MadeServer
@@ -56,8 +55,3 @@ def check_layer(layer: FetchLayer, number: int, segments: ExpertSegments) -> Non
             begin = part.offset + part.experts.index(expert) * part.kind.expert_bytes
             bytes_there = segments.data[part.segment][begin : begin + part.kind.expert_bytes]
             assert torch.equal(group.weights[slot].cpu(), bytes_there)
-
-
-def reference_kernels() -> FetchKernels:
-    """Returns those that define what a step fetches."""
-    return TorchFetchKernels()

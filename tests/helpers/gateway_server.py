@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +13,7 @@ import uvicorn
 from gateway.app.server import server_for
 from moebius.config import MoebiusConfig
 from tests.helpers import tls_everywhere
+from tests.helpers.waiting import wait_until
 
 
 def gateway_config(engine_address: str, **gateway: Any) -> MoebiusConfig:
@@ -34,7 +34,7 @@ def running_gateway(config: MoebiusConfig, wait: bool = True) -> Iterator[str]:
     try:
         url = f"{'http' if is_own else tls_everywhere.scheme()}://127.0.0.1:{_port(server)}"
         if wait:
-            _wait_ready(url)
+            wait_until(lambda: httpx.get(f"{url}/ready").status_code == 200)
         yield url
     finally:
         server.should_exit = server.force_exit = True  # nothing that a test left running is waited for
@@ -43,15 +43,5 @@ def running_gateway(config: MoebiusConfig, wait: bool = True) -> Iterator[str]:
 
 
 def _port(server: uvicorn.Server) -> int:
-    end = time.monotonic() + 60
-    while not server.started:
-        assert time.monotonic() < end, "the gateway did not start"
-        time.sleep(0.01)
+    wait_until(lambda: server.started)
     return int(server.servers[0].sockets[0].getsockname()[1])
-
-
-def _wait_ready(url: str) -> None:
-    end = time.monotonic() + 180
-    while (answer := httpx.get(f"{url}/ready", timeout=60)).status_code != 200:
-        assert time.monotonic() < end, answer.text
-        time.sleep(0.02)

@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 from moebius import _kernels
 from moebius.kernels.weight_formats import CODE_MIDDLES, PanelLayout, panel_layout
 
-FLOAT_FORMATS = {"float32": 4, "bfloat16": 2, "float16": 2}
-
 
 @dataclass(frozen=True)
 class PackedMatrix:

@@ -71,7 +71,7 @@ def rank_config(
             tensor_parallel_size=tp,
             pipeline_parallel_size=pp,
             rank_address=f"127.0.0.1:{free_port()}",
-            rank_timeout_s=30,
+            rank_timeout_s=60,
         ),
         placement=PlacementConfig(gpu_experts_ratio=gpu_experts_ratio),
     )

@@ -7,16 +7,15 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
 import psutil
 
 from tests.helpers import tls_everywhere
 from tests.helpers.ports import free_port
+from tests.helpers.waiting import LIMIT_S, wait_ready
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -42,22 +41,9 @@ class Stack:
         return sorted(found, key=lambda child: child.create_time())
 
 
-def wait_ready(base_url: str, process: subprocess.Popen[bytes], log: Path, timeout_s: float) -> None:
-    """Blocks until `/ready` answers 200; raises with the log's end when the stack dies or is late."""
-    end = time.monotonic() + timeout_s
-    while time.monotonic() < end:
-        if process.poll() is not None:
-            break
-        with contextlib.suppress(httpx.HTTPError):
-            if httpx.get(f"{base_url}/ready", timeout=2).status_code == 200:
-                return
-        time.sleep(0.1)
-    raise AssertionError(f"not ready: exit={process.poll()}\n{log.read_text()[-4000:]}")
-
-
 @contextlib.contextmanager
 def running_stack(
-    model: Path, directory: Path, *flags: str, timeout_s: float = 120, scheme: str = ""
+    model: Path, directory: Path, *flags: str, timeout_s: float = LIMIT_S, scheme: str = ""
 ) -> Iterator[Stack]:
     """Runs `moebius serve model flags…` on a free port; on exit stops it with SIGTERM and checks the exit.
 
@@ -82,7 +68,7 @@ def running_stack(
     with log.open("wb") as sink:
         process = subprocess.Popen(command, cwd=ROOT, stdout=sink, stderr=subprocess.STDOUT, env=user)
     try:
-        wait_ready(base_url, process, log, timeout_s)
+        wait_ready(base_url, process, log, limit_s=timeout_s)
         yield Stack(process, base_url, log, state_dir, metrics_url)
         if process.poll() != -signal.SIGKILL:  # a test may have killed it on purpose
             process.send_signal(signal.SIGTERM)

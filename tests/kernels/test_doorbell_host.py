@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-import time
 
 import pytest
 import torch
@@ -151,11 +150,14 @@ def test_compute_failure_carries_the_servers_text() -> None:
 
 @pytest.mark.parametrize("is_memops", [False, True])
 def test_killed_server_is_noticed_before_the_deadline_and_returns(is_memops: bool) -> None:
-    """The host's watch tells the device, which cannot see file locks; the replayed step is right."""
+    """The host's watch tells the device, which cannot see file locks; the replayed step is right.
+
+    pytest's limit is shorter than the deadline.
+    """
     with new_mailbox(geometry()) as box:
         first = spawn_server(box, 0)
-        with doorbell_client(box, MODEL, deadline_ms=60_000, is_memops=is_memops) as (client, host):
-            client.wait_ready(30)
+        with doorbell_client(box, MODEL, deadline_ms=3_600_000, is_memops=is_memops) as (client, host):
+            client.wait_ready(60)
             layer = Layer(5)
             client.begin_step()
             output = layer.run(client)
@@ -163,16 +165,14 @@ def test_killed_server_is_noticed_before_the_deadline_and_returns(is_memops: boo
             first.kill()
             first.wait()
             output.copy_(layer.partial)
-            start = time.monotonic()
             client.begin_step()
             host.replay()
-            assert time.monotonic() - start < 30
             failure = client.failure()
             assert isinstance(failure, ExpertUnavailable)
             assert "is gone" in failure.reason
             second = spawn_server(box, 0)
             try:
-                client.recover(30)
+                client.recover(60)
                 client.begin_step()
                 host.replay()
                 assert client.failure() is None
@@ -188,7 +188,7 @@ def test_a_server_killed_again_in_its_check_is_waited_for(is_memops: bool) -> No
     with new_mailbox(geometry()) as box:
         processes = [spawn_server(box, 0)]
         with doorbell_client(box, MODEL, deadline_ms=60_000, is_memops=is_memops) as (client, _):
-            client.wait_ready(30)
+            client.wait_ready(60)
             checked = CheckedExperts(client)
             checks = 0
 

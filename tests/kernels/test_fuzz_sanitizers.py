@@ -58,7 +58,7 @@ def test_fuzz_under_sanitizer(sanitizer: str, pytestconfig: pytest.Config) -> No
 
 def test_failures_are_not_hidden(tmp_path: Path) -> None:
     """A program that cannot fail proves nothing: a wrong option ends it with an error of its own."""
-    program = build("thread")
+    program = build("address")  # which is there
     result = subprocess.run([program, "--cases", "many"], capture_output=True, text=True)
     assert result.returncode == 2
     assert "--cases: 'many' is not a number" in result.stderr

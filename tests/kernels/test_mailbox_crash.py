@@ -13,7 +13,6 @@ ROUNDS = 100_000
 CRASHES = 8
 
 
-@pytest.mark.timeout(120)
 def test_hundred_thousand_rounds_with_crashes() -> None:
     """Every answer is the exact function of its own input, in spite of several SIGKILLs."""
     with new_mailbox(geometry(2, hidden_size=16, num_slots=3)) as box:

@@ -7,7 +7,6 @@ import os
 import signal
 import struct
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -17,19 +16,12 @@ from moebius import _kernels_testing as testing
 from moebius.kernels import ExpertEngine
 from moebius.mailbox import Mailbox, MailboxError, MailboxServer, ServerLost, server_health
 from tests.helpers.mailbox import Call, geometry, new_mailbox, served_mailbox, spawn_server
+from tests.helpers.waiting import wait_until
 
 # Linux's open-file-description locks; `fcntl` of Python 3.11 has no names for them.
 F_OFD_GETLK, F_OFD_SETLK = 36, 37
 FLOCK = struct.Struct("hhqqi4x")
 IDENTITY_LOCK, SERVER_CLAIM_BASE = 32, 96
-
-
-def until(holds: Callable[[], bool], seconds: float = 60.0) -> None:
-    """Waits for what must come."""
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, "it did not come"
-        time.sleep(0.005)
 
 
 def test_progress_advances_at_idle_and_within_one_long_request() -> None:
@@ -38,17 +30,26 @@ def test_progress_advances_at_idle_and_within_one_long_request() -> None:
         box.wait_servers_ready(60)
         idle = server_health(box.name)[0]
         assert (idle.state, idle.pid, idle.request_s) == ("ready", os.getpid(), 0.0)
-        until(lambda: server_health(box.name)[0].progress > idle.progress + 1)
-        call = Call(box, 2)
-        epoch = call.submit()
-        until(lambda: server_health(box.name)[0].request_s > 0)
-        begun = server_health(box.name)[0]
-        until(lambda: server_health(box.name)[0].progress >= begun.progress + 5)
-        now = server_health(box.name)[0]
-        assert now.calls == 0
-        assert now.request_s > begun.request_s
-        np.testing.assert_array_equal(call.collect(epoch, deadline_ms=60_000), call.expected())
-        assert server_health(box.name)[0].request_s == 0
+        wait_until(lambda: server_health(box.name)[0].progress > idle.progress + 1)
+        # On a busy machine a request may end before this thread has looked twice: then the next one counts.
+        assert any(counts_within_a_request(box) for _ in range(20))
+
+
+def counts_within_a_request(box: Mailbox) -> bool:
+    """Returns whether the server was seen to count, and its request to age, before its answer."""
+    call, calls = Call(box, 2), server_health(box.name)[0].calls
+    epoch = call.submit()
+
+    def ended() -> bool:
+        return server_health(box.name)[0].calls > calls
+
+    wait_until(lambda: server_health(box.name)[0].request_s > 0 or ended())
+    begun = server_health(box.name)[0]
+    wait_until(lambda: server_health(box.name)[0].progress >= begun.progress + 5 or ended())
+    now = server_health(box.name)[0]
+    np.testing.assert_array_equal(call.collect(epoch, deadline_ms=60_000), call.expected())
+    assert server_health(box.name)[0].request_s == 0
+    return now.calls == begun.calls == calls and now.request_s > begun.request_s > 0
 
 
 def test_progress_of_a_stopped_process_stands_still() -> None:
@@ -64,7 +65,7 @@ def test_progress_of_a_stopped_process_stands_still() -> None:
             assert server_health(box.name)[0].progress == frozen.progress
             assert server_health(box.name)[0].state == "ready"
             server.send_signal(signal.SIGCONT)
-            until(lambda: server_health(box.name)[0].progress > frozen.progress)
+            wait_until(lambda: server_health(box.name)[0].progress > frozen.progress)
         finally:
             server.kill()
             server.wait()
@@ -125,7 +126,7 @@ def test_a_newcomer_does_not_look_ready_before_it_is() -> None:
         _lock(segment, fcntl.F_WRLCK, IDENTITY_LOCK, F_OFD_SETLK)
         second = spawn_server(box, 0, identity="model=a\n")
         try:
-            until(lambda: _lock(segment, fcntl.F_WRLCK, SERVER_CLAIM_BASE, F_OFD_GETLK) != fcntl.F_UNLCK)
+            wait_until(lambda: _lock(segment, fcntl.F_WRLCK, SERVER_CLAIM_BASE, F_OFD_GETLK) != fcntl.F_UNLCK)
             assert server_health(box.name)[0].state == "dead"
             with pytest.raises(ServerLost, match="not ready in time"):
                 box.wait_servers_ready(0.05)

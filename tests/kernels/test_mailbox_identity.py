@@ -13,7 +13,7 @@ from moebius._kernels_testing import EchoBackend
 from moebius.kernels import ExpertEngine
 from moebius.mailbox import IdentityMismatch, Mailbox, MailboxServer, ServerLost
 from tests.helpers.mailbox import Call, geometry, new_mailbox
-from tests.kernels.test_mailbox_health import until
+from tests.helpers.waiting import wait_until
 
 OURS = "checkpoint=aa\nexpert_dtype=keep\nsplit_shares=1,1\n"
 OTHERS = "checkpoint=aa\nexpert_dtype=int8\nsplit_shares=3,1\n"
@@ -90,7 +90,7 @@ def test_a_rejected_server_leaves_and_its_successor_is_welcome() -> None:
     with new_mailbox(geometry()) as box:
         with serving(box) as server:
             box.reject(0, box.wait_servers_ready(60)[0], "layer 3, expert 6: relative error 1")
-            until(lambda: not server.is_running)
+            wait_until(lambda: not server.is_running)
             assert server.rejection == "layer 3, expert 6: relative error 1"
             with pytest.raises(ServerLost, match="layer 3, expert 6"):
                 box.wait_servers_ready(0.05)

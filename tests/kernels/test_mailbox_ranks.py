@@ -25,7 +25,7 @@ class Agreement:
     """`agree` of ranks that are threads: the largest of their numbers, once all have come."""
 
     def __init__(self) -> None:
-        self._barrier = threading.Barrier(RANKS, timeout=30)
+        self._barrier = threading.Barrier(RANKS, timeout=60)
         self._values = [0] * RANKS
 
     def of(self, rank: int) -> Callable[[int], int]:

@@ -74,6 +74,7 @@ def exchanges(engine: RunningEngine) -> int:
     return found.figures().exchanges
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("split_count", [1, 2])
 @pytest.mark.parametrize("prefill_experts", ["cpu", "stream"])
 @pytest.mark.usefixtures("restless")

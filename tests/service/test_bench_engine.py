@@ -215,7 +215,7 @@ def test_a_signal_ends_the_bench(tmp_path: Path, moment: str) -> None:
         process.terminate()
         time.sleep(0.001)
         process.terminate()
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=200)
     assert (process.returncode, errors) == (143, "")
     assert not Path("/dev/shm", mailbox).exists()
 

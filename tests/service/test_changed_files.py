@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from tests.drills.checkpoint import FLAGS, MODEL, write_checkpoint
-from tests.helpers.fake_programs import wait_until
 from tests.helpers.stack import Stack, running_stack
 from tests.helpers.swapped_files import put, swap_tokens
+from tests.helpers.waiting import wait_until
 
 READY_S = 180.0
 BODY = {

@@ -22,7 +22,7 @@ from moebius.kernels import DamagedExpert
 from moebius.kernels.weight_segment import WeightSegment, segment_path
 from moebius.process.operations import registry_text
 from tests.helpers.checkpoints import TinyMoe
-from tests.helpers.fake_programs import wait_until
+from tests.helpers.waiting import wait_until
 
 MODEL = TinyMoe(num_experts=5, num_layers=3)
 REPAIRED = "an expert was damaged in memory and is packed again"

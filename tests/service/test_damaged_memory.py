@@ -16,8 +16,9 @@ from moebius.kernels.weight_segment import WeightSegment, segment_path
 from tests.drills.checkpoint import FLAGS, GreedyCase, greedy_cases, write_checkpoint
 from tests.helpers.checkpoints import TinyMoe
 from tests.helpers.damaged_memory import FORGOTTEN, REFUSED, REPAIRED, flip_bits, put_nan, segment_of
-from tests.helpers.expert_cluster import READY_S, compute, random_routing, running_cluster, wait_until
+from tests.helpers.expert_cluster import READY_S, compute, random_routing, running_cluster
 from tests.helpers.stack import Stack, running_stack
+from tests.helpers.waiting import wait_until
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,9 @@ from gpu_service.experts.resident.watch import FILLED_AGAIN, ResidentWatch
 from moebius.config import MoebiusConfig, PlacementConfig
 from tests.helpers.built_engine import RunningEngine, running_engine
 from tests.helpers.damaged_memory import FORGOTTEN
-from tests.helpers.expert_cluster import Cluster, running_cluster, wait_until
+from tests.helpers.expert_cluster import Cluster, running_cluster
 from tests.helpers.tiny_models import make_tiny_model
+from tests.helpers.waiting import wait_until
 from tests.service.test_adaptive_engine import exchanges, requests, restless, settings
 from tests.service.test_streaming_engine import wait_until_streaming
 
@@ -116,6 +117,7 @@ def test_nan_is_never_answered(cluster: Cluster, overlap: bool) -> None:
             watch._quiet_until.clear()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("prefill_experts", ["cpu", "stream"])
 @pytest.mark.parametrize("split", ["tensor", "expert"])
 @pytest.mark.usefixtures("restless")
@@ -142,8 +144,8 @@ def test_exchanges_are_no_damage(prefill_experts: str, split: str, model: Path, 
             compared = watch.compared_bytes
             resident = engine.built.resident
             assert resident is not None
-            wait_until(lambda: watch.compared_bytes > compared + 4 * resident.nbytes, 30)
+            wait_until(lambda: watch.compared_bytes > compared + 4 * resident.nbytes, 120)
             assert watch.damages == 0
             slots.weights[:, 7] ^= 1
-            wait_until(lambda: watch.damages >= len(known), 30)
+            wait_until(lambda: watch.damages >= len(known), 120)
             assert engine.run(requests()) == wanted

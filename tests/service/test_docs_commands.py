@@ -16,7 +16,8 @@ import pytest
 
 from tests.helpers.demo import demo_checkpoint
 from tests.helpers.ports import free_port
-from tests.helpers.stack import ROOT, Stack, running_stack, wait_ready
+from tests.helpers.stack import ROOT, Stack, running_stack
+from tests.helpers.waiting import wait_ready
 
 # The pages' commands name http://; processes speak TLS with one another all the same.
 pytestmark = pytest.mark.plain_http
@@ -149,7 +150,7 @@ def run_together(text: str, directory: Path, log: Path, here: Here) -> None:
                 processes.append(
                     subprocess.Popen(command, cwd=directory, env=environment(), stdout=sink, stderr=sink)
                 )
-            wait_ready(f"http://127.0.0.1:{here.port}", processes[-1], log, 300)
+            wait_ready(f"http://127.0.0.1:{here.port}", processes[-1], log)
         finally:
             for process in reversed(processes):
                 process.terminate()

@@ -44,6 +44,7 @@ def _restless(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     make_restless(monkeypatch, str(tmp_path / "cache"))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("prefill_experts", ["cpu", "stream"])
 def test_a_long_prompt_takes_memory_from_experts_and_gives_it_back(

@@ -23,11 +23,11 @@ from tokenizers import Tokenizer
 from app.cli import main
 from moebius.network.grpc_channels import open_channel
 from tests.helpers.demo import EXACT_FLAGS, MODEL, demo_checkpoint
-from tests.helpers.fake_programs import wait_until
 from tests.helpers.json_schemas import SuiteSchema, suite
 from tests.helpers.openai_checks import ALL_CHECKS
 from tests.helpers.profiled import check_profile, check_top
 from tests.helpers.stack import Stack, running_stack
+from tests.helpers.waiting import wait_until
 from tests.tools.screenshots import chat_picture, top_picture
 
 pytestmark = pytest.mark.demo

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +20,8 @@ from gpu_service.main import drain
 from gpu_service.server.readiness import SERVICE_NAME, Readiness
 from protos import engine_pb2 as pb
 from tests.helpers.engine_harness import LOOPS, RECOVERY_TIMEOUT_S, make_request, prompt_of, running_engine
-from tests.service.test_engine_grpc import Served, message, served, until
+from tests.helpers.waiting import until, wait_until
+from tests.service.test_engine_grpc import Served, message, served
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -187,14 +188,6 @@ def _lost_at(call: int):  # type: ignore[no-untyped-def]
     return before_forward
 
 
-def _wait(condition: Callable[[], bool]) -> None:
-    """Polls what another thread changes."""
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 @LOOPS
 def test_stop_does_not_wait_for_lost_experts(
     loop: dict[str, Any], capsys: pytest.CaptureFixture[str]
@@ -206,7 +199,7 @@ def test_stop_does_not_wait_for_lost_experts(
         harness.model.before_forward = _lost_at(harness.model.calls + 2)
         request = make_request("r", prompt_of(1, 9))
         harness.engine.submit([request])
-        _wait(lambda: harness.engine.is_recovering)
+        wait_until(lambda: harness.engine.is_recovering)
         # Less than the runner of this test waits for a server.
         assert harness.engine.stop(timeout_s=RECOVERY_TIMEOUT_S / 2)
         assert request.finish_reason in (FinishReason.ABORT, FinishReason.ERROR)
@@ -222,7 +215,7 @@ def test_stop_gives_up_on_a_step_that_computes() -> None:
         harness.model.gate.clear()
         request = make_request("r", prompt_of(1, 9))
         harness.engine.submit([request])
-        _wait(lambda: request.scheduled_len > 0)
+        wait_until(lambda: request.scheduled_len > 0)
         assert not harness.engine.stop(timeout_s=0.2)
         harness.model.gate.set()
         assert harness.engine.stop(timeout_s=60)

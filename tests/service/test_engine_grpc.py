@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,6 +28,7 @@ from protos import engine_pb2 as pb
 from protos import engine_pb2_grpc
 from tests.helpers.engine_harness import Harness, make_request, prompt_of, running_engine
 from tests.helpers.fake_model import VOCAB
+from tests.helpers.waiting import until
 
 
 @dataclass
@@ -80,15 +81,6 @@ def message(request_id: str = "r", stream: bool = True, **sampling: Any) -> pb.G
 async def idle(harness: Harness) -> None:
     """Until the engine has no request left."""
     await until(lambda: harness.engine.load.num_running + harness.engine.load.num_waiting == 0)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Polls what another thread changes; fails after a minute or more."""
-    for _ in range(12_000):
-        if condition():
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError("the condition did not come true")
 
 
 async def test_stream_adds_up_to_the_whole() -> None:

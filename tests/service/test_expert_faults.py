@@ -28,9 +28,9 @@ from tests.helpers.expert_cluster import (
     random_routing,
     running_cluster,
     start_expert,
-    wait_until,
 )
 from tests.helpers.idle import becomes_idle
+from tests.helpers.waiting import wait_until
 
 
 @pytest.mark.parametrize("transport", ["mailbox", "grpc"])

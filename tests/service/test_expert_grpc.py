@@ -28,9 +28,9 @@ from tests.helpers.expert_cluster import (
     random_routing,
     running_cluster,
     start_expert,
-    wait_until,
 )
 from tests.helpers.ports import free_port
+from tests.helpers.waiting import wait_until
 
 EXPERT_HEALTH = "moebius.expert.v1.Expert"
 

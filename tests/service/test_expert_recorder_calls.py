@@ -30,7 +30,7 @@ from protos import engine_pb2 as pb
 from protos import engine_pb2_grpc
 from tests.equality.test_engine_real_model import config_for
 from tests.helpers.tiny_models import make_tiny_model
-from tests.service.test_engine_grpc import until
+from tests.helpers.waiting import until
 
 
 @dataclass

@@ -25,8 +25,8 @@ from tests.helpers.expert_cluster import (
     make_config,
     random_routing,
     start_expert,
-    wait_until,
 )
+from tests.helpers.waiting import wait_until
 
 
 def kill(cluster: Cluster, index: int) -> None:
@@ -146,6 +146,7 @@ def test_an_engine_of_other_files_is_refused_at_its_start(cluster: Cluster, tmp_
         Cluster(config, cluster.geometry, cluster.log).client("grpc")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("fault", ["killed", "frozen"])
 @pytest.mark.parametrize("transport", ["mailbox", "grpc"])
 def test_a_second_fault_during_the_check_is_waited_for(cluster: Cluster, transport: str, fault: str) -> None:
@@ -164,7 +165,7 @@ def test_a_second_fault_during_the_check_is_waited_for(cluster: Cluster, transpo
             cluster.start(1)
         if fault == "frozen" and len(checks) == 1:
             freeze(cluster.processes[1])
-            threading.Timer(3.0, cluster.processes[1].send_signal, (signal.SIGCONT,)).start()
+            threading.Timer(8.0, cluster.processes[1].send_signal, (signal.SIGCONT,)).start()
         return "" if torch.equal(compute(checked, 1, routing), before) else "another answer"
 
     checked.check_with(check)

@@ -36,8 +36,8 @@ from moebius.network.grpc_channels import open_channel
 from protos import expert_pb2, expert_pb2_grpc
 from tests.helpers.checkpoints import TinyMoe
 from tests.helpers.expert_cluster import make_config, start_expert
-from tests.helpers.fake_programs import wait_until
 from tests.helpers.quantised_checkpoints import QuantisedMoe
+from tests.helpers.waiting import wait_until
 
 MODEL = TinyMoe(num_experts=5, num_layers=3)
 

@@ -38,6 +38,7 @@ def cheap_copies(fetcher: ExpertFetcher, segments: ExpertSegments | None) -> Non
     fetcher.state.prices.copy_(torch.tensor([16e-6, 8e-6]))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("split", ["tensor", "expert"])
 @pytest.mark.parametrize("residents", [0, 2])
 def test_fetched_decode_steps(

@@ -15,6 +15,7 @@ import pytest
 from moebius.network.api_keys import KeyLimits, add_key
 from tests.helpers.agent_gateway import GREEDY, THOUGHT, AgentGateway, agent_gateway
 from tests.helpers.fake_engine import MODEL, Script
+from tests.helpers.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -39,11 +40,8 @@ def client(gateway: AgentGateway) -> openai.OpenAI:
 
 def ended(client: openai.OpenAI, response_id: str) -> Any:
     """A background response once it has its end."""
-    end = time.monotonic() + 60
-    while (response := client.responses.retrieve(response_id)).status in ("queued", "in_progress"):
-        assert time.monotonic() < end
-        time.sleep(0.05)
-    return response
+    wait_until(lambda: client.responses.retrieve(response_id).status not in ("queued", "in_progress"))
+    return client.responses.retrieve(response_id)
 
 
 def test_background(gateway: AgentGateway, client: openai.OpenAI) -> None:

@@ -24,6 +24,7 @@ from moebius.config import GatewayConfig
 from moebius.network.api_keys import KeyLimits, add_key
 from tests.helpers.agent_gateway import GREEDY, AgentGateway, agent_gateway
 from tests.helpers.fake_engine import MODEL, FakeEngine, Script
+from tests.helpers.waiting import wait_until
 
 CHAT = "/v1/chat/completions"
 LAST = 2**31 - 1
@@ -247,8 +248,7 @@ def test_an_engine_that_is_away_is_waited_for(gateway: AgentGateway, client: ope
 
     gateway.engine.script = Script(fail_after=0, fail_code=grpc.StatusCode.RESOURCE_EXHAUSTED)
     batch = created(client, jsonl([line(number) for number in range(3)]))
-    while len(gateway.engine.seen.requests) < 6:
-        time.sleep(0.05)
+    wait_until(lambda: len(gateway.engine.seen.requests) >= 6)
     gateway.engine.script = Script()
     batch = finished(client, batch.id)
     assert (batch.status, batch.request_counts.completed) == ("completed", 3)
@@ -295,10 +295,8 @@ def test_what_is_deleted_frees_the_disk(tmp_path: Path) -> None:
     with agent_gateway(tmp_path, batch_dir=str(tmp_path / "b")) as gateway:
         client = client_of(gateway)
         batch = finished(client, created(client, jsonl([line(1), line(2, {"messages": []})])).id)
-        end = time.monotonic() + 60
-        while any((tmp_path / "b" / "unfinished").iterdir()):  # it is closed just after its status
-            assert time.monotonic() < end
-            time.sleep(0.02)
+        # It is closed just after its status.
+        wait_until(lambda: not any((tmp_path / "b" / "unfinished").iterdir()))
         for file_id in (batch.input_file_id, batch.output_file_id, batch.error_file_id):
             client.files.delete(file_id)
         left = [path for path in (tmp_path / "b").rglob("*") if path.is_file()]
@@ -370,17 +368,14 @@ def test_metrics(tmp_path: Path) -> None:
         gateway.says(GREEDY, held=held)
         wrong = line("wrong", {"model": MODEL, "messages": [MESSAGE], "temperature": 99})
         batch = created(client, jsonl([line(1), line(2), line(3), line(4), wrong]))
-        end = time.monotonic() + 60
-        while sample(gateway, running) < 2:
-            assert time.monotonic() < end
+        wait_until(lambda: sample(gateway, running) == 2)
         assert (sample(gateway, in_progress), sample(gateway, waiting)) == (1, 3)
         held.set()
         finished(client, batch.id)
         ended = 'moebius:gateway_batch_requests_total{result="%s"}'
         counts = [sample(gateway, ended % name) for name in ("succeeded", "errored", "canceled", "expired")]
         assert counts == [4, 1, 0, 0]
-        while sample(gateway, in_progress) + sample(gateway, running) + sample(gateway, waiting):
-            assert time.monotonic() < end
+        wait_until(lambda: not any(sample(gateway, one) for one in (in_progress, running, waiting)))
 
 
 class Counted:
@@ -437,10 +432,7 @@ def test_message_batches(gateway: AgentGateway) -> None:
     wrong = [asked(3, max_tokens=-1), asked(4, model="gpt-9")]
     batch = batches.create(requests=[asked(1), asked(2), *wrong])
     assert (batch.processing_status, batch.request_counts.processing) == ("in_progress", 4)
-    end = time.monotonic() + 60
-    while batches.retrieve(batch.id).processing_status != "ended":
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    wait_until(lambda: batches.retrieve(batch.id).processing_status == "ended")
     batch = batches.retrieve(batch.id)
     counts = batch.request_counts
     assert (counts.succeeded, counts.errored, counts.processing) == (2, 2, 0)
@@ -522,10 +514,8 @@ def test_message_batches_are_cancelled(gateway: AgentGateway) -> None:
     batch = client.messages.batches.create(requests=requests)
     assert client.messages.batches.cancel(batch.id).processing_status == "canceling"
     held.set()
-    end = time.monotonic() + 60
-    while (batch := client.messages.batches.retrieve(batch.id)).processing_status != "ended":
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    wait_until(lambda: client.messages.batches.retrieve(batch.id).processing_status == "ended")
+    batch = client.messages.batches.retrieve(batch.id)
     types = [one.result.type for one in client.messages.batches.results(batch.id)]
     assert len(types) == 200
     assert batch.request_counts.canceled == types.count("canceled") > 0

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
@@ -26,6 +25,7 @@ from tests.helpers.gateway_server import gateway_config, running_gateway
 from tests.helpers.ports import free_port
 from tests.helpers.stack import ROOT
 from tests.helpers.tiny_tokenizer import byte_level_tokenizer, write_tokenizer
+from tests.helpers.waiting import wait_ready, wait_until
 
 PROGRAM = """
 import sys
@@ -76,16 +76,7 @@ class Restarted:
 
     def wait_ready(self) -> None:
         """Waits until requests are answered."""
-        end = time.monotonic() + 120
-        while True:
-            assert self.process.poll() is None, self._log.read_text()[-3000:]
-            assert time.monotonic() < end, self._log.read_text()[-3000:]
-            try:
-                if httpx.get(f"{self.url}/ready").status_code == 200:
-                    return
-            except httpx.TransportError:
-                pass
-            time.sleep(0.05)
+        wait_ready(self.url, self.process, self._log)
 
 
 @contextmanager
@@ -167,8 +158,5 @@ def test_two_gateways_run_a_batch_once(tmp_path: Path) -> None:
                 client.batches.create(input_file_id=file_id, endpoint=ENDPOINT, completion_window="24h").id
                 for client in (*clients, *clients)
             ]
-            end = time.monotonic() + 120
-            while any(clients[1].batches.retrieve(batch_id).status != "completed" for batch_id in made):
-                assert time.monotonic() < end
-                time.sleep(0.1)
+            wait_until(lambda: all(clients[1].batches.retrieve(one).status == "completed" for one in made))
             assert len(one.engine.seen.requests) == 4 * 60

@@ -28,6 +28,7 @@ from tests.helpers.gateway_server import gateway_config, running_gateway
 from tests.helpers.ports import free_port
 from tests.helpers.stack import ROOT
 from tests.helpers.tiny_tokenizer import byte_level_tokenizer, write_tokenizer
+from tests.helpers.waiting import wait_ready, wait_until
 
 pytestmark = pytest.mark.plain_http
 HALF_A_HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-Slow: "
@@ -150,13 +151,10 @@ def test_a_client_that_does_not_read_is_given_up(engine: tuple[FakeEngine, str])
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         deaf.connect(("127.0.0.1", port))
         deaf.sendall(head_for(body) + body)
-        end = time.monotonic() + 60
-        while metric(url, 'moebius:gateway_connections_closed_total{reason="unread_answer"}') < 1:
-            assert time.monotonic() < end
-            time.sleep(0.2)
-        while metric(url, "moebius:gateway_requests_in_flight") > 0:
-            assert time.monotonic() < end
-            time.sleep(0.1)
+        wait_until(
+            lambda: metric(url, 'moebius:gateway_connections_closed_total{reason="unread_answer"}') == 1
+        )
+        wait_until(lambda: metric(url, "moebius:gateway_requests_in_flight") == 0)
         deaf.close()
 
 
@@ -255,18 +253,6 @@ def test_few_descriptors_are_enough_for_good_clients(engine: tuple[FakeEngine, s
         process.wait()
     assert "Too many open files" not in log.read_text()
     assert "Traceback" not in log.read_text()
-
-
-def wait_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    """Blocks until /ready; fails when the process ended."""
-    end = time.monotonic() + 60
-    while time.monotonic() < end:
-        assert process.poll() is None, log.read_text()
-        with contextlib.suppress(httpx.TransportError):
-            if httpx.get(f"{url}/ready").status_code == 200:
-                return
-        time.sleep(0.05)
-    raise AssertionError(log.read_text())
 
 
 def test_pages_of_allowed_origins_may_ask(engine: tuple[FakeEngine, str]) -> None:

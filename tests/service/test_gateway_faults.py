@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from tests.helpers.fake_engine import MODEL, SERVICE, ExplainedHealth, FakeEngin
 from tests.helpers.gateway_server import gateway_config, running_gateway
 from tests.helpers.openai_checks import client_for
 from tests.helpers.tiny_tokenizer import byte_level_tokenizer, write_tokenizer
+from tests.helpers.waiting import wait_until
 
 ENDLESS: dict[str, Any] = {"model": MODEL, "prompt": "The", "max_tokens": 200, "ignore_eos": True}
 
@@ -47,7 +47,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
     write_tokenizer(directory, tokenizer)
     address = f"unix:{directory}/engine.sock"
     engine = FakeEngine(directory, tokenizer)
-    config = gateway_config(address, max_queued_requests=2, sse_keepalive_s=4.0)
+    config = gateway_config(address, max_queued_requests=2, sse_keepalive_s=8.0)
     with serving(engine, address) as health_service, running_gateway(config) as url:
         yield Setup(url, address, directory, tokenizer, engine, health_service)
 
@@ -66,10 +66,7 @@ def sse_payloads(body: str) -> list[str]:
 
 def wait_idle(url: str) -> None:
     """Waits until every admission place is free again."""
-    end = time.monotonic() + 60
-    while httpx.get(f"{url}/ready").json()["in_flight"]:
-        assert time.monotonic() < end, "an admission place was not given back"
-        time.sleep(0.02)
+    wait_until(lambda: httpx.get(f"{url}/ready").json()["in_flight"] == 0)
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages", "/api/generate"])
@@ -257,10 +254,7 @@ def test_gateway_waits_for_an_engine_that_starts_later(setup: Setup, tmp_path: P
         assert refused.json()["error"]["code"] == "engine_unavailable"
         assert str(tmp_path) not in refused.text + httpx.get(f"{url}/ready").text
         with serving(FakeEngine(setup.directory, setup.tokenizer), address):
-            end = time.monotonic() + 60
-            while httpx.get(f"{url}/ready").status_code != 200:
-                assert time.monotonic() < end
-                time.sleep(0.05)
+            wait_until(lambda: httpx.get(f"{url}/ready").status_code == 200)
 
 
 def test_engine_restart_is_survived(setup: Setup, tmp_path: Path) -> None:
@@ -280,10 +274,7 @@ def test_engine_restart_is_survived(setup: Setup, tmp_path: Path) -> None:
             assert str(tmp_path) not in answer.text
             assert "unix:" not in answer.text
         with serving(FakeEngine(setup.directory, setup.tokenizer), address):
-            end = time.monotonic() + 60
-            while httpx.post(f"{url}/v1/completions", json=body).status_code != 200:
-                assert time.monotonic() < end
-                time.sleep(0.05)
+            wait_until(lambda: httpx.post(f"{url}/v1/completions", json=body).status_code == 200)
 
 
 def test_api_key_guards_all_but_probes(setup: Setup) -> None:

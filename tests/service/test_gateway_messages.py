@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from tests.helpers.fake_engine import CONTEXT, FakeEngine, Script, serving
 from tests.helpers.gateway_server import gateway_config, running_gateway
 from tests.helpers.lazy import lazy
 from tests.helpers.tiny_tokenizer import byte_level_tokenizer, write_tokenizer
+from tests.helpers.waiting import wait_until
 
 if TYPE_CHECKING:
     import anthropic
@@ -203,10 +203,7 @@ def test_metrics_count_messages(setup: Setup) -> None:
 
     before = finished()
     setup.client.messages.create(model=MODEL, max_tokens=9, messages=HELLO)
-    end = time.monotonic() + 60
-    while finished() != before + 1:
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    wait_until(lambda: finished() == before + 1)
 
 
 def test_conversations_that_the_server_would_keep_are_refused(setup: Setup) -> None:

@@ -23,6 +23,7 @@ from tests.helpers.gateway_server import gateway_config
 from tests.helpers.ports import free_port
 from tests.helpers.stack import ROOT
 from tests.helpers.tiny_tokenizer import byte_level_tokenizer, write_tokenizer
+from tests.helpers.waiting import wait_ready
 
 PROGRAM = """
 import sys
@@ -53,19 +54,6 @@ def engine(tmp_path: Path) -> Iterator[tuple[FakeEngine, str]]:
     address = f"unix:{tmp_path}/engine.sock"
     with serving(fake, address):
         yield fake, address
-
-
-def wait_ready(url: str, process: subprocess.Popen[str]) -> None:
-    """Blocks until /ready; fails when the process ended."""
-    end = time.monotonic() + 120
-    while time.monotonic() < end:
-        assert process.poll() is None, process.communicate()[1]
-        try:
-            if httpx.get(f"{url}/ready").status_code == 200:
-                return
-        except httpx.TransportError:
-            time.sleep(0.05)
-    raise AssertionError("the gateway was not ready in time")
 
 
 def test_serves_then_stops_cleanly_on_sigterm(engine: tuple[FakeEngine, str]) -> None:
@@ -103,7 +91,7 @@ def test_what_does_not_end_in_time_gets_an_error(engine: tuple[FakeEngine, str],
     new ones are refused with Retry-After. No traceback, status 0."""
     fake, address = engine
     port = free_port()
-    process = start(address, port, stop_timeout_s=5.0 if end == "time" else 600.0)
+    process = start(address, port, stop_timeout_s=12.0 if end == "time" else 600.0)
     try:
         url = f"{tls_everywhere.scheme()}://127.0.0.1:{port}"
         wait_ready(url, process)

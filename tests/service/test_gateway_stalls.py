@@ -31,7 +31,7 @@ from tests.helpers.tiny_tokenizer import write_tokenizer as write_small_tokenize
 # does so for each request, a busy machine disturbs one of them: a request may be sent again. The figure by
 # the clock is that of `moebius bench gateway`.
 LONGEST_TURN_S = 0.06
-TRIALS = 4
+TRIALS = 10
 
 
 class Watched:

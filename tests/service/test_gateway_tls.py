@@ -21,9 +21,9 @@ from moebius.errors import ConfigError
 from moebius.network import tls
 from tests.helpers.certificates import Authority, Pair, write_secret
 from tests.helpers.fake_engine import MODEL, FakeEngine, Script, serving
-from tests.helpers.fake_programs import wait_until
 from tests.helpers.gateway_server import gateway_config, running_gateway
 from tests.helpers.tiny_tokenizer import byte_level_tokenizer, write_tokenizer
+from tests.helpers.waiting import wait_until
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "temperature": 0}
 

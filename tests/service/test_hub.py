@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from app.cli import main
 from app.commands.models import with_checkpoint
 from app.hub import HubModel, chosen_files, hub_model, in_cache
 from lab.random_model import RandomModelOptions, write_random_model
@@ -146,7 +147,9 @@ def test_quantisations_are_compared_by_their_headers(quantised: dict[str, bytes]
     assert f"moebius serve {NAME}:Q5_0" in out, "the largest that is fast enough"
     file.write_bytes(quantised[file.name])
     alone = tmp_path / "alone.json"
-    assert moebius(server.url, tmp_path, "plan", str(file), *hardware, "--json", str(alone))[0] == 0
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", str(file), *hardware, "--json", str(alone)])
+    assert not ended.value.code
     assert json.loads(alone.read_text())["components"] == rows["Q5_0"]["plan"]["components"]
     assert rows["Q5_0"]["file_bytes"] == len(quantised[file.name])
 

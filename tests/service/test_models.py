@@ -17,8 +17,9 @@ import pytest
 from app.cli import main as cli
 from app.supervisor.running_systems import running_systems
 from tests.helpers.ports import free_port
-from tests.helpers.stack import ROOT, Stack, wait_ready
+from tests.helpers.stack import ROOT, Stack
 from tests.helpers.swapped_files import put
+from tests.helpers.waiting import wait_ready
 
 pytestmark = [pytest.mark.full, pytest.mark.plain_http]
 LIMIT_S = 300

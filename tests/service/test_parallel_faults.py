@@ -25,7 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("lost", [0, 1, 2])
 def test_a_killed_rank_ends_all_at_once(model: Path, tmp_path: Path, lost: int) -> None:
     """SIGKILL in the middle of decoding: every other rank names it and ends with the group's status."""
-    with started_group(model, tmp_path, tp=1, pp=3, timeout_s=30) as group:
+    with started_group(model, tmp_path, tp=1, pp=3, timeout_s=60) as group:
         group.kill(lost, signal.SIGKILL)
         assert group.exit_codes(but=lost) == [PEER_LOST_EXIT] * 2
         for rank in {0, 1, 2} - {lost}:
@@ -34,7 +34,7 @@ def test_a_killed_rank_ends_all_at_once(model: Path, tmp_path: Path, lost: int) 
 
 def test_a_rank_that_hangs_is_given_up(model: Path, tmp_path: Path) -> None:
     """A stopped process says nothing and closes nothing: its silence ends the group."""
-    with started_group(model, tmp_path, tp=2, pp=1, timeout_s=5) as group:
+    with started_group(model, tmp_path, tp=2, pp=1, timeout_s=15) as group:
         group.kill(1, signal.SIGSTOP)
         assert group.exit_codes(but=1) == [PEER_LOST_EXIT]
         assert "rank 1" in group.log(0)
@@ -43,7 +43,7 @@ def test_a_rank_that_hangs_is_given_up(model: Path, tmp_path: Path) -> None:
 
 def test_an_error_in_one_ranks_step_ends_the_group(model: Path, tmp_path: Path) -> None:
     """The rank with the error says what it was and exits with 1; the others repeat it."""
-    with started_group(model, tmp_path, tp=2, pp=1, timeout_s=30, failing_rank=1) as group:
+    with started_group(model, tmp_path, tp=2, pp=1, timeout_s=60, failing_rank=1) as group:
         assert group.exit_codes() == [PEER_LOST_EXIT, 1]
         for rank in (0, 1):
             assert "rank 1: a step failed: ValueError('broken weights')" in group.log(rank)
@@ -51,8 +51,8 @@ def test_an_error_in_one_ranks_step_ends_the_group(model: Path, tmp_path: Path) 
 
 def test_lost_experts_are_lost_for_all_ranks(model: Path, tmp_path: Path) -> None:
     """One rank's experts vanish in a step, another's in a later one: both are run again by all ranks."""
-    with started_group(model, tmp_path, tp=2, pp=1, timeout_s=30, flaky=()) as group:
+    with started_group(model, tmp_path, tp=2, pp=1, timeout_s=60, flaky=()) as group:
         expected = group.tokens()
-    with started_group(model, tmp_path, tp=2, pp=1, timeout_s=30, flaky=(3, 11)) as group:
+    with started_group(model, tmp_path, tp=2, pp=1, timeout_s=60, flaky=(3, 11)) as group:
         assert group.tokens() == expected
         assert group.exit_codes() == [0, 0]

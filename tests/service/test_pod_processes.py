@@ -22,11 +22,11 @@ from expert_service.mailbox_service import FirstCall, Standstill
 from moebius.mailbox import Mailbox, server_health
 from moebius.network.grpc_channels import open_channel
 from moebius.process.operations import NOT_READY_METADATA
-from tests.helpers.fake_programs import wait_until
 from tests.helpers.ports import free_port
 from tests.helpers.rank_serving import TOKENS, complete, generate
 from tests.helpers.stack import ROOT
 from tests.helpers.tiny_models import TinyModel, write_tiny_model
+from tests.helpers.waiting import wait_until
 
 MODEL = TinyModel("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2})
 LIMIT_S = 120.0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 
 from tests.helpers.engine_process import engine_process, write_one_layer
 from tests.helpers.gateway_server import gateway_config, running_gateway
+from tests.helpers.waiting import wait_until
 
 PROMPT_TOKENS, TOKENS = 8, 60
 
@@ -38,7 +38,7 @@ def test_no_answer_that_had_not_begun_is_lost_with_its_replica(model: Path, tmp_
         )
         url = stack.enter_context(running_gateway(gateway_config("unused:1", engines=addresses)))
         both = [f'moebius:gateway_replica_up{{replica="{address}"}} 1.0' for address in addresses]
-        until(lambda: all(line in httpx.get(f"{url}/metrics").text for line in both))
+        wait_until(lambda: all(line in httpx.get(f"{url}/metrics").text for line in both))
         pool = stack.enter_context(ThreadPoolExecutor(24))
         killed = threading.Event()
         whole = [pool.submit(ask_until, killed, url, number, stream=False) for number in range(16)]
@@ -46,7 +46,9 @@ def test_no_answer_that_had_not_begun_is_lost_with_its_replica(model: Path, tmp_
         busy = [
             f'moebius:gateway_replica_requests_in_flight{{replica="{address}"}} 0.0' for address in addresses
         ]
-        until(lambda: not any(line in text for text in [httpx.get(f"{url}/metrics").text] for line in busy))
+        wait_until(
+            lambda: not any(line in text for text in [httpx.get(f"{url}/metrics").text] for line in busy)
+        )
         first.send_signal(signal.SIGKILL)
         killed.set()
         answers = [answer for one in whole for answer in one.result()]
@@ -79,12 +81,3 @@ def ask_until(event: threading.Event, url: str, number: int, stream: bool) -> li
     while not event.is_set():
         answers.append(ask(url, number, stream))
     return answers
-
-
-def until(condition: object) -> None:
-    """Waits for it."""
-    assert callable(condition)
-    end = time.monotonic() + 200
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)

@@ -21,6 +21,7 @@ from tests.helpers.built_engine import RunningEngine, running_engine
 from tests.helpers.expert_cluster import Cluster, running_cluster
 from tests.helpers.mtp_models import write_mtp_model
 from tests.helpers.tiny_models import make_tiny_model
+from tests.helpers.waiting import wait_until
 
 READY_S = 60.0
 
@@ -58,10 +59,7 @@ def wait_until_streaming(engine: RunningEngine) -> None:
     """Segments are opened in the background."""
     streamer = engine.built.streamer
     assert streamer is not None
-    deadline = time.monotonic() + READY_S
-    while not streamer.can_stream:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: streamer.can_stream)
 
 
 class Watched:
@@ -139,10 +137,7 @@ def test_long_prompts_stream_in_a_lane_of_their_own(
             cluster.processes[0].wait()
             prompt = requests()[2]
             engine.built.engine.submit([prompt])
-            deadline = time.monotonic() + READY_S
-            while not prompt.output_token_ids:
-                assert time.monotonic() < deadline, "the prompt asked a server that is dead"
-                time.sleep(0.01)
+            wait_until(lambda: prompt.output_token_ids, lambda: "the prompt asked a server that is dead")
             cluster.start(0)
             assert engine.wait([prompt]) == [wanted[2]]
 

@@ -33,6 +33,7 @@ from tests.helpers.expert_cluster import Cluster, running_cluster
 from tests.helpers.ports import free_port
 from tests.helpers.rank_group import Outcome, Script, run_group
 from tests.helpers.tiny_models import make_tiny_model
+from tests.helpers.waiting import wait_until
 
 READY_S = 60.0
 LENGTHS = (5, 70, 12, 41)
@@ -64,7 +65,7 @@ def settings(cluster: Cluster, tp: int, **gpu: Any) -> MoebiusConfig:
     address = f"127.0.0.1:{free_port()}"
     document = cluster.config.model_dump()
     document["gpu"] |= small | gpu
-    document["parallel"] |= {"tensor_parallel_size": tp, "rank_address": address, "rank_timeout_s": 30}
+    document["parallel"] |= {"tensor_parallel_size": tp, "rank_address": address, "rank_timeout_s": 60}
     return MoebiusConfig.model_validate(document)
 
 
@@ -87,10 +88,7 @@ def streamer_of(script: Script) -> ExpertStreamer:
     """Once it can stream: segments are opened in the background."""
     streamer = script.built.streamer
     assert streamer is not None
-    deadline = time.monotonic() + READY_S
-    while not streamer.can_stream:
-        assert time.monotonic() < deadline, "segments were not opened"
-        time.sleep(0.01)
+    wait_until(lambda: streamer.can_stream, lambda: "segments were not opened")
     # So long the engine believes an earlier answer.
     time.sleep(0.05)
     return streamer

@@ -28,9 +28,9 @@ from tests.helpers.fake_programs import (
     alive,
     plan,
     spec,
-    wait_until,
 )
 from tests.helpers.stack import ROOT
+from tests.helpers.waiting import wait_until
 
 SEGMENT = f"moebius-test-{os.getpid()}"
 

@@ -17,7 +17,8 @@ from app.supervisor.health import Liveness, ProcessSpec
 from app.supervisor.process import MOST_CREDIT, USER_ERRORS_ALLOWED, ManagedProcess
 from app.supervisor.supervisor import Supervisor
 from moebius.errors import USER_ERROR_EXIT, StartupError
-from tests.helpers.fake_programs import OBEDIENT, QUICK, FileProbe, plan, spec, wait_until
+from tests.helpers.fake_programs import OBEDIENT, QUICK, FileProbe, plan, spec
+from tests.helpers.waiting import wait_until
 
 # Beats ten times a second into the file argv[1] + ".beat".
 BEATING = """

@@ -18,7 +18,8 @@ from app.supervisor import runfile
 from app.supervisor.runfile import RunDirectory, clean_up_stale, own_state_directory, start_ticks
 from app.supervisor.supervisor import Supervisor
 from moebius.errors import StartupError
-from tests.helpers.fake_programs import OBEDIENT, QUICK, alive, plan, spec, wait_until
+from tests.helpers.fake_programs import OBEDIENT, QUICK, alive, plan, spec
+from tests.helpers.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 SEGMENT = f"moebius-test-killed-{os.getpid()}"

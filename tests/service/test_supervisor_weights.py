@@ -23,7 +23,8 @@ from moebius.kernels.weight_segment import WeightSegment, segment_path
 from moebius.kv_tiers import ram_tier_path
 from moebius.models.read import read_geometry
 from tests.helpers.checkpoints import TinyMoe
-from tests.helpers.fake_programs import QUICK, alive, plan, spec, wait_until
+from tests.helpers.fake_programs import QUICK, alive, plan, spec
+from tests.helpers.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 

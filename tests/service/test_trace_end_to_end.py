@@ -12,9 +12,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.helpers.demo import demo_checkpoint
-from tests.helpers.fake_programs import wait_until
 from tests.helpers.otlp_collector import Collector, running_collector
 from tests.helpers.stack import Stack, running_stack
+from tests.helpers.waiting import wait_until
 
 pytestmark = pytest.mark.demo
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"

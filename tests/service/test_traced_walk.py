@@ -13,6 +13,7 @@ pytestmark = pytest.mark.demo
 MOST_FILES, MOST_OF_A_STEP = 84, 53
 
 
+@pytest.mark.timeout(1200)
 def test_the_walk_is_true(tmp_path: Path) -> None:
     """The files of the table are those that a trace finds, in every process, and are not more than allowed.
 

@@ -22,7 +22,8 @@ from protos import vllm_engine_pb2 as pb
 from tests.helpers.engine_harness import prompt_of
 from tests.helpers.fake_model import VOCAB
 from tests.helpers.swapped_files import swap_tokens
-from tests.service.test_engine_grpc import Served, idle, message, served, until
+from tests.helpers.waiting import until
+from tests.service.test_engine_grpc import Served, idle, message, served
 
 # Of the published file, by hand: what a router's stubs have compiled in.
 PUBLISHED = {

@@ -32,7 +32,7 @@ from app.supervisor.process import MOST_CREDIT, ManagedProcess
 from moebius._kernels_testing import EchoBackend
 from moebius.errors import USER_ERROR_EXIT
 from moebius.mailbox import Mailbox, MailboxGeometry, MailboxServer
-from tests.helpers.fake_programs import wait_until
+from tests.helpers.waiting import wait_until
 
 LIMIT_S = 10.0
 IDLE = Activity(stopped=False, occupied=False, demand_s=0.0)

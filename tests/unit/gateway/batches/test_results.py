@@ -150,12 +150,12 @@ def test_requests_of_batches_yield() -> None:
         await asyncio.sleep(0.15)
         assert not third.done()
         live = 2
-        await asyncio.wait_for(third, 5)
+        await asyncio.wait_for(third, 60)
         fourth = asyncio.create_task(slots.take())
         await asyncio.sleep(0.15)
         assert not fourth.done()
         slots.give()
-        await asyncio.wait_for(fourth, 5)
+        await asyncio.wait_for(fourth, 60)
 
     asyncio.run(run())
 

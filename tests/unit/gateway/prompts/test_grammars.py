@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from gateway.prompts.pool import PromptPool
 from gateway.prompts.process import SMALL_BYTES, Postponed
 from gateway.schemas.errors import ApiError
 from tests.helpers.heavy_grammars import heavy_requests
+from tests.helpers.waiting import until
 from tests.unit.gateway.prompts.test_processes import FakeProcess, children, setup_for, token_count
 
 
@@ -92,13 +93,6 @@ class HangingProcess(FakeProcess):
         """Echoes the bodies, in the end."""
         await self.let_go.wait()
         return [b"".join(job.body) for job in jobs]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Waits for what time alone brings."""
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110 - nothing else says when
-            await asyncio.sleep(0.01)
 
 
 async def test_a_pool_that_cannot_answer_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import contextlib
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +17,7 @@ from gateway.workers import group
 from gateway.workers.group import Group
 from tests.helpers.gateway_server import gateway_config
 from tests.helpers.ports import free_port
+from tests.helpers.waiting import until
 
 pytestmark = pytest.mark.timeout(600)
 WAIT_S = 200.0
@@ -78,13 +79,6 @@ async def two_seats(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Grou
 def seated(made: Group) -> set[int]:
     """Returns process ids of those that can serve."""
     return {one.popen.pid for one in made._seats if one is not None and one.ready.is_set()}
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Waits for it; on a machine that has other things to do, six processes take minutes to import."""
-    async with asyncio.timeout(WAIT_S):
-        while not condition():  # noqa: ASYNC110 - what processes do
-            await asyncio.sleep(0.01)
 
 
 async def test_a_seat_is_filled_when_processes_can_be_started_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from moebius.errors import WrongIdentity
 from moebius.models.geometry import MoeGeometry
 from protos import expert_pb2, expert_pb2_grpc
 from tests.helpers.checkpoints import TinyMoe
-from tests.helpers.expert_cluster import wait_until
+from tests.helpers.waiting import wait_until
 
 ABI = _kernels.MAILBOX_ABI_VERSION
 # Far longer than a test may take: a refusal must not wait for it.

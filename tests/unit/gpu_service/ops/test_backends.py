@@ -167,7 +167,7 @@ def test_compilers_leave_the_processors_to_others(monkeypatch: pytest.MonkeyPatc
 
     own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
     compile_modules([Spec(), Spec()])
-    assert found == [COMPILER_NICENESS] * 2
+    assert found == [max(own, COMPILER_NICENESS)] * 2
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == own, "the caller's stays"
 
 

@@ -24,8 +24,8 @@ from moebius.errors import ConfigError, UserError
 from moebius.network.tls import configure_tls
 from protos import ranks_pb2
 from tests.helpers.certificates import Authority, Pair, grpc_security, write_secret
-from tests.helpers.fake_programs import wait_until
 from tests.helpers.ports import free_port
+from tests.helpers.waiting import wait_until
 
 
 def welcome(store_port: int = 0) -> ranks_pb2.Welcome:

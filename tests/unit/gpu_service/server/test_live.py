@@ -208,7 +208,7 @@ def test_a_lost_or_silent_server_makes_counts_unknown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is not known is left out, never zero; and the caller waits no longer than for one answer."""
-    monkeypatch.setattr(live_module, "_ANSWER_S", 2.0)
+    monkeypatch.setattr(live_module, "_ANSWER_S", 8.0)
     for number, broken in enumerate([None, Server({}, silent=True)]):
         directory = tmp_path / str(number)
         directory.mkdir()

@@ -17,6 +17,7 @@ from gpu_service.server.responses import CallContext, ManyCalls
 from moebius.network.outbox import Outbox
 from protos import engine_pb2 as pb
 from protos import engine_pb2_grpc
+from tests.helpers.waiting import until
 
 LARGE = 100_000  # token ids: more than the common stream takes
 
@@ -99,13 +100,6 @@ async def tokens_of(client: EngineClient, one: pb.GenerateRequest) -> list[int]:
     """Returns all tokens of a call."""
     async with aclosing(client.generate(one)) as responses:
         return [token async for response in responses for token in response.chunk.token_ids]
-
-
-async def until(condition: Any) -> None:
-    """Waits for it; fails after a minute."""
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110 - it is another process's or task's, seen from outside
-            await asyncio.sleep(0.01)
 
 
 async def test_calls_share_a_stream_and_keep_their_order(tmp_path: Path) -> None:

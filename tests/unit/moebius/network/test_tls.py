@@ -43,7 +43,7 @@ from moebius.network.tls import (
 from moebius.telemetry.certificates import CertificateCollector
 from protos import engine_pb2
 from tests.helpers.certificates import Authority, Pair, grpc_security, write_secret
-from tests.helpers.fake_programs import wait_until
+from tests.helpers.waiting import wait_until
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 

@@ -31,6 +31,7 @@ from moebius.process.progress import (
 )
 from moebius.telemetry import configure_logging
 from tests.helpers.fake_programs import OBEDIENT, QUICK, plan, spec
+from tests.helpers.waiting import wait_until
 
 
 @pytest.fixture
@@ -42,13 +43,6 @@ def restored_logging() -> Iterator[None]:
     root.handlers, root.level = handlers, level
     logging.getLogger(progress.__name__).setLevel(logging.NOTSET)
     structlog.reset_defaults()
-
-
-def wait_for(logs: list[structlog.typing.EventDict], count: int) -> None:
-    end = time.monotonic() + 60
-    while len(logs) < count:
-        assert time.monotonic() < end, logs
-        time.sleep(0.005)
 
 
 def test_a_quick_phase_says_nothing() -> None:
@@ -72,9 +66,9 @@ def test_a_long_phase_says_how_far_it_is_while_its_work_blocks() -> None:
                 thread.start()
             for thread in threads:
                 thread.join()
-            wait_for(logs, 1)
+            wait_until(lambda: logs)
             before = len(logs)
-            wait_for(logs, before + 1)
+            wait_until(lambda: len(logs) > before)
         events = [line["event"] for line in logs]
     assert re.fullmatch(r"loading, 5\.2 of 17\.0 GB, \d+ s", text_of_line(events[before]) or "")
     assert re.fullmatch(r"finished: loading, 5\.2 of 17\.0 GB, \d+ s", events[-1])
@@ -85,7 +79,7 @@ def test_a_phase_that_fails_ends() -> None:
 
     def fail(logs: list[structlog.typing.EventDict]) -> None:
         with phase("loading", first_s=0.01):
-            wait_for(logs, 1)
+            wait_until(lambda: logs)
             raise ValueError("damaged")
 
     with capture_logs() as logs:

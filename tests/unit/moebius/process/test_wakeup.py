@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-import time
 
 from moebius.process.wakeup import Wakeup
 
@@ -48,6 +47,4 @@ def test_it_is_an_event() -> None:
     assert not wakeup.is_set()
     assert not wakeup.wait(0.001)
     threading.Timer(0.05, wakeup.set).start()
-    begin = time.monotonic()
-    assert wakeup.wait(60)
-    assert time.monotonic() - begin < 30
+    assert wakeup.wait(3600)  # pytest's limit is shorter

@@ -25,9 +25,9 @@ from gpu_service.experts.streaming.ring import HostTransfers
 from moebius.models.read import read_geometry
 from tests.equality.test_resident_experts import configuration, load
 from tests.helpers.checkpoints import TinyMoe
-from tests.helpers.expert_cluster import wait_until
 from tests.helpers.marked_segments import LAYERS, load_again
 from tests.helpers.simulated_streams import SimulatedEvent
+from tests.helpers.waiting import wait_until
 from tests.unit.gpu_service.experts.adaptive.test_exchange import World
 
 LAYER = 1

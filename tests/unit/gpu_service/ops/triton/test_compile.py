@@ -63,7 +63,7 @@ def test_kernels_fit(extent: str, architecture: int) -> None:
     assert not [row for row in rows if "error" in row]
     assert run.returncode == 0, run.stderr[-4000:]
     assert {row["kernel"] for row in rows} >= EVERYWHERE
-    assert len(rows) > (3 if extent == "covering" else 2) * len(IMPLEMENTATIONS)
+    assert len(rows) > (3 if extent == "covering" else 1) * len(IMPLEMENTATIONS)
     for row in rows:
         assert row["shared"] <= SHARED_KIB[architecture] * 1024, row
         assert row["registers"] <= 255, row
