@@ -34,8 +34,8 @@ def saved(path: Path, content: Any) -> Path:
 
 
 def test_counts_of_others_are_read(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Counts of all layers or of those with experts, in samples or summed, as a dict or a tensor, become the
-    file that --expert-statistics reads."""
+    """Counts are of all layers or of those with experts, in samples or summed, a dict or a tensor; the
+    command writes the file that --expert-statistics reads."""
     geometry = read_geometry(model)
     assert (geometry.moe_layers, geometry.num_experts) == ((1, 2), 10)
     counts = torch.arange(30).reshape(3, 10)
