@@ -138,6 +138,17 @@ def test_what_is_planned_is_served(
     assert served, "nothing was planned"
 
 
+def test_streaming_is_asked_for_where_everything_is_resident(
+    directory: Directory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Then nothing is left to stream, and no server is started whose weights could be: that is no error."""
+    config = settings(directory("olmoe-1b-7b"), prefill_experts="stream")
+    case = Case(config, host_of(1, GPU_MODELS["RTX 4090"], 64, 1, 16), Wish())
+    plan = case.plan(monkeypatch, tmp_path)
+    assert plan.residency.is_everything
+    assert case.serve(monkeypatch, tmp_path, serve_command(case.config, plan))
+
+
 TOO_SMALL = {
     "states of too many outputs": ("qwen3-next-80b-a3b", {"max_num_seqs": "128"}, "RTX 4090", 256),
     "experts in too many bits": ("qwen3-30b-a3b", {}, "RTX 4090", 32),
