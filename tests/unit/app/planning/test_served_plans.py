@@ -119,7 +119,7 @@ def draw(seed: int, directory: Directory) -> Case:
 def test_what_is_planned_is_served(
     first: int, directory: Directory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """500 draws: no process refuses what was planned, and engines choose as many outputs as planned."""
+    """500 draws: no process refuses what was planned, and engines choose no more outputs than planned."""
     served = 0
     for seed in range(first, first + EACH):
         case = draw(seed, directory)
@@ -133,7 +133,10 @@ def test_what_is_planned_is_served(
         except (UserError, ValueError) as error:
             pytest.fail(f"draw {seed}: {command}: {error}")
         numbers = {engine.gpu.num_seqs for engine in engines}
-        assert numbers == {int(plan.settings["max_num_seqs"])}, f"draw {seed}: {command}"
+        planned = int(plan.settings["max_num_seqs"])
+        # Without the number in its settings an engine decides beside the experts, and may choose fewer.
+        assert max(numbers) <= planned, f"draw {seed}: {command}"
+        assert plan.max_num_seqs is None or numbers == {planned}, f"draw {seed}: {command}"
         served += 1
     assert served, "nothing was planned"
 
