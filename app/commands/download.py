@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,9 @@ _Checksums = Annotated[
 _Wait = Annotated[
     bool, typer.Option("--wait", help="Fetch nothing: return once another process has fetched all of it")
 ]
+
+# SHA-256, or git's SHA-1.
+_DIGEST = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,13 @@ def _on_hub(name: str, revision: str, token: str) -> Wanted:
     listing = list_files(named, revision, token)
     chosen = chosen_files(named, list(listing.sizes))
     base_url = f"{constants.ENDPOINT}/{named.repository}/resolve/{listing.commit}"
-    return Wanted(base_url, {name: listing.digests[name] for name in chosen})
+    digests = {file: listing.digests[file] for file in chosen}
+    for file, digest in digests.items():
+        if not _DIGEST.fullmatch(digest):
+            raise UserError(
+                f"{constants.ENDPOINT} lists no digest of {file}; give --base-url {base_url} and --checksums"
+            )
+    return Wanted(base_url, digests)
 
 
 def _fetch(directory: Path, wanted: Wanted, token: str) -> int:

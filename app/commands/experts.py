@@ -1,4 +1,4 @@
-"""`moebius experts show`, `record start|stop|dump`: who computes experts, which are chosen; and counters."""
+"""`moebius experts show`, `record start|stop|dump|import`: who computes experts, which are chosen."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -24,6 +24,9 @@ from app.cli_options import (
 )
 from moebius.errors import UserError
 from moebius.network.api_keys import client_key
+
+if TYPE_CHECKING:
+    from moebius.experts.placement import FileFormat
 
 app = typer.Typer(help="Look at the routed experts of a running engine.", no_args_is_help=True)
 record = typer.Typer(help="Record which experts are chosen.", no_args_is_help=True)
@@ -106,19 +109,48 @@ def dump(
     """Write what was recorded, for --expert-statistics. Prints how many experts a step touches."""
     from protos import engine_pb2 as pb
 
-    file_format = file.suffix.removeprefix(".")
-    if file_format not in ("safetensors", "json"):
-        raise UserError(f"--file: {str(file)!r} is not allowed; it has to end in .safetensors or .json")
+    file_format = _format_of(file)
     with engine_stub(engine_address) as engine:
         request = pb.DumpExpertRecorderRequest(file_format=file_format)
         answer = engine.DumpExpertRecorder(request, timeout=_TIMEOUT_S)
-    try:
-        file.write_bytes(answer.content)
-    except OSError as error:
-        raise UserError(f"--file: {file} cannot be written: {error.strerror}") from None
+    _write(file, answer.content)
     print(f"{file}: {answer.mode}, {answer.steps} steps, {answer.tokens} tokens")
     for found in answer.layers:
         print(f"layer {found.layer}: {found.distinct_per_step:.2f} different experts per step")
+
+
+@record.command(name="import")
+def import_counts(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint whose experts were counted")],
+    statistics: Annotated[
+        Path,
+        typer.Argument(metavar="FILE.pt", help="Counts that SGLang or KTransformers recorded"),
+    ],
+    file: Annotated[Path, typer.Option(help="Where to write: *.safetensors or *.json")],
+) -> None:
+    """Convert counts that SGLang or KTransformers recorded, for --expert-statistics."""
+    from app.other_statistics import read_other_statistics
+    from moebius.models.read import read_geometry
+
+    file_format = _format_of(file)
+    found = read_other_statistics(statistics, read_geometry(Path(model)))
+    _write(file, found.encode(file_format))
+    print(f"{file}: {len(found.layers)} layers, {found.counts.sum()} choices of {found.num_experts} experts")
+
+
+def _format_of(file: Path) -> FileFormat:
+    if file.suffix == ".safetensors":
+        return "safetensors"
+    if file.suffix == ".json":
+        return "json"
+    raise UserError(f"--file: {str(file)!r} is not allowed; it has to end in .safetensors or .json")
+
+
+def _write(file: Path, content: bytes) -> None:
+    try:
+        file.write_bytes(content)
+    except OSError as error:
+        raise UserError(f"--file: {file} cannot be written: {error.strerror}") from None
 
 
 @contextmanager

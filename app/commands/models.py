@@ -128,6 +128,11 @@ def _check(given: str, path: Path, setting: str = "MODEL") -> None:
         refuse_pointer(path / "config.json")
         document = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
+        if (path / "adapter_config.json").is_file():
+            raise UserError(
+                f"{setting} {given!r}: this is an adapter (adapter_config.json), not a model: merge it into "
+                "its base model, and give that checkpoint"
+            ) from None
         raise UserError(f"{setting} {given!r}: no config.json in it; is it a checkpoint directory?") from None
     except CheckpointError as error:
         raise UserError(f"{setting} {given!r}: {error}") from None

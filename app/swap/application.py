@@ -127,7 +127,11 @@ def _add_state(app: FastAPI, models: Models) -> None:
     """Adds what answers without loading a model."""
     slots = models.pool.slots
 
+    # All paths that need no key are answered here: a model is loaded for those who have one.
     @app.get("/health", response_class=Response)
+    @app.get("/v1/health", response_class=Response)
+    @app.get("/ping", response_class=Response)
+    @app.post("/ping", response_class=Response)
     async def health() -> Response:
         """Answers 200 while this process runs."""
         return Response(status_code=200)
@@ -149,7 +153,7 @@ def _add_state(app: FastAPI, models: Models) -> None:
         if asked is None:
             return Response(models.metrics.render(), media_type=CONTENT_TYPE_LATEST)
         name = models.name_for(asked)
-        if not models.processes[name].is_running:
+        if slots[name].state != "loaded":
             raise ApiError(503, f"{name} is not loaded", code="model_not_loaded")
         return await models.proxy.answer(request, name, ())
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
+import grpc
 from fastapi import APIRouter, Body, Query, Request
 
 from gateway.app.openapi import refuses
 from gateway.app.state import gateway_of
-from gateway.schemas.errors import bad_request
+from gateway.schemas.errors import ApiError, bad_request
 
 router = APIRouter()
 _PARTS = frozenset({"weights", "kv_cache", "cuda_graph"})
@@ -27,7 +28,12 @@ async def sleep(request: Request, level: int = 1, mode: str = "wait") -> dict[st
         raise bad_request(f"'level' is {level}; allowed is 1: experts stay in RAM", "level")
     if mode not in ("wait", "abort"):
         raise bad_request(f"'mode' is {mode[:40]!r}; allowed are wait and abort", "mode")
-    await gateway_of(request).engine.put_to_sleep(mode == "abort")
+    try:
+        await gateway_of(request).engine.put_to_sleep(mode == "abort")
+    except grpc.aio.AioRpcError as error:
+        if error.code() != grpc.StatusCode.FAILED_PRECONDITION:
+            raise
+        raise ApiError(400, error.details() or "the engine cannot sleep", code="cannot_sleep") from None
     return {"success": True, "is_sleeping": True}
 
 

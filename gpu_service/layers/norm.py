@@ -102,7 +102,7 @@ class FullWidthNorm(nn.Module):
     """The weights of a rank's heads, of a root-mean-square norm over the whole projection."""
 
     def __init__(self, own: RankWeights, num_ranks: int, eps: float) -> None:
-        """Of `num_ranks`, several may hold the same rows of the projection."""
+        """Several of `num_ranks` may hold the same rows of the projection."""
         super().__init__()
         self.weight = own.parameter("weight")
         self.rows, self.eps = own.rows("weight"), eps

@@ -27,7 +27,7 @@ class AcceptanceRates:
         self.verified = [0.0] * len(DraftSource)
 
     def add(self, source: DraftSource, verified: int, accepted: int, num_tokens: int) -> None:
-        """Counts draft tokens of a step that gave so many tokens of output."""
+        """Counts draft tokens of a step that gave a number of tokens of output."""
         kept = self._kept**num_tokens
         self.accepted = [kept * count for count in self.accepted]
         self.verified = [kept * count for count in self.verified]

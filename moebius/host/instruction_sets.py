@@ -1,7 +1,8 @@
 """What a CPU's instruction set means for serving, in words: for `moebius doctor` and the start's first lines.
 
-Experts are computed by our kernels, whose level `moebius.kernels.isa_level` names. Dense layers of an engine
-without a GPU are computed by torch and oneDNN (`gpu_service.ops.linear`), which need other parts of AVX-512.
+Experts, and dense layers that an engine without a GPU keeps as they are stored, are computed by our kernels,
+whose level `moebius.kernels.isa_level` names. Other dense layers are computed by torch and oneDNN
+(`gpu_service.ops.linear`), which need other parts of AVX-512.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _MISSING = {
     "avx512_bf16": "",
     "amx": "",
 }
-_IN_FLOAT32 = "dense layers of 16-bit models are kept in float32 on this CPU, at twice their memory"
+_IN_FLOAT32 = "dense layers of float16 models are kept in float32 on this CPU, at twice their memory"
 
 
 def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
@@ -35,7 +36,7 @@ def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
 
 
 def has_bfloat16_products(flags: frozenset[str]) -> bool:
-    """Returns whether dense layers stay in bfloat16 on a CPU with these flags."""
+    """Returns whether dense layers that oneDNN computes stay in bfloat16 on a CPU with these flags."""
     return any(needed <= flags for needed in _BFLOAT16_PRODUCTS)
 
 

@@ -10,7 +10,7 @@ _METHODS = {
     **dict.fromkeys(("BF16", "FP8", "FP8_PERCHANNEL", "RAWINT4", "GPTQ_INT4", "MXFP4", "MXFP8"), "keep"),
     **dict.fromkeys(("LLAMAFILE", "MOE_INT4", "NVFP4"), "keep"),
 }
-_STATISTICS = "here --expert-statistics, a file as `moebius experts record dump` writes it"
+_STATISTICS = "here --expert-statistics, a file that `moebius experts record import` makes of a .pt file"
 
 TABLE: dict[str, OtherName] = {
     "kt-cpuinfer cpu-threads": OtherName("expert_threads", unit="threads"),

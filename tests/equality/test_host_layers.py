@@ -111,7 +111,7 @@ def test_one_call_gives_the_bits_of_many(
 def test_a_lost_server_ends_the_step_which_may_be_run_again(
     gguf: Callable[[str], GgufFile], tmp_path: Path
 ) -> None:
-    """As `collect` does: the engine waits for its return and replays the step."""
+    """A server that is lost raises what `collect` does: the engine waits for it and replays the step."""
     with running(gguf("mixtral"), "float32") as (runner, box):
         sequence, _ = runner.prefill(PROMPT)
         sequence.tokens.append(5)

@@ -137,6 +137,14 @@ class FakeEngine(engine_pb2_grpc.EngineServicer):
         self._prompts.clear()
         return pb.FlushCacheResponse(success=True, freed_tokens=16)
 
+    def Sleep(self, request: pb.SleepRequest, context: Any) -> pb.SleepResponse:
+        """It has no memory to give back."""
+        return pb.SleepResponse()
+
+    def WakeUp(self, request: pb.WakeUpRequest, context: Any) -> pb.WakeUpResponse:
+        """It is always awake."""
+        return pb.WakeUpResponse()
+
     def Generate(self, request: pb.GenerateRequest, context: Any) -> Iterator[pb.GenerateResponse]:
         """Streams the scripted outputs, indices interleaved, then one GenerateComplete each."""
         seen, script = self.seen, self.script

@@ -235,10 +235,10 @@ def _checker() -> Any:
 
 
 def pod_specs(manifests: list[Manifest]) -> list[Manifest]:
-    """Returns Pods and pod templates, `{metadata, spec}`."""
-    found = [manifest for manifest in manifests if manifest["kind"] == "Pod"]
+    """Returns pod templates, `{metadata, spec}`, and Pods, which are these, too."""
+    found = []
     for manifest in manifests:
         spec = manifest.get("spec", {})
         templates = spec.get("leaderWorkerTemplate", {"template": spec.get("template")})
         found += [one for one in templates.values() if isinstance(one, dict) and "spec" in one]
-    return found
+    return found + [manifest for manifest in manifests if manifest["kind"] == "Pod"]

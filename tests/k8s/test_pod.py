@@ -120,7 +120,8 @@ def pod(
 ) -> Iterator[PodmanPod]:
     """The Pod of a release, as the chart renders it."""
     manifests = render(values(models), name="podtest")
-    template = next(one for one in pod_specs(manifests))
+    component = "app.kubernetes.io/component"
+    template = next(one for one in pod_specs(manifests) if one["metadata"]["labels"][component] == "engine")
     maps = [one for one in manifests if one["kind"] == "ConfigMap"]
     directory = tmp_path_factory.mktemp("pod")
     name = f"moebius-{os.getpid()}"

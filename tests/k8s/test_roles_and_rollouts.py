@@ -166,6 +166,11 @@ def test_one_job_writes_and_all_others_wait_and_read() -> None:
     changed = merged(values, {"model": {"source": {"download": {"revision": "v2"}}}})
     (other,) = of_kind(release(changed), "Job")
     assert other["metadata"]["name"] != job["metadata"]["name"]
+    # An upgrade cannot change a Job: another image is another one, which finds the files there.
+    (upgraded,) = of_kind(release(merged(values, {"image": {"tag": "2"}})), "Job")
+    assert upgraded["metadata"]["name"] != job["metadata"]["name"]
+    (again,) = of_kind(release(values), "Job")
+    assert again == job
     gguf = merged(values, {"model": {"path": "m/model-Q4_K_M.gguf"}})
     (third,) = of_kind(release(gguf), "Job")
     assert third["spec"]["template"]["spec"]["containers"][0]["args"][2] == "/models/m"

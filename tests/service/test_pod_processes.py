@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -193,7 +195,8 @@ def test_a_standing_server_says_so_to_a_liveness_probe(containers: Containers) -
 
 def test_ranks_of_two_hosts_meet_late_and_end_together(containers: Containers) -> None:
     """Host 1 waits for host 0 for as long as a start may take, not for `rank_timeout_s`; both get SIGTERM at
-    once, and rank 0 finishes what it has before the others go."""
+    once, and rank 0 finishes what it has before the others go. The first rank of host 1 answers its kubelet's
+    probes: it works while it waits, and is ready when its part is loaded."""
     containers.settings(
         "grpc",
         tensor_parallel_size=2,
@@ -203,12 +206,21 @@ def test_ranks_of_two_hosts_meet_late_and_end_together(containers: Containers) -
     )
     for index in range(2):
         containers.start_expert(index)
-    second = containers.start("ranks", "--host-index", "1")
+    port = free_port()
+
+    def answers(path: str, status: int) -> bool:
+        with contextlib.suppress(httpx.TransportError):
+            return httpx.get(f"http://127.0.0.1:{port}{path}", timeout=30).status_code == status
+        return False
+
+    second = containers.start("ranks", "--host-index", "1", "--gpu-metrics-port", str(port))
     time.sleep(10)
     assert second.poll() is None, containers.log
+    wait_until(lambda: answers("/health", 200) and answers("/ready", 503), LIMIT_S)
     first = containers.start("ranks", "--host-index", "0")
     containers.wait_serving(containers.engine, ENGINE_HEALTH)
     assert len(generate(f"127.0.0.1:{containers.engine}")) == TOKENS
+    wait_until(lambda: answers("/ready", 200), LIMIT_S)
     for process in (second, first):
         process.send_signal(signal.SIGTERM)
     assert [process.wait(timeout=60) for process in (first, second)] == [0, 0], containers.log

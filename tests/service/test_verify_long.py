@@ -195,18 +195,19 @@ def test_options_that_belong_to_the_other_comparison_are_refused(
 
 @pytest.mark.full
 @pytest.mark.demo
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(6 * 3600)
 @pytest.mark.usefixtures("logging")
 def test_the_demo_model_over_its_whole_context(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """16 384 tokens are asked for, and as many generated as the context of 8192 leaves: by the whole served
-    system, greedy and sampled; KL is flat and nothing is repeated that the reference would not."""
+    system in bfloat16, greedy and sampled; KL is flat, and nothing is repeated that the reference would not.
+    """
     target = tmp_path / "long.json"
     with pytest.raises(SystemExit) as ended:
-        cli.main(["verify", str(demo_checkpoint()), "--long", "--dtype", "float32", "--json", str(target)])
+        cli.main(["verify", str(demo_checkpoint()), "--long", "--json", str(target)])
     assert ended.value.code == 0, capsys.readouterr().out
     document = json.loads(target.read_text())
     assert document["tokens"] == 8192 - PROMPT_TOKENS
     for output in document["outputs"]:
         assert len(output["windows"]) == 8
-        assert output["max_kl"] < 1e-3
+        assert 0 < output["mean_kl"] < 0.01
     assert "verdict: passed" in capsys.readouterr().out

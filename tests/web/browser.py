@@ -92,6 +92,10 @@ class Browser:
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self._command("Emulation.setDeviceMetricsOverride", size)
 
+    def picture(self) -> bytes:
+        """Returns what is in view, as PNG."""
+        return base64.b64decode(self._call("GET", "screenshot"))
+
     def print_pdf(self, path: Path) -> None:
         """One page of what is in view, in the colours of the screen."""
         self._command("Emulation.setEmulatedMedia", {"media": "screen"})

@@ -1,11 +1,13 @@
-"""`python -m tests.web.screenshots [DIRECTORY]`: the pictures of docs/web-page.md, of the served demo.
+"""`python -m tests.web.screenshots [DIRECTORY]`: the pictures of docs/web-page.md.
 
-Headless Chromium prints the page as it looks on a screen, and `pdftocairo` (Debian's poppler-utils) makes SVG
-of it: what is seen is the page itself, and its letters are outlines, so that no font is needed.
+Two are of the demo as it is served: headless Chromium prints the page as it looks on a screen, and
+`pdftocairo` (Debian's poppler-utils) makes SVG of it, so its letters are outlines. Six
+more, PNGs, show an answer from a script at three widths and in both colours.
 """
 
 from __future__ import annotations
 
+import io
 import re
 import shutil
 import subprocess
@@ -16,10 +18,12 @@ import time
 from pathlib import Path
 
 import httpx
+from PIL import Image
 
 from tests.helpers.demo import demo_checkpoint
 from tests.helpers.stack import ROOT, running_stack
 from tests.web.browser import Browser, running_browser
+from tests.web.scripted_api import Script, running_api
 
 QUESTION = "What is the capital of France?"
 CONVERTER = "pdftocairo"
@@ -34,6 +38,36 @@ _DEFAULTS = (
 # None of those in an embedded image, which stand between letters.
 _NUMBER = re.compile(r"(?<![\w+/])-?\d+\.\d{3,}(?!(?!p[tx])[\w+/])")
 FLAGS = ("--expert-servers", "2", "--gpu-experts", "4", "--expert-recorder", "stat")
+
+SIZES = ((320, 640), (800, 700), (1440, 900))
+ANSWER = r"""The roots of $ax^2 + bx + c$ are
+
+$$
+x = \frac{-b \pm \sqrt{b^2 - 4ac}}{2a}
+$$
+
+if \(a \ne 0\). In **Python**:
+
+```python
+def roots(a: float, b: float, c: float) -> tuple[float, float]:
+    # The discriminant decides.
+    d = b * b - 4 * a * c
+    if d < 0:
+        raise ValueError(f"no real roots: {d=}")
+    return (-b - d**0.5) / (2 * a), (-b + d**0.5) / (2 * a)
+```
+
+| discriminant | real roots |
+|---|--:|
+| positive | 2 |
+| zero | 1 |
+
+```mermaid
+graph LR
+  A[discriminant] -->|negative| B[none]
+  A -->|else| C[roots]
+```
+"""
 
 
 def save_svg(page: Browser, path: Path) -> None:
@@ -102,8 +136,34 @@ def _keep_busy(url: str, stop: threading.Event) -> None:
         httpx.post(f"{url}/v1/chat/completions", json=body, timeout=300)
 
 
+def sizes_pictures(page: Browser, directory: Path) -> None:
+    """The page at three widths, in light and dark colours."""
+    script = Script(answers=[[{"reasoning_content": "The formula."}, {"content": ANSWER}]])
+    with running_api(script) as url:
+        page.open(url)
+        page.until(lambda: page.text("#model"))
+        page.type("#composer", "What are the roots of a quadratic polynomial?\ue007")
+        page.until(lambda: page.count("#messages article:last-child .actions") == 1)
+        page.until(lambda: page.count(".katex") > 1 and page.count(".code-keyword") > 0)
+        page.run(
+            "return document.fonts.ready.then(() => (document.querySelector('#messages').scrollTop = 0))"
+        )
+        for theme in ("light", "dark"):
+            page.run("while (document.documentElement.dataset.theme !== arguments[0]) theme.click()", theme)
+            for width, height in SIZES:
+                page.show_at(width, height)
+                image = Image.open(io.BytesIO(page.picture())).convert("RGB")
+                few = image.quantize(256, dither=Image.Dither.NONE)  # half of the bytes
+                few.save(directory / f"web-page-{width}-{theme}.png", optimize=True)
+
+
 def main(directory: Path) -> None:
-    """Both pictures."""
+    """All pictures."""
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        running_browser(Path(scratch) / "profile") as page,
+    ):
+        sizes_pictures(page, directory)
     with (
         tempfile.TemporaryDirectory() as scratch,
         running_stack(demo_checkpoint(), Path(scratch), *FLAGS, timeout_s=600) as stack,

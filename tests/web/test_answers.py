@@ -159,7 +159,7 @@ def test_images_in_a_conversation_of_another_model(page: Browser, script: Script
     assert script.bodies == []
 
 
-MCP = [
+MCP: list[dict[str, Any]] = [
     {
         "name": "tools.example/mcp",
         "error": None,

@@ -294,6 +294,11 @@ def test_a_phone_and_a_keyboard(page: Browser, script: Script) -> None:
     assert page.count("#sidebar") == 0
     page.click("#menu")
     page.until(lambda: page.count("#sidebar") == 1)
+    page.press("Escape")
+    assert page.count("#sidebar") == 0
+    assert page.run("return document.activeElement.id") == "menu"
+    page.press("Enter")
+    page.until(lambda: page.count("#sidebar") == 1)
     page.click("#new-chat")
     assert page.count("#sidebar") == 0
     assert page.run("return document.activeElement.id") == "composer"

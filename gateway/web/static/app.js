@@ -105,9 +105,16 @@ byId("key-dialog").addEventListener("close", () => {
   }
 });
 
-byId("menu").addEventListener("click", () => {
-  const isOpen = document.body.classList.toggle("menu-open");
+function showMenu(isOpen) {
+  document.body.classList.toggle("menu-open", isOpen);
   byId("menu").setAttribute("aria-expanded", String(isOpen));
+}
+
+byId("menu").addEventListener("click", () => showMenu(!document.body.classList.contains("menu-open")));
+document.addEventListener("keydown", (event) => {
+  if (event.key !== "Escape" || !document.body.classList.contains("menu-open")) return;
+  showMenu(false);
+  byId("menu").focus();
 });
 
 byId("open-settings").addEventListener("click", () => settings.open());

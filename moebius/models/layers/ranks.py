@@ -104,7 +104,7 @@ class Even(Cut):
 
 @dataclass(frozen=True, slots=True)
 class KvHeads(Cut):
-    """As `Even`, but with more ranks than heads several have the same one: `kv_shard`."""
+    """Ranks share heads, and with more ranks than heads several have the same one, as in `kv_shard`."""
 
     heads: int
 

@@ -14,6 +14,7 @@ import pytest
 from app.checkpoint_download import complete_source
 from app.commands.download import download
 from moebius.errors import UserError
+from tests.helpers import hub_server as hub_server_module
 from tests.helpers.hub_server import COMMIT, HubServer, hub_server
 
 FILES = {
@@ -70,6 +71,17 @@ def test_a_file_that_is_not_what_the_hub_lists_is_refused(hub: HubServer, tmp_pa
     with pytest.raises(UserError, match=r"config\.json: its SHA-1 in git is"):
         download(place, hub=MODEL, revision=COMMIT)
     assert complete_source(place) == ""
+
+
+def test_a_hub_without_digests_is_refused(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mirror that lists none cannot be compared with: the way by a list of one's own is named."""
+    monkeypatch.setattr(
+        hub_server_module, "_sibling", lambda name, data: {"rfilename": name, "size": len(data)}
+    )
+    with pytest.raises(UserError, match=r"lists no digest of config\.json; give --base-url"):
+        download(tmp_path / "m", hub=MODEL)
 
 
 def test_pods_wait_for_the_job(hub: HubServer, tmp_path: Path) -> None:

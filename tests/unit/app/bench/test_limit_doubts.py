@@ -1,4 +1,4 @@
-"""Guards the limit of `bench`: where memory bandwidth is none, the reader is told why."""
+"""Guards the limit of `bench`: where memory bandwidth is none, stderr says why."""
 
 from __future__ import annotations
 

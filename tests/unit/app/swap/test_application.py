@@ -88,6 +88,19 @@ async def test_a_model_is_loaded_for_who_may(tmp_path: Path) -> None:
         process.may_start.set()
         refused = await client.post("/v1/completions", json=completion())
         assert refused.status_code == 401
+        for path in (
+            "/ping",
+            "/health",
+            "/v1/health",
+            "/ready",
+            "/version",
+            "/metrics",
+            "/openapi.json",
+            "/",
+        ):
+            assert (await client.get(path)).status_code == 200
+        assert (await client.get("/metrics?model=alpha")).status_code == 503
+        assert process.starts == 0
         client.headers["Authorization"] = "Bearer secret"
         unknown = await client.post("/v1/completions", json=completion(model="other"))
         assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
