@@ -119,7 +119,7 @@ def draw(seed: int, directory: Directory) -> Case:
 def test_what_is_planned_is_served(
     first: int, directory: Directory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """500 draws: no process refuses what was planned, and engines choose as many outputs as planned."""
+    """500 draws: no process refuses what was planned, and engines choose no more outputs than planned."""
     served = 0
     for seed in range(first, first + EACH):
         case = draw(seed, directory)
@@ -133,9 +133,23 @@ def test_what_is_planned_is_served(
         except (UserError, ValueError) as error:
             pytest.fail(f"draw {seed}: {command}: {error}")
         numbers = {engine.gpu.num_seqs for engine in engines}
-        assert numbers == {int(plan.settings["max_num_seqs"])}, f"draw {seed}: {command}"
+        planned = int(plan.settings["max_num_seqs"])
+        # Without the number in its settings an engine decides beside the experts, and may choose fewer.
+        assert max(numbers) <= planned, f"draw {seed}: {command}"
+        assert plan.max_num_seqs is None or numbers == {planned}, f"draw {seed}: {command}"
         served += 1
     assert served, "nothing was planned"
+
+
+def test_streaming_is_asked_for_where_everything_is_resident(
+    directory: Directory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Then nothing is left to stream, and no server is started whose weights could be: that is no error."""
+    config = settings(directory("olmoe-1b-7b"), prefill_experts="stream")
+    case = Case(config, host_of(1, GPU_MODELS["RTX 4090"], 64, 1, 16), Wish())
+    plan = case.plan(monkeypatch, tmp_path)
+    assert plan.residency.is_everything
+    assert case.serve(monkeypatch, tmp_path, serve_command(case.config, plan))
 
 
 TOO_SMALL = {
