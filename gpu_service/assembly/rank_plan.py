@@ -54,6 +54,8 @@ _LEAST_BATCHED_TOKENS, _LEAST_CONTEXT = 64, 4096
 _ROOMS, _ROOM_TOKENS = (4, 1), 8192
 # Of the KV cache of a CPU: what states of outputs take at most.
 _CPU_STATES_PART = 2
+# What they may take beside the smallest KV cache.
+_CPU_STATES_BYTES = 2**28
 # Tokens that a proposal leaves room for, the best last; the first: what one step needs.
 _LEAST_ROOMS = (0, 2048, 4096, 8192)
 
@@ -134,12 +136,12 @@ def chosen_num_seqs(config: MoebiusConfig, fits: Fits, num_experts: int, longest
 
 def shared_num_seqs(config: MoebiusConfig, model: ModelConfig, layers: Layers) -> int:
     """Returns the same for an engine on a CPU, whose memory is others', too: states of outputs take at most
-    twice what the KV cache may. `layers`: the rank's own.
+    twice what the KV cache may, where that is more than a little. `layers`: the rank's own.
     """
     if config.gpu.max_num_seqs is not None:
         return config.gpu.max_num_seqs
     shape = cache_shape(config.gpu, model, layers, torch.device("cpu"))
-    most = _CPU_STATES_PART * shared_kv_bytes(config.gpu, shape)
+    most = max(_CPU_STATES_BYTES, _CPU_STATES_PART * shared_kv_bytes(config.gpu, shape))
     for count in NUM_SEQS:
         gpu = config.gpu.model_copy(update={"max_num_seqs": count})
         if all_states_bytes(gpu, layers, TORCH_DTYPES[model.dtype]) <= most:
