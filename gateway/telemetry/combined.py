@@ -67,8 +67,8 @@ class _Collected(CollectorRegistry):
             yield metric
 
 
-# Kinds of metrics about the process, not its work: they are on its own port.
-_OF_PROCESSES = ("python_", "process_")
+# Kinds of metrics about the process, not its work, which the gateway has of itself: they are on its own port.
+_OF_PROCESSES = ("python_", "process_", "moebius:certificate_")
 
 
 def engine_metrics(pages: Mapping[str, engine_pb2.GetMetricsResponse]) -> bytes:

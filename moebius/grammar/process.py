@@ -27,6 +27,7 @@ from protos.engine_pb2 import Constraint
 # Processor time of one grammar, seconds: of those that others may wait for, and at most.
 QUICK_S, MOST_S = 0.05, 1.0
 TOO_SLOW = f"compiling it takes more than {MOST_S:g} s of processor time: make it smaller"
+NOT_IN_TIME = "compiling it did not end in time on this busy machine: make it smaller, or try again later"
 _MEMORY = 2**30  # bytes a grammar may take beyond what the process has when it starts
 _WALL_FACTOR = 20  # it may wait for a processor this much longer than it may use one
 _START_S = 120.0
@@ -68,7 +69,7 @@ class GrammarProcess:
                     kind, text = self._ask(_REQUEST.pack(cpu_s, len(data)) + data, cpu_s)
                 except TimeoutError:
                     self._end()
-                    raise OverBudget(TOO_SLOW) from None
+                    raise OverBudget(NOT_IN_TIME) from None
                 except ConnectionError:
                     kind, text = _SIGNAL, str(int(signal.SIGKILL))
                 if kind != _SIGNAL:
