@@ -79,7 +79,10 @@ def numa(
     ] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Read bandwidth by NUMA node, and where expert servers' memory lies. For machines with several nodes."""
+    """Measure bandwidth by NUMA node, and where weights lie.
+
+    Looks at the memory of running expert servers. For machines with several nodes.
+    """
     from app.bench.numa import run
     from app.supervisor.plan import default_state_dir
 

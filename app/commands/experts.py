@@ -128,7 +128,7 @@ def import_counts(
     ],
     file: Annotated[Path, typer.Option(help="Where to write: *.safetensors or *.json")],
 ) -> None:
-    """Convert counts that SGLang or KTransformers recorded, for --expert-statistics."""
+    """Convert expert counts of SGLang or KTransformers."""
     from app.other_statistics import read_other_statistics
     from moebius.models.read import read_geometry
 

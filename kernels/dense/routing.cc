@@ -12,7 +12,7 @@ namespace moebius::dense {
 namespace {
 
 // Products that a thread makes in one piece: a barrier costs as much as some thousand.
-constexpr size_t kLeastElements = size_t{1} << 15;
+constexpr size_t kLeastProducts = size_t{1} << 15;
 constexpr float kNever = -std::numeric_limits<float>::infinity();
 
 void softmax(float* values, uint32_t count) {
@@ -122,7 +122,7 @@ void score_experts(DenseThreads& threads, const RouterProduct& call) {
                                           threads.shared().as<float>(), elements);
     rows = threads.shared().as<float>();
   }
-  const auto together = static_cast<uint32_t>(std::max<size_t>(1, kLeastElements / elements));
+  const auto together = static_cast<uint32_t>(std::max<size_t>(1, kLeastProducts / elements));
   threads.pool().parallel_for((call.num_experts + together - 1) / together, [&](uint32_t task, uint32_t) {
     const uint32_t end = std::min((task + 1) * together, call.num_experts);
     for (uint32_t expert = task * together; expert < end; ++expert) {

@@ -194,8 +194,8 @@ def test_prometheus_scrapes_a_gateway_and_judges_it(tmp_path: Path) -> None:
         assert value('count({engine!=""})') == []
         judged = until(lambda: evaluated(ask("rules")["groups"][0]["rules"]))
         assert {rule["name"]: rule["lastError"] for rule in judged if rule.get("lastError")} == {}
-        until(lambda: pending(ask("alerts")["alerts"]))
-        assert pending(ask("alerts")["alerts"]) == {"MoebiusEngineUnreachable"}
+        # Before its first scrape there is no gateway, either.
+        until(lambda: pending(ask("alerts")["alerts"]) == {"MoebiusEngineUnreachable"})
 
 
 def evaluated(found: list[dict[str, Any]]) -> list[dict[str, Any]]:

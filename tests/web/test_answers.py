@@ -59,11 +59,15 @@ def test_the_sentence_of_progress(page: Browser, known: dict[str, Any], text: st
 
 def test_a_connection_that_breaks(page: Browser, script: Script) -> None:
     """What came stays and is said to be cut; Continue asks for more of the same message."""
-    script.breaks = True
+    script.breaks, script.pause = True, threading.Event()
     script.answers = [contents("some ", "words"), contents("more ", "words")]
     page.type("#composer", "Hello\ue007")
+    # A connection that breaks may take along what was sent just before.
+    page.until(lambda: page.text(f"{LAST} > .markdown") == "some")
+    script.pause.set()
     page.until(lambda: "The connection ended before the answer did" in page.text(f"{LAST} .end"))
     script.breaks = False
+    page.until(lambda: page.count(f"{LAST} [aria-label='Continue this answer']") == 1)
     page.click(f"{LAST} [aria-label='Continue this answer']")
     page.until(lambda: page.text(f"{LAST} > .markdown") == "some more words")
     page.until(lambda: page.count(f"{LAST} .actions") == 1)

@@ -45,19 +45,28 @@ export function readMathBlock(lines, at) {
   const marks = environment ? ["", `\\end{${environment[1]}}`] : DISPLAY.find(([open]) => first.startsWith(open));
   if (!marks) return null;
   const [open, close] = marks;
-  const tex = [];
-  for (let end = at; end < lines.length && end - at < MOST_LINES; end++) {
-    const text = end === at ? first.slice(open.length) : lines[end];
-    if (!text.trim() && end > at) return null;
-    const place = text.indexOf(close);
-    if (place >= 0) {
-      const kept = environment ? place + close.length : place;
-      tex.push(text.slice(0, kept));
-      const isAll = !text.slice(place + close.length).trim() && tex.join("").trim();
-      return isAll ? [{ type: "math", tex: tex.join("\n").trim(), isClosed: true }, end + 1] : null;
-    }
-    tex.push(text);
-  }
-  if (at + tex.length < lines.length) return null;
-  return [{ type: "math", tex: lines.slice(at).join("\n"), isClosed: false }, lines.length];
+  const begin = first.slice(open.length);
+  const end = begin.includes(close) ? at : lastLine(lines, at, close);
+  if (end === lines.length) return [{ type: "math", tex: lines.slice(at).join("\n"), isClosed: false }, end];
+  const text = end === at ? begin : lines[end];
+  const place = text.indexOf(close);
+  if (place < 0) return null;
+  const kept = text.slice(0, environment ? place + close.length : place);
+  const tex = (end === at ? [kept] : [begin, ...lines.slice(at + 1, end), kept]).join("\n").trim();
+  return tex && !text.slice(place + close.length).trim() ? [{ type: "math", tex, isClosed: true }, end + 1] : null;
+}
+
+// Of a text's lines, by closing mark: those from `from` to before `to` lack it, and none of them is blank.
+const searched = new WeakMap();
+
+/** The first line after `at` that has the mark, is blank, or is too far away; lines that were searched are skipped. */
+function lastLine(lines, at, close) {
+  const limit = Math.min(lines.length, at + MOST_LINES);
+  if (!searched.has(lines)) searched.set(lines, new Map());
+  const known = searched.get(lines).get(close);
+  const goesOn = known !== undefined && known.from <= at + 1 && at + 1 <= known.to && known.to <= limit;
+  let end = goesOn ? known.to : at + 1;
+  while (end < limit && lines[end].trim() && !lines[end].includes(close)) end++;
+  searched.get(lines).set(close, { from: goesOn ? known.from : at + 1, to: end });
+  return end;
 }
