@@ -16,8 +16,9 @@ from gpu_service.core.request import Request
 from gpu_service.engine import token_masks
 from protos.engine_pb2 import Constraint
 from tests.helpers.drafters import AnswerDrafter, Answers
+from tests.helpers.engine_outputs import WAIT_S
 from tests.helpers.rank_graphs import use_recordings
-from tests.helpers.rank_group import WAIT_S, Outcome, Script, rank_config, run_group
+from tests.helpers.rank_group import Outcome, Script, rank_config, run_group
 from tests.helpers.rank_models import MODELS
 from tests.helpers.tiny_models import write_tiny_model
 from tests.helpers.tiny_tokenizer import byte_level_tokenizer, write_tokenizer

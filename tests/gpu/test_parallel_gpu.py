@@ -25,10 +25,11 @@ import torch
 
 from app.supervisor.supervisor import Supervisor
 from moebius.errors import PEER_LOST_EXIT
+from tests.helpers.engine_outputs import WAIT_S
 from tests.helpers.family_answers import errors
 from tests.helpers.ports import free_port
 from tests.helpers.rank_faults import started_group
-from tests.helpers.rank_group import CONTEXT, WAIT_S, Outcome, rank_config, run_group
+from tests.helpers.rank_group import CONTEXT, Outcome, rank_config, run_group
 from tests.helpers.rank_models import MODELS
 from tests.helpers.rank_serving import generate, planned, watch
 from tests.helpers.tiny_models import TinyModel, choosing_at_most, write_tiny_model

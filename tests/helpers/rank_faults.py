@@ -21,7 +21,8 @@ from moebius.config import MoebiusConfig, TelemetryConfig
 from moebius.network.tls import configure_tls
 from moebius.process.operations import ProcessState
 from moebius.telemetry import configure_logging
-from tests.helpers.rank_group import CONTEXT, WAIT_S, Script, rank_config, with_rank
+from tests.helpers.engine_outputs import WAIT_S
+from tests.helpers.rank_group import CONTEXT, Script, rank_config, with_rank
 
 PROMPT = list(range(5, 17))
 

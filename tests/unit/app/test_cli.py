@@ -361,8 +361,8 @@ def test_an_expert_server_of_the_supervisor_loads_no_command_line(tmp_path: Path
 def test_an_expert_server_starts_without_what_reads_checkpoints() -> None:
     """One that takes its predecessor's experts over reads no checkpoint; how is half of all imports."""
     script = "import sys, expert_service.main; print([n for n in sys.modules if n in sys.argv[1:]])"
-    slow = ("moebius.models.registry", "moebius.models.read", "moebius.models.served")
-    slow += ("expert_service.loader",)
+    slow = ["moebius.models.registry", "moebius.models.read", "moebius.models.served"]
+    slow += ["expert_service.loader"]
     done = subprocess.run([sys.executable, "-c", script, *slow], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
