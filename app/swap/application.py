@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -11,22 +11,20 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, Gauge
 from pydantic import BaseModel
-from starlette.middleware.cors import CORSMiddleware
 
 from app.swap.child import ModelProcess
 from app.swap.pool import CannotLoad, ModelPool, Slot
 from app.swap.proxy import Proxy, model_in
 from app.swap.settings import ModelsConfig
-from gateway.app.application import HeadMiddleware, RequestContextMiddleware, is_open
+from gateway.app.application import HeadMiddleware, add_web_middleware, is_open
 from gateway.schemas.errors import ApiError, bad_request, install_error_handlers
 from gateway.telemetry.metrics import GatewayMetrics
 from gateway.transport.admission import BodyReceiver
-from gateway.transport.keys import KeyMiddleware, OriginMiddleware
+from gateway.transport.keys import KeyMiddleware
 from gateway.transport.streaming import ClientGone
 from gateway.web.pages import page_router
 from moebius import __version__
 from moebius.network.api_keys import ApiKeys, KeyLimits
-from moebius.network.web_origins import ANY, WebOrigins, origin_pattern
 
 _MIB = 2**20
 _ALL = ["GET", "POST", "DELETE", "PUT", "PATCH"]
@@ -187,6 +185,12 @@ def _add_operations(app: FastAPI, models: Models) -> None:
         asked = request.query_params.get("model")
         return [models.name_for(asked)] if asked is not None else list(pool.slots)
 
+    async def loaded(loading: Awaitable[None]) -> None:
+        try:
+            await loading
+        except CannotLoad as error:
+            raise ApiError(503, str(error), code="model_not_loaded") from None
+
     @app.post("/sleep")
     async def sleep(request: Request) -> dict[str, Any]:
         """Puts models to sleep once their requests have ended, which force cannot hurry here."""
@@ -207,10 +211,7 @@ def _add_operations(app: FastAPI, models: Models) -> None:
     async def reload(request: Request) -> dict[str, Any]:
         """Reads a model's files again, once its requests have ended; later ones wait for the new model."""
         name = models.name_for(request.query_params.get("model"))
-        try:
-            await pool.reload(name)
-        except CannotLoad as error:
-            raise ApiError(503, str(error), code="model_not_loaded") from None
+        await loaded(pool.reload(name))
         return {"success": True, "message": f"{name} has been read again"}
 
     @app.post("/update_weights_from_disk")
@@ -224,11 +225,7 @@ def _add_operations(app: FastAPI, models: Models) -> None:
     @app.post("/wake_up")
     async def wake_up(request: Request) -> dict[str, Any]:
         """Loads a model as a request would."""
-        name = models.name_for(request.query_params.get("model"))
-        try:
-            await pool.wake_up(name)
-        except CannotLoad as error:
-            raise ApiError(503, str(error), code="model_not_loaded") from None
+        await loaded(pool.wake_up(models.name_for(request.query_params.get("model"))))
         return {"success": True, "is_sleeping": False}
 
     @app.get("/is_sleeping")
@@ -250,20 +247,4 @@ def _add_middleware(app: FastAPI, config: ModelsConfig, models: Models) -> None:
         app.add_middleware(
             KeyMiddleware, keys=keys, is_open=is_open, defaults=KeyLimits(), metrics=models.metrics
         )
-    origins = gateway.cors_origins
-    if origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=[ANY] if ANY in origins else [],
-            allow_origin_regex=origin_pattern(origins),
-            allow_methods=["GET", "POST"],
-            allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After"],
-            max_age=3600,
-        )
-    app.add_middleware(
-        OriginMiddleware,
-        rules=WebOrigins(gateway.host, gateway.allowed_hosts, origins),
-        needs_key=lambda path: keys.required and not is_open(path),
-    )
-    app.add_middleware(RequestContextMiddleware)
+    add_web_middleware(app, gateway, keys)

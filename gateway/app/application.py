@@ -52,7 +52,7 @@ from gateway.web.live import LiveFigures
 from gateway.web.mcp import McpServers
 from gateway.web.pages import page_router
 from moebius import __version__
-from moebius.config import MoebiusConfig
+from moebius.config import GatewayConfig, MoebiusConfig
 from moebius.errors import UserError
 from moebius.network.api_keys import ApiKeys, KeyLimits
 from moebius.network.web_origins import ANY, WebOrigins, origin_pattern
@@ -219,7 +219,13 @@ def _add_middleware(app: FastAPI, config: MoebiusConfig, gateway: Gateway) -> No
             metrics=gateway.metrics,
             table=gateway.shared.keys,
         )
-    origins = config.gateway.cors_origins
+    add_web_middleware(app, config.gateway, keys)
+    app.add_middleware(TracingMiddleware)
+
+
+def add_web_middleware(app: FastAPI, settings: GatewayConfig, keys: ApiKeys) -> None:
+    """Adds what answers browsers, refuses foreign pages, and gives every answer an id, around all so far."""
+    origins = settings.cors_origins
     if origins:
         app.add_middleware(
             CORSMiddleware,
@@ -232,11 +238,10 @@ def _add_middleware(app: FastAPI, config: MoebiusConfig, gateway: Gateway) -> No
         )
     app.add_middleware(
         OriginMiddleware,
-        rules=WebOrigins(config.gateway.host, config.gateway.allowed_hosts, origins),
+        rules=WebOrigins(settings.host, settings.allowed_hosts, origins),
         needs_key=lambda path: keys.required and not is_open(path),
     )
-    app.add_middleware(RequestContextMiddleware)  # around all others, so every answer has an id
-    app.add_middleware(TracingMiddleware)
+    app.add_middleware(RequestContextMiddleware)
 
 
 class HeadMiddleware:

@@ -93,6 +93,7 @@ class RadixCache:
         self.page_size = page_size
         self._most_kept_pages = most_kept_pages
         self._now_s = self._last_kept_s = 0.0
+        self._kept_pages: int | None = None  # None: to be counted again. Steps ask for it.
         self._drop_state = drop_state
         self.tiers: LowerTiers | None = None  # None: what is evicted is gone.
         self._roots: dict[str, Node] = {}
@@ -157,6 +158,7 @@ class RadixCache:
 
     def lock(self, handle: PrefixHandle) -> None:
         """Protects the prefix from eviction; calls nest, each needs one `unlock`."""
+        self._kept_pages = None
         for node in _ancestry(handle.node):
             if node.locks == 0:
                 self.evictable_pages -= len(node.pages)
@@ -164,6 +166,7 @@ class RadixCache:
 
     def unlock(self, handle: PrefixHandle) -> None:
         """Ends one `lock`. Raises ValueError when there was none."""
+        self._kept_pages = None
         for node in _ancestry(handle.node):
             if node.locks <= 0:
                 raise ValueError("unlock of a prefix that is not locked")
@@ -177,12 +180,12 @@ class RadixCache:
 
     def advance(self, now_s: float) -> None:
         """Sets what `keep` counts from, unless it is later already; equal on all ranks, so no clock."""
-        self._now_s = max(self._now_s, now_s)
+        self._now_s, self._kept_pages = max(self._now_s, now_s), None
 
     def keep(self, handle: PrefixHandle, seconds: float) -> None:
         """From now on `evict` gives up the prefix after those that are not kept, for a time."""
         until_s = self._now_s + seconds
-        self._last_kept_s = max(self._last_kept_s, until_s)
+        self._last_kept_s, self._kept_pages = max(self._last_kept_s, until_s), None
         for node in _ancestry(handle.node):
             node.keep_until_s = max(node.keep_until_s, until_s)
 
@@ -191,7 +194,10 @@ class RadixCache:
         """Pages that are kept and unlocked."""
         if self._last_kept_s <= self._now_s:
             return 0
-        return sum(len(n.pages) for n in self.nodes() if n.locks == 0 and n.keep_until_s > self._now_s)
+        if self._kept_pages is None:
+            kept = (n for n in self.nodes() if n.locks == 0 and n.keep_until_s > self._now_s)
+            self._kept_pages = sum(len(node.pages) for node in kept)
+        return self._kept_pages
 
     @property
     def time(self) -> int:
@@ -347,6 +353,7 @@ class RadixCache:
         assert parent is not None
         del parent.children[self._key(node.tokens)]
         self._forget_state(node)
+        self._kept_pages = None
         self.num_pages -= len(node.pages)
         self.evictable_pages -= len(node.pages)
         return parent

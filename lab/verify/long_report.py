@@ -12,7 +12,7 @@ from rich.table import Table
 from gpu_service.verify.errors import perplexity
 from lab.verify.long_output import LongOutput
 from lab.verify.repetition import mean_seq_rep, rep, seq_rep
-from lab.verify.report import Check
+from lab.verify.report import Check, check_lines
 from lab.verify.teacher_forcing import OutputScores
 from lab.verify.trend import Trend, Window, spread, trend_of, window_size, windows_of
 
@@ -177,8 +177,4 @@ def _verdict(result: LongResult) -> list[str]:
             f"{result.tokens} tokens instead of {result.wanted_tokens}: the model's context is "
             f"{result.max_model_len}"
         )
-    for check in result.checks():
-        words = "passed" if check.passed else "FAILED"
-        lines.append(f"{words}: {check.what} {check.found:.3g}, allowed {check.allowed:.3g}")
-    lines.append(f"verdict: {'passed' if result.passed else 'FAILED'}")
-    return lines
+    return [*lines, *check_lines(result.checks())]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -273,8 +274,14 @@ def _lines(result: VerifyResult) -> list[str]:
         f"{result.tokens} tokens in {result.seconds:.1f} s; "
         f"most memory taken {result.peak_memory / 2**30:.2f} GiB"
     )
-    for check in result.checks():
-        words = "passed" if check.passed else "FAILED"
-        lines.append(f"{words}: {check.what} {check.found:.3g}, allowed {check.allowed:.3g}")
-    lines.append(f"verdict: {'passed' if result.passed else 'FAILED'}")
-    return lines
+    return [*lines, *check_lines(result.checks())]
+
+
+def check_lines(checks: Sequence[Check]) -> list[str]:
+    """Returns a line for each threshold, and the verdict: whether every one is kept."""
+    words = ["passed" if check.passed else "FAILED" for check in checks]
+    lines = [
+        f"{word}: {check.what} {check.found:.3g}, allowed {check.allowed:.3g}"
+        for word, check in zip(words, checks, strict=True)
+    ]
+    return [*lines, f"verdict: {'FAILED' if 'FAILED' in words else 'passed'}"]

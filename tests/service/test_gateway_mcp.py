@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +12,6 @@ from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.responses import Response, StreamingResponse
@@ -23,6 +20,7 @@ from gateway.web.mcp import McpServers
 from moebius.config.loader import load_config
 from moebius.errors import ConfigError
 from tests.helpers.gateway_server import gateway_config, running_gateway
+from tests.helpers.served_app import served_app
 
 KEY = "a-secret"
 HEADERS = {"Authorization": f"Bearer {KEY}"}
@@ -97,17 +95,8 @@ def _mcp_app(script: McpScript) -> FastAPI:
 @contextlib.contextmanager
 def running(script: McpScript) -> Iterator[str]:
     """Yields the address of an MCP server."""
-    server = uvicorn.Server(uvicorn.Config(_mcp_app(script), port=0, log_config=None))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    try:
-        while not server.started:
-            assert thread.is_alive()
-            time.sleep(0.01)
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/mcp"
-    finally:
-        server.should_exit = server.force_exit = True
-        thread.join(10)
+    with served_app(_mcp_app(script)) as address:
+        yield f"{address}/mcp"
 
 
 @pytest.fixture(scope="module")

@@ -11,12 +11,12 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import uvicorn
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.responses import Response, StreamingResponse
 
 from gateway.web.pages import page_router
+from tests.helpers.served_app import served_app
 
 PREFIX = "/some/prefix"
 MODEL = "scripted-model"
@@ -123,15 +123,5 @@ def _api(script: Script) -> FastAPI:
 @contextlib.contextmanager
 def running_api(script: Script) -> Iterator[str]:
     """Yields the page's address."""
-    server = uvicorn.Server(uvicorn.Config(_api(script), port=0, log_config=None))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    try:
-        while not server.started:
-            assert thread.is_alive()
-            time.sleep(0.01)
-        port = server.servers[0].sockets[0].getsockname()[1]
-        yield f"http://127.0.0.1:{port}{PREFIX}/"
-    finally:
-        server.should_exit = server.force_exit = True
-        thread.join(10)
+    with served_app(_api(script)) as address:
+        yield f"{address}{PREFIX}/"
