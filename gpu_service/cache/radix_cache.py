@@ -282,6 +282,8 @@ class RadixCache:
             pages += len(node.pages)
             evictable += len(node.pages) if node.locks == 0 else 0
         assert (pages, evictable) == (self.num_pages, self.evictable_pages), "page counters drifted"
+        kept, self._kept_pages = self.kept_pages, None
+        assert kept == self.kept_pages, "kept pages drifted"
         assert all(root.children for root in self._roots.values()), "a namespace without pages is kept"
 
     def _root(self, namespace: str) -> Node:

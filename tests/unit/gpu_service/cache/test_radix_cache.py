@@ -21,8 +21,8 @@ class TreeMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tree = RadixCache(PAGE)
-        self.next_page = 1
+        self.tree = RadixCache(PAGE, most_kept_pages=3)
+        self.next_page, self.now_s = 1, 0.0
         self.page_of: dict[tuple[str, tuple[int, ...]], int] = {}
         self.locked: list[tuple[str, list[int], PrefixHandle]] = []
 
@@ -56,6 +56,16 @@ class TreeMachine(RuleBasedStateMachine):
         if lock:
             self.tree.lock(handle)
             self.locked.append((namespace, tokens[: handle.num_tokens], handle))
+
+    @rule(tokens=RUNS, namespace=st.sampled_from(["", "salt"]), seconds=st.floats(0, 5))
+    def keep(self, tokens: list[int], namespace: str, seconds: float) -> None:
+        self.tree.keep(self.tree.match(tokens, namespace), seconds)
+        assert self.tree.kept_pages <= self.tree.evictable_pages
+
+    @rule(seconds=st.floats(0, 3))
+    def advance(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.tree.advance(self.now_s)
 
     @precondition(lambda self: bool(self.locked))
     @rule(index=st.integers(0, 100))
@@ -103,6 +113,10 @@ def test_kept_prefixes_go_last_until_their_time_is_over() -> None:
     tree.insert([2, 2], [3])
     tree.insert([3, 3], [4])
     assert (tree.kept_pages, tree.evictable_pages) == (2, 4)
+    tree.lock(kept)
+    assert tree.kept_pages == 0
+    tree.unlock(kept)
+    assert tree.kept_pages == 2
     assert tree.evict(3, until=tree.time) == [3, 4]
     assert tree.evict(4) == [1, 2]
     kept = tree.insert([1, 1], [1]).handle
