@@ -243,13 +243,17 @@ def compile_modules(specs: Sequence[Any], what: str = "compiling FlashInfer modu
     """Builds FlashInfer's modules (`JitSpec`s) side by side, each in its own directory, as loading it does.
 
     FlashInfer's joint build (`build_jit_specs`) keeps a ninja log of its own: either build then finds the
-    other's outputs stale, and every start compiles everything twice.
+    other's outputs stale, and every start compiles everything twice. A module that is installed as built (the
+    package flashinfer-jit-cache) is left out.
 
     Compilers run at a low priority: expert servers choose their kernels by measuring them meanwhile.
     """
-    with ThreadPoolExecutor(len(specs), "flashinfer-jit", initializer=_lower_priority) as pool:
-        building = [pool.submit(spec.build, verbose=False) for spec in specs]
-        for built in counted(as_completed(building), what, len(specs)):
+    missing = [spec for spec in specs if not spec.is_aot]
+    if not missing:
+        return
+    with ThreadPoolExecutor(len(missing), "flashinfer-jit", initializer=_lower_priority) as pool:
+        building = [pool.submit(spec.build, verbose=False) for spec in missing]
+        for built in counted(as_completed(building), what, len(missing)):
             built.result()
 
 

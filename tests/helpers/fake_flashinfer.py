@@ -122,6 +122,8 @@ class FakeSpec:
     def __init__(self, name: str) -> None:
         self.name = name
 
+    is_aot = False
+
     def build(self, verbose: bool, need_lock: bool = True) -> None:
         BUILT.append(self.name)
 

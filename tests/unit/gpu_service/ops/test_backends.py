@@ -137,6 +137,8 @@ def test_ops_do_not_wait_for_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, go_on = threading.Event(), threading.Event()
 
     class Slow:
+        is_aot = False
+
         def build(self, verbose: bool) -> None:
             begun.set()
             go_on.wait(30)
@@ -161,6 +163,8 @@ def test_compilers_leave_the_processors_to_others(monkeypatch: pytest.MonkeyPatc
     found: list[int] = []
 
     class Spec:
+        is_aot = False
+
         def build(self, verbose: bool) -> None:
             command = [sys.executable, "-S", "-c", "import os; print(os.getpriority(os.PRIO_PROCESS, 0))"]
             found.append(int(subprocess.check_output(command)))
@@ -169,6 +173,26 @@ def test_compilers_leave_the_processors_to_others(monkeypatch: pytest.MonkeyPatc
     compile_modules([Spec(), Spec()])
     assert found == [max(own, COMPILER_NICENESS)] * 2
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == own, "the caller's stays"
+
+
+def test_modules_installed_as_built_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start with the package of prebuilt modules takes no compiler's time for what it holds."""
+    install_fake_flashinfer(monkeypatch)
+    from gpu_service.ops.flashinfer import compile_modules
+
+    built: list[bool] = []
+
+    class Spec:
+        def __init__(self, is_aot: bool) -> None:
+            self.is_aot = is_aot
+
+        def build(self, verbose: bool) -> None:
+            built.append(self.is_aot)
+
+    compile_modules([Spec(True)])
+    assert built == []
+    compile_modules([Spec(True), Spec(False)])
+    assert built == [False]
 
 
 def test_arguments_beyond_a_library_go_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
