@@ -110,6 +110,11 @@ class Mover:
         done.add_done_callback(lambda _: self._wake())
         return done
 
+    def keep(self, digests: Sequence[bytes], until: float) -> Future[None]:
+        """Lets the disk keep the pages of a prefix until a time, seconds since the epoch."""
+        assert self._disk is not None
+        return self._stores.submit(self._disk.keep, digests, until)
+
     def close(self) -> None:
         """Ends the threads once what they are at has ended; what waits is given up."""
         for pool in (self._loads, self._stores):

@@ -27,6 +27,7 @@ from gpu_service.cache.radix_cache import Node, PrefixHandle, TokenArray
 from gpu_service.cache.request_cache import RequestCache
 from gpu_service.cache.tiers.digests import is_state, page_digests, root_digest, state_key
 from gpu_service.cache.tiers.disk_tier import DiskTier
+from gpu_service.cache.tiers.keeping import Keeping
 from gpu_service.cache.tiers.mover import LoadItem, Mover
 from gpu_service.cache.tiers.payloads import Payloads
 from gpu_service.cache.tiers.ram_tier import RamTier
@@ -89,16 +90,19 @@ class PrefixTiers:
         wake: Callable[[], None],
         token_seconds: Callable[[], float | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """`wake`: called by other threads when `poll` has something to do. `token_seconds`: what computing a
-        token of a prompt takes; None while that is not known.
+        token of a prompt takes; None while that is not known. `clock`, `wall_clock`: seconds that the tree's
+        are of, and seconds since the epoch.
         """
         self._cache, self._identity, self.payloads = cache, identity, payloads
         self.ram, self.disk = ram, disk
         self._token_seconds, self._clock = token_seconds, clock
         self._wake = wake
         self.mover = Mover(payloads, disk, wake)
-        self._write_back = WriteBack(cache, self.mover, payloads, ram, disk)
+        self._keeping = Keeping(cache.tree, ram, disk, self.mover, clock, wall_clock)
+        self._write_back = WriteBack(cache, self.mover, payloads, ram, disk, self._keeping)
         self._fetches: dict[Request, _Fetch] = {}
         # Waiting requests that are not asked about again, and names of pages of those that are.
         self._settled: WeakSet[Request] = WeakSet()
@@ -131,6 +135,11 @@ class PrefixTiers:
             # The engine may be about to wait for messages.
             self._wake()
         self._write_back.add(node)
+
+    def keeping(self, node: Node) -> None:
+        """Implements `LowerTiers`."""
+        if self._is_open:
+            self._keeping.kept(node)
 
     def evicting(self, node: Node) -> None:
         """Implements `LowerTiers`."""
@@ -192,7 +201,7 @@ class PrefixTiers:
     @property
     def is_copied(self) -> bool:
         """Whether lower tiers have all that the tree holds and they have room for. Any thread may ask."""
-        return self._write_back.is_done
+        return self._write_back.is_done and self._keeping.is_done
 
     def planned(self, batch: Batch) -> None:
         """A step is going to be launched."""
@@ -239,6 +248,7 @@ class PrefixTiers:
 
     def close(self) -> None:
         """Ends the threads, and lets other engines have the files. No step is computed any more."""
+        self._is_open = False
         self.mover.close()
         for fetch in list(self._fetches.values()):
             self._arrived(fetch)
@@ -407,6 +417,7 @@ class PrefixTiers:
             cache.pool.hand_to_cache(pages[known:])
             cache.pool.free(pages[had:known])
             keeps_state = result.takes_state
+            self._keeping.came_back(tokens, namespace, result.handle)
             self._count(fetch, arrived)
         cache.pool.free(fetch.pages[arrived:])
         if states is not None and not keeps_state:
@@ -437,6 +448,7 @@ class PrefixTiers:
         for key in reversed(fetch.filled):
             if key in arrived:
                 ram.complete(key)
+                self._keeping.filled(key)
             else:
                 ram.abandon(key)
         if not is_current:

@@ -344,7 +344,7 @@ class TierMachine:
         self.dice = random.Random(seed)
         self.tensors, self.state_tensor = page_tensors(), torch.zeros((SLOTS + 1, 80), dtype=torch.uint8)
         states = RequestStates(StatePool(SLOTS), 3) if has_states else None
-        tree = RadixCache(PAGE, states.forget if states else None)
+        tree = RadixCache(PAGE, states.forget if states else None, most_kept_pages=PAGES // 2)
         self.cache = RequestCache(PagePool(PAGES), tree, True, states)
         state_tensors = [self.state_tensor] if has_states else []
         self.payloads = HostPayloads(self.tensors, state_tensors, HostDeviceStream())
@@ -384,7 +384,12 @@ class TierMachine:
             which, length = self.dice.randrange(8), self.dice.randint(1, 17)
             tokens = [1 + (k * k + k * (which if k > 6 else which % 4)) % 5 for k in range(length)]
             namespace = self.dice.choice(["", "", "salt"])
-            request = Request(f"r{self.count}", tokens, SamplingParams(), cache_namespace=namespace)
+            # Shorter than the history, so that keeping ends, too.
+            keep_s = self.dice.choice([0.0, 0.0, 0.05])
+            request = Request(
+                f"r{self.count}", tokens, SamplingParams(), cache_namespace=namespace, keep_prefix_s=keep_s
+            )
+            self.cache.tree.advance(time.monotonic())
             self.waiting.append(request)
 
     def admit(self) -> None:
