@@ -185,6 +185,11 @@ class RadixCache:
         """Sets what `keep` counts from, unless it is later already; equal on all ranks, so no clock."""
         self._now_s, self._kept_pages = max(self._now_s, now_s), None
 
+    @property
+    def now_s(self) -> float:
+        """What was set by `advance` last, seconds."""
+        return self._now_s
+
     def keep(self, handle: PrefixHandle, seconds: float) -> None:
         """From now on `evict` gives up the prefix after those that are not kept, for a time."""
         self.keep_until(handle, self._now_s + seconds)

@@ -229,14 +229,13 @@ def test_what_a_killed_engine_had_in_ram_is_found(heads: Path, tmp_path: Path) -
         assert tiers_of(engine).hit_tokens == {"ram": PROMPTS * CACHED, "disk": 0}
 
 
-@pytest.mark.parametrize("setting", ["kv_offload_gib", "kv_disk_gib"])
-def test_several_ranks_are_refused_before_anything_is_loaded(setting: str) -> None:
-    """They would have to see a block arrive at the same step; without the settings they are served."""
+def test_a_disk_of_several_ranks_is_refused_before_anything_is_loaded() -> None:
+    """They would have to see a block arrive at the same step; without a disk they are served."""
     parallel = ParallelConfig(tensor_parallel_size=2)
-    given = {setting: 1.0, "kv_disk_dir": "/kv"}
+    given = GpuConfig(kv_disk_gib=1.0, kv_disk_dir="/kv")
     with pytest.raises(UserError, match="of one rank, not of 2"):
-        check_tiers(MoebiusConfig(gpu=GpuConfig(**given), parallel=parallel))  # type: ignore[arg-type]
-    check_tiers(MoebiusConfig(parallel=parallel))
+        check_tiers(MoebiusConfig(gpu=given, parallel=parallel))
+    check_tiers(MoebiusConfig(gpu=GpuConfig(kv_offload_gib=1.0), parallel=parallel))
 
 
 @pytest.mark.parametrize(

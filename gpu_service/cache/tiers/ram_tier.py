@@ -53,10 +53,16 @@ class RamTier:
         page_bytes: int,
         state_bytes: int,
         wall_clock: Callable[[], float] = time.time,
+        counted: tuple[int, int] | None = None,
     ) -> None:
-        """Takes over what a predecessor left in the segment. `wall_clock`: seconds since the epoch."""
+        """Takes over what a predecessor left in the segment. `wall_clock`: seconds since the epoch.
+
+        `counted`: bytes of a page and of a state that their slots and values follow from, at least their
+        own, so that ranks whose parts differ give up the same blocks; None: their own.
+        """
         self.segment, self._wall_clock = segment, wall_clock
         self._page_bytes, self._state_bytes = page_bytes, state_bytes
+        self._counted = counted or (page_bytes, state_bytes)
         self._slot_bytes = segment.slots.shape[1]
         self._free = list(range(len(segment.slots) - 1, -1, -1))
         self._entries: dict[bytes, _Entry] = {}
@@ -147,7 +153,8 @@ class RamTier:
         caller fills `views(key)` and calls `complete`, or calls `abandon`.
         """
         nbytes = self._state_bytes if is_state(key) else self._page_bytes
-        count = -(-nbytes // self._slot_bytes)
+        counted = self._counted[is_state(key)]
+        count = -(-counted // self._slot_bytes)
         if key in self._entries:
             return False
         # From now on, so that its parent does not go for it.
@@ -157,18 +164,18 @@ class RamTier:
                 self._leaves(parent)
                 return False
         slots = [self._free.pop() for _ in range(count)]
-        entry = _Entry(key, parent, slots, nbytes, tokens / nbytes, pins=1)
+        entry = _Entry(key, parent, slots, nbytes, tokens / counted, pins=1)
         self._entries[key] = entry
         self._use(entry)
         return True
 
     def views(self, key: bytes) -> list[Bytes]:
-        """Returns the memory of a block, one part for each slot; the last one is as long as what is left."""
+        """Returns the memory of a block, one part for each slot, as long as what is left."""
         entry = self._entries[key]
         left, views = entry.nbytes, []
         for slot in entry.slots:
             views.append(self.segment.slots[slot, : min(left, self._slot_bytes)])
-            left -= self._slot_bytes
+            left -= len(views[-1])
         return views
 
     def complete(self, key: bytes) -> None:

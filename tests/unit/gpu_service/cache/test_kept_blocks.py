@@ -60,7 +60,7 @@ def test_ram_gives_up_kept_blocks_last_until_their_time_is_over() -> None:
 
 
 def test_ram_keeps_at_most_half_and_the_longest() -> None:
-    """Of too many kept blocks those whose time ends first are as others; nothing else has no room."""
+    """Where too many blocks are kept, those whose time ends first are as others; what is new has room."""
     tier, chains = ram_tier(8, lambda: 0.0), [names(2, 100 * number) for number in range(4)]
     for number, chain in enumerate(chains):
         put(tier, chain)
