@@ -100,7 +100,8 @@ def read_identity(path: Path) -> bytes | None:
 
 def is_locked(path: Path) -> bool:
     """Returns whether a living process may append to a file. Raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    # Open for writing, without which a network's file system has no exclusive lock.
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,4 +1,4 @@
-"""Blocks on a disk, in a directory that engines of one host share: they outlive every process.
+"""Blocks on a disk, in a directory that engines share: they outlive every process.
 
 Each engine appends to a file of its own and reads those of all others with its identity. A directory has a
 budget: where a new file needs room, files that nothing appends to go, those of other models or versions
@@ -9,6 +9,7 @@ read is computed again, and after an error of writing nothing is written for a w
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import time
@@ -40,6 +41,8 @@ _FILE_PART, _LARGEST_FILE = 8, 2**30
 # After an error nothing is written for so long, seconds; and how old the time of a file's last use, or until
 # when it is kept, may be.
 _PAUSE_S, _USED_S = 60.0, 10.0
+# Errors of a file that was removed: on this host, and on another one that shares the directory.
+_GONE = (errno.ENOENT, errno.ESTALE)
 
 
 class DiskTier:
@@ -150,11 +153,10 @@ class DiskTier:
         """Reads a block into uint8 `[nbytes]`; False: it cannot be read and is forgotten."""
         try:
             read_payload(self._descriptor(record.path), record, into)
-        except FileNotFoundError:
-            # Another engine needed the room.
-            self._forget(record.path)
-            return False
         except OSError as error:
+            if error.errno in _GONE:  # Another engine needed the room.
+                self._forget(record.path)
+                return False
             self._records.pop(record.key, None)
             self._note("a KV block on disk cannot be read and is computed again", error)
             return False

@@ -7,6 +7,7 @@ that fail, requests that are aborted, and steps that stay open.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import random
 import time
@@ -191,6 +192,32 @@ def test_engines_share_a_directory(tmp_path: Path) -> None:
     for path in (tmp_path / "kv").iterdir():
         assert path.stat().st_mode & 0o777 == 0o600
     assert (tmp_path / "kv").stat().st_mode & 0o777 == 0o700
+
+
+def test_hosts_share_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a network's file system a lock needs a file that is open for writing, and a file that another host
+    has removed is stale: its blocks are gone, which is no error."""
+    real = fcntl.flock
+
+    def flock(file: Any, operation: int) -> None:
+        if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY and operation & fcntl.LOCK_EX:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        real(file, operation)
+
+    monkeypatch.setattr(disk_file.fcntl, "flock", flock)  # type: ignore[attr-defined]
+    first, second = (DiskTier(tmp_path, IDENTITY, 10**6) for _ in range(2))
+    keys = names(2)
+    for index, key in enumerate(keys):
+        first.append(key, b"p" * 32, PAGE, payload(index))
+    second.refresh()
+    assert [read(second, key) for key in keys] == [0, 1]
+
+    def stale(*arguments: Any) -> int:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(disk_file.os, "preadv", stale)  # type: ignore[attr-defined]
+    assert read(second, keys[0]) is None
+    assert (len(second), second.num_errors) == (0, 0)
 
 
 @pytest.mark.parametrize("harm", ["missing", "short", "torn", "changed"])
