@@ -63,6 +63,7 @@ def test_every_name_leads_somewhere() -> None:
         ("m --compilation_config.cudagraph_mode NONE -O 0", "m --no-cuda-graphs"),
         ("m --compilation_config.cudagraph_mode FULL_DECODE_ONLY", "m --cuda-graphs"),
         ("--model m --no-op-offload --no-webui", "m --prefill-experts cpu --no-web-page"),
+        ("m --slot-save-path /var/slots", "m --slot-save-path /var/slots"),
         ("m --tp 2 --kv-offloading-size 64", "m --tensor-parallel-size 2 --kv-offload-gib 64.0"),
         ("m --config -c --port 1", "m --config -c --port 1"),
         ("m -O0 --no-mmproj --enable-prompt-tokens-details", "m --language-model-only"),
