@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moebius.other_servers.name import OtherName, flag, fulfilled, refused, same
-from moebius.other_servers.vllm_sglang import BY_RANKS, KV_ON_DISK, LORA, NO_DRAFT_MODEL, OF_MODEL
+from moebius.other_servers.vllm_sglang import BY_RANKS, LORA, NO_DRAFT_MODEL, OF_MODEL
 
 _DENSE = (
     "attention and dense layers are always on the GPU; experts as far as there is room, or as --gpu-layers"
@@ -140,7 +140,7 @@ TABLE: dict[str, OtherName] = {
     "models-dir models-max models-preset": refused(_ONE_MODEL),
     "models-autoload": refused(_ONE_MODEL, False),
     "sleep-idle-seconds": refused("memory is freed when the server ends", idle="-1"),
-    "slot-save-path": refused(KV_ON_DISK),
+    "slot-save-path": same("slot_save_path"),
     "reranking rerank": fulfilled("the model scores texts beside writing them"),
     "pooling": refused("pooling is a field of each request of embeddings", idle="last"),
     "path ui-config webui-config": refused("the page at / is built in (--web-page)"),

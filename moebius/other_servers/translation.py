@@ -316,10 +316,6 @@ class Translator:
                 setting.value = f"{int(setting.value) / 1024:g}"
         if "speculative_method" in self._refused_leaves - found.keys():
             found.pop("num_draft_tokens", None)
-        num_ranks = number("tensor_parallel_size", 1) * number("pipeline_parallel_size", 1)
-        if num_ranks > 1 and (offloaded := found.pop("kv_offload_gib", None)) is not None:
-            shown = f"{offloaded.name} {offloaded.value}".strip()
-            self.differ(shown, f"--kv-offload-gib is for engines of one rank, not of {num_ranks}")
         converted = found.get("expert_checkpoint")
         requantised = "expert_dtype" in found and found["expert_dtype"].value in ("int4", "int8")
         if converted is not None and requantised:
