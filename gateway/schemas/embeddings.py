@@ -73,7 +73,7 @@ class OllamaEmbedRequest(StrictModel):
     truncate: bool | None = Field(None, description="Unset: a text that is too long loses its end")
     dimensions: int | None = Field(None, ge=1)
     options: Any = Field(None, description="No effect")
-    keep_alive: Any = Field(None, description="No effect: the model stays loaded")
+    keep_alive: Any = Field(None, description="No effect: requests of chats and texts have it")
 
 
 class OllamaEmbeddingRequest(StrictModel):
@@ -82,7 +82,7 @@ class OllamaEmbeddingRequest(StrictModel):
     model: Label
     prompt: str
     options: Any = Field(None, description="No effect")
-    keep_alive: Any = Field(None, description="No effect: the model stays loaded")
+    keep_alive: Any = Field(None, description="No effect: requests of chats and texts have it")
 
 
 class CohereEmbedRequest(PooledFields):

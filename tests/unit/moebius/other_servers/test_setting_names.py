@@ -132,7 +132,7 @@ def test_options_are_translated(typed: str, ours: str) -> None:
         ("m --tp 2 --kv-offloading-size 64", "--kv-offloading-size .* engines of one rank, not of 2"),
         ("m --enable-deterministic-inference", "--batch-invariant-experts"),
         ("m --disaggregation-mode prefill", "--disaggregation-mode .* same engine"),
-        ("m --models-preset f.ini", "--models-preset .* --port"),
+        ("m --models-preset f.ini", "--models-preset .* `models` .* --max-loaded-models"),
         ("m -ctxcp 4 --reasoning on", "-ctxcp 4: .*--reasoning on: .* chat_template_kwargs"),
         ("m --presence-penalty 1", "--presence-penalty .* field of each request"),
         ("m --model-draft small.gguf", "--model-draft .* no second model"),
