@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from moebius.config import MoebiusConfig
 from moebius.config.leaves import FALSE_WORDS, Leaf, explain, leaves
+from moebius.durations import seconds_of
 from moebius.errors import ConfigError
 from moebius.other_servers.setting_names import OtherName, field_name, other_name, other_variable
 from moebius.other_servers.tensor_overrides import resident_layers
@@ -236,6 +237,9 @@ class Translator:
         if setting.other.unit == "list" and setting.value.startswith("["):
             with contextlib.suppress(ValueError):
                 setting.value = ",".join(map(str, json.loads(setting.value)))
+        if setting.other.unit == "time":
+            with contextlib.suppress(ValueError):
+                setting.value = f"{max(0.0, seconds_of(setting.value)):g}"
         self._parts.append(setting)
 
     def _override(self, name: str, text: str) -> None:

@@ -133,7 +133,7 @@ def test_options_are_translated(typed: str, ours: str) -> None:
         ("m --hicache-ratio 2", "--hicache-ratio 2: --kv-offload-gib is the RAM"),
         ("m --enable-deterministic-inference", "--batch-invariant-experts"),
         ("m --disaggregation-mode prefill", "--disaggregation-mode .* same engine"),
-        ("m --models-preset f.ini", "--models-preset .* --port"),
+        ("m --models-preset f.ini", "--models-preset .* `models` .* --max-loaded-models"),
         ("m -ctxcp 4 --reasoning on", "-ctxcp 4: .*--reasoning on: .* chat_template_kwargs"),
         ("m --presence-penalty 1", "--presence-penalty .* field of each request"),
         ("m --model-draft small.gguf", "--model-draft .* no second model"),
