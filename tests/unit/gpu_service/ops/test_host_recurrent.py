@@ -28,7 +28,7 @@ def kernels(isa: str) -> HostRecurrent:
 
 
 def assert_same(found: torch.Tensor, expected: torch.Tensor, roundings: int = 1) -> None:
-    """Within so many roundings of the largest value, since sums cancel."""
+    """Within a number of roundings of the largest value, since sums cancel."""
     assert found.dtype == expected.dtype
     allowed = roundings * OP_ROUNDINGS[expected.dtype]
     torch.testing.assert_close(found, expected, rtol=allowed, atol=allowed * float(expected.abs().max()))
