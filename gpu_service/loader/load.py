@@ -27,7 +27,7 @@ from gpu_service.device.stream import stream_of
 from gpu_service.layers.linear import StoredWeight
 from gpu_service.loader.held import HeldWeights, KeptForm, KeptForms, ScaledForm, held_weights
 from gpu_service.loader.names import Target, expected_names, module_of, wanted_name
-from gpu_service.loader.packed_sources import PackedSource, keep_packed
+from gpu_service.loader.packed_sources import PackedSource, RoundedSource, keep_packed
 from gpu_service.loader.sources import (
     INTEGERS,
     LoadContext,
@@ -300,7 +300,7 @@ def _fill_all(
     """
     device = model.device
     threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
-    is_kept = any(isinstance(source, PackedSource) for _, source in work)
+    is_kept = any(isinstance(source, PackedSource | RoundedSource) for _, source in work)
     dense_threads = host_kernels.dense_threads(torch.get_num_threads()) if is_kept else None
     sizes = {id(target): target.rows.size * rows[target.parameter] for target, _ in work}
     left = iter(sorted(work, key=lambda pair: -sizes[id(pair[0])]))
@@ -375,7 +375,7 @@ def _find(config: ModelConfig, parallel: ParallelContext, directory: str | Path,
     if form == "fp8":
         forms |= keep_stored_fp8(expected, sources)
     elif form == "packed":
-        forms |= keep_packed(expected, sources, (parallel.tp_rank, parallel.tp_size))
+        forms |= keep_packed(expected, sources, (parallel.tp_rank, parallel.tp_size), config.dtype)
     return _Found(expected, sources, forms)
 
 
