@@ -193,8 +193,8 @@ class DecodeGraphs:
         self._finite[:size].copy_(sampled.finite)
         if self._first_overflow is not None and first_overflow is not None:
             self._first_overflow[:size].copy_(first_overflow)
-        if self._hidden_states is not None:
-            self._hidden_states[:size].copy_(hidden_states)
+        if self._hidden_states is not None and runner.drafter is not None:
+            self._hidden_states[:size].copy_(runner.drafter.inputs(hidden_states, context))
 
     def _is_ever_padded(self, size: int) -> bool:
         """Returns whether smaller batches use this graph; else masking would waste a kernel a layer."""

@@ -163,7 +163,7 @@ class ModelRunner:
             logits = self.model.compute_logits(hidden_states[plan.logits_indices])
         return StepOutputs(
             logits,
-            None if self.drafter is None else hidden_states,
+            None if self.drafter is None else self.drafter.inputs(hidden_states, context),
             prompt_logprobs=prompt_logprobs,
             pooled=pooled,
             streamed=context.streamed,

@@ -31,6 +31,12 @@ class DeviceDrafter(Protocol):
     def make_buffer(self, num_rows: int) -> Tensor:
         """Returns memory `[num_rows, H]` that captured graphs leave the hidden states of decode steps in."""
 
+    def inputs(self, hidden_states: Tensor, context: ForwardContext) -> Tensor:
+        """Returns what `propose` reads of a step, `[T, H]`; captured graphs hold it.
+
+        `hidden_states` `[T, H]`: after the final norm; `context`: with which the model made them.
+        """
+
     def propose(
         self,
         context: ForwardContext,
@@ -42,8 +48,8 @@ class DeviceDrafter(Protocol):
         """Drafts int64 `[Q, k]` for the Q requests that sample, in batch order; None: there are none.
 
         `context`: of the step, whose attention is planned for `plan` (on the device); `hidden_states`
-        `[T, H]`: after the final norm; `next_ids` int64 `[T]`: the token after each row, by now in the token
-        pool: the prompt's, or what the row sampled; `last_rows` int64 `[Q]`: the row of each request whose
-        next token is its newest, accepted drafts counted, those after it are of no use.
+        `[T, H]`: what `inputs` returned; `next_ids` int64 `[T]`: the token after each row, by now in the
+        token pool: the prompt's, or what the row sampled; `last_rows` int64 `[Q]`: of each request the row
+        whose next token is its newest, accepted drafts counted, those after it are of no use.
         k is at most `plan.num_drafts`; 0: no drafts will be read, only the drafter's own KV is to be kept.
         """

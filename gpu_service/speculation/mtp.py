@@ -1,10 +1,11 @@
-"""Drafts from the model's own layers of multi-token prediction.
+"""Drafts from layers after the model's last: of multi-token prediction, or an EAGLE-3 head.
 
 In every step, once its tokens are sampled, the first head runs over all rows: prompts' too, since it attends
-to what it made of earlier tokens. A row at position p has the model's hidden state and the token at p + 1,
-and is kept in the slot of p, in the head's own layer of the model's cache; what it predicts is the token at
-p + 2, which of each request's last row is the first draft. Further drafts come from the heads after it, over
-the same rows; a single head goes on with what it made itself, a position a pass.
+to what it made of earlier tokens. A row at position p has the model's hidden state (for an EAGLE-3 head what
+the step itself made of several layers' streams) and the token at p + 1, and is kept in the slot of p, in the
+head's own layer of the model's cache; what it predicts is the token at p + 2, which of each request's last
+row is the first draft. Further drafts come from the heads after it, over the same rows; a single head goes on
+with what it made itself, a position a pass.
 
 None of this decides a token: a wrong draft is refused when it is verified. That leaves three places where
 what a head attends to is not exactly its own, at the cost of drafts alone:
@@ -34,12 +35,16 @@ class MtpDrafter:
     def __init__(self, model: CausalLM, token_pool: TokenPool, parallel: ParallelContext = SOLO) -> None:
         """`model` serves its heads; `token_pool`: of the runner that calls."""
         self._model, self._pool, self._parallel = model, token_pool, parallel
-        self._num_heads = model.config.num_mtp_heads
+        self._num_heads = model.config.num_draft_layers
 
     def make_buffer(self, num_rows: int) -> torch.Tensor:
         """Returns zeros `[num_rows, H]`."""
         shape = num_rows, self._model.config.hidden_size
         return torch.zeros(shape, dtype=self._model.dtype, device=self._pool.tokens.device)
+
+    def inputs(self, hidden_states: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """Returns what the first head reads, `[T, H]`."""
+        return self._model.draft_inputs(hidden_states, context)
 
     def propose(
         self,
@@ -63,9 +68,9 @@ class MtpDrafter:
         found = torch.stack(drafts[: plan.num_drafts], dim=1)
         return self._parallel.world_group.broadcast(found, self._parallel.sampling_rank)
 
-    def _best(self, hidden_states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def _best(self, hidden_states: torch.Tensor, rows: torch.Tensor, head: int = 0) -> torch.Tensor:
         """Returns the ids int64 `[Q]` that the head finds most likely after some rows."""
-        return self._model.compute_logits(hidden_states[rows]).argmax(-1)
+        return self._model.best_drafts(head, hidden_states[rows])
 
     def _chain(
         self, context: ForwardContext, plan: StepPlan, hidden_states: torch.Tensor, last_rows: torch.Tensor
@@ -82,7 +87,7 @@ class MtpDrafter:
                 is_own = slots[early] == slots[last_rows]
                 ids = ids.scatter(0, early, torch.where(is_own, known, ids[early]))
             hidden_states = self._model.predict_further(head, hidden_states, ids, context)
-            drafts.append(self._best(hidden_states, last_rows))
+            drafts.append(self._best(hidden_states, last_rows, head))
         return drafts
 
     def _recycle(
@@ -152,7 +157,10 @@ class WithHeads:
     def forward(self, context: ForwardContext) -> torch.Tensor:
         """Returns the model's hidden states `[T, H]`."""
         hidden_states = made = self._model.forward(context)
-        for head in range(self._model.config.num_mtp_heads):
+        heads = self._model.config.num_draft_layers
+        if heads:
+            made = self._model.draft_inputs(hidden_states, context)
+        for head in range(heads):
             made = self._model.predict_further(head, made, context.inputs.input_ids, context)
         return hidden_states
 

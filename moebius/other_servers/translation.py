@@ -20,6 +20,7 @@ from moebius.config.leaves import FALSE_WORDS, Leaf, explain, leaves
 from moebius.errors import ConfigError
 from moebius.other_servers.setting_names import OtherName, field_name, other_name, other_variable
 from moebius.other_servers.tensor_overrides import resident_layers
+from moebius.other_servers.vllm_sglang import NO_DRAFT_MODEL
 
 _NUMBER = re.compile(r"-\d")
 _DEFAULT_PAGE = 16
@@ -316,6 +317,10 @@ class Translator:
                 setting.value = f"{int(setting.value) / 1024:g}"
         if "speculative_method" in self._refused_leaves - found.keys():
             found.pop("num_draft_tokens", None)
+        method = found["speculative_method"].value if "speculative_method" in found else ""
+        method = method or self.own.get("speculative_method", "")
+        if "eagle3" not in method and (head := found.pop("speculative_model", None)) is not None:
+            self.differ(f"{head.name} {head.value}", NO_DRAFT_MODEL)
         num_ranks = number("tensor_parallel_size", 1) * number("pipeline_parallel_size", 1)
         if num_ranks > 1 and (offloaded := found.pop("kv_offload_gib", None)) is not None:
             shown = f"{offloaded.name} {offloaded.value}".strip()

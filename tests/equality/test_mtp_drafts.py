@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 import torch
@@ -26,7 +26,6 @@ from tests.helpers.host_graphs import RecordedOperations
 from tests.helpers.layer_values import router_of
 from tests.helpers.mtp_models import (
     MtpModels,
-    MtpReference,
     cached_mtp_models,
     make_foreseen,
     write_mtp_model,
@@ -41,6 +40,13 @@ SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.9}
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> MtpModels:
     return cached_mtp_models(tmp_path_factory.mktemp("mtp"))
+
+
+class References(Protocol):
+    """Transformers' heads, or others that are computed plainly."""
+
+    def drafts(self, tokens: Sequence[int], count: int) -> list[int]:
+        """What may follow, by the first head, which goes on with what it made itself."""
 
 
 class WatchedDrafter(MtpDrafter):
@@ -76,10 +82,16 @@ def requests(params: dict[str, Any]) -> list[Request]:
 
 
 def run(
-    directory: Path, heads: int, drafts: int, params: dict[str, Any], **changes: Any
+    directory: Path,
+    heads: int,
+    drafts: int,
+    params: dict[str, Any],
+    draft_model: str = "",
+    **changes: Any,
 ) -> tuple[list[list[int]], list[WatchedDrafter], TinyEngine]:
     """Returns the tokens of all requests, and the draft tokens on the way."""
-    model, watched = tiny_model(directory, HOST, mtp_heads=heads), list[WatchedDrafter]()
+    model = tiny_model(directory, HOST, mtp_heads=heads, draft_model=draft_model)
+    watched = list[WatchedDrafter]()
 
     def make(model: CausalLM, token_pool: TokenPool) -> WatchedDrafter:
         watched.append(WatchedDrafter(model, token_pool))
@@ -134,7 +146,7 @@ def test_n_grams_and_layers_change_no_token_together(written: MtpModels) -> None
     assert engine.speculation.num_verified > 0
 
 
-def _within_page(known: list[int], count: int, reference: MtpReference, found: list[int]) -> list[int]:
+def within_page(known: list[int], count: int, reference: References, found: list[int]) -> list[int]:
     """Returns the reference's drafts; ours from where a pass of the head had no page of the request to write
     to.
     """
@@ -151,7 +163,7 @@ def test_a_single_head_goes_on_with_what_it_made(name: str, written: MtpModels) 
     assert tokens == plain
     assert max(len(found) for _, found in watched.noted) == 3
     for known, found in watched.noted:
-        assert found == _within_page(known, len(found), reference, found), f"after {len(known)} tokens"
+        assert found == within_page(known, len(found), reference, found), f"after {len(known)} tokens"
 
 
 def test_each_of_several_heads_has_a_draft(written: MtpModels) -> None:

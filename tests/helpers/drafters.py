@@ -71,6 +71,10 @@ class DeviceAnswerDrafter:
         self.rows: list[int] = []
         self.wanted: list[int] = []
 
+    def inputs(self, hidden_states: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """Returns them as they are."""
+        return hidden_states
+
     def make_buffer(self, num_rows: int) -> torch.Tensor:
         """For the fake model's hidden states."""
         return torch.zeros((num_rows, 2), dtype=torch.float64)
