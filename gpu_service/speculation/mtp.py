@@ -27,6 +27,7 @@ from gpu_service.core.parallel import SOLO, ParallelContext
 from gpu_service.core.step import ForwardInputs, StepPlan, TokenPool
 from gpu_service.layers.context import ForwardContext
 from gpu_service.models.common import CausalLM
+from gpu_service.speculation.drafter import FirstPass
 
 
 class MtpDrafter:
@@ -46,6 +47,19 @@ class MtpDrafter:
         """Returns what the first head reads, `[T, H]`."""
         return self._model.draft_inputs(hidden_states, context)
 
+    @property
+    def captures(self) -> bool:
+        """Returns whether there is one head: passes of others are planned with the first."""
+        return self._num_heads == 1
+
+    def first_pass(
+        self, context: ForwardContext, hidden_states: torch.Tensor, next_ids: torch.Tensor
+    ) -> FirstPass:
+        """Runs the first head over all rows, and the head of the vocabulary as well."""
+        # Statistics are of the model's own layers.
+        made = self._model.predict_further(0, hidden_states, next_ids, replace(context, recorder=None))
+        return FirstPass(made, self._model.best_drafts(0, made))
+
     def propose(
         self,
         context: ForwardContext,
@@ -53,16 +67,21 @@ class MtpDrafter:
         hidden_states: torch.Tensor,
         next_ids: torch.Tensor,
         last_rows: torch.Tensor,
+        first: FirstPass | None = None,
     ) -> torch.Tensor | None:
         """Proposes as the protocol says; drafts are the same on all ranks."""
-        # Statistics are of the model's own layers.
         context = replace(context, recorder=None)
-        hidden_states = self._model.predict_further(0, hidden_states, next_ids, context)
         wants_drafts = plan.num_drafts > 0 and last_rows.numel() > 0
+        if first is None:
+            made = self._model.predict_further(0, hidden_states, next_ids, context)
+            # Of a prompt's rows the vocabulary's head reads the last ones alone.
+            best = self._best(made, last_rows) if wants_drafts or self._num_heads > 1 else last_rows
+        else:
+            made, best = first.made, first.token_ids[last_rows]
         if self._num_heads > 1:
-            drafts = self._chain(context, plan, hidden_states, last_rows)
+            drafts = self._chain(context, plan, made, last_rows, best)
         elif wants_drafts:
-            drafts = self._recycle(context, plan, hidden_states, last_rows)
+            drafts = self._recycle(context, plan, made, last_rows, best)
         if not wants_drafts:
             return None
         found = torch.stack(drafts[: plan.num_drafts], dim=1)
@@ -73,11 +92,18 @@ class MtpDrafter:
         return self._model.best_drafts(head, hidden_states[rows])
 
     def _chain(
-        self, context: ForwardContext, plan: StepPlan, hidden_states: torch.Tensor, last_rows: torch.Tensor
+        self,
+        context: ForwardContext,
+        plan: StepPlan,
+        hidden_states: torch.Tensor,
+        last_rows: torch.Tensor,
+        best: torch.Tensor,
     ) -> list[torch.Tensor]:
-        """Returns a draft of each head, which all see all rows; `hidden_states`: of the first."""
+        """Returns a draft of each head, which all see all rows; `hidden_states` and `best`: the first one's,
+        `[T, H]` and int64 `[Q]`.
+        """
         slots, end = plan.token_slots, self._pool.tokens.shape[1] - 1
-        drafts = [self._best(hidden_states, last_rows)]
+        drafts = [best]
         for head in range(1, self._num_heads):
             ids = self._pool.gather(slots, (plan.positions + 1 + head).clamp(max=end))
             for depth, known in reversed(list(enumerate(reversed(drafts)))):
@@ -91,15 +117,21 @@ class MtpDrafter:
         return drafts
 
     def _recycle(
-        self, context: ForwardContext, plan: StepPlan, hidden_states: torch.Tensor, last_rows: torch.Tensor
+        self,
+        context: ForwardContext,
+        plan: StepPlan,
+        hidden_states: torch.Tensor,
+        last_rows: torch.Tensor,
+        best: torch.Tensor,
     ) -> list[torch.Tensor]:
         """`plan.num_drafts` drafts of a single head, each from what it made of the one before.
 
+        `hidden_states` `[T, H]` and `best` int64 `[Q]`: of the first pass.
         A pass has a row for each entry of the plan, at the position after it, because only the device knows
         which rows of verified drafts are requests' last; all others write to the dummy page and ask for no
         experts.
         """
-        drafts = [self._best(hidden_states, last_rows)]
+        drafts = [best]
         if plan.num_drafts == 1:
             return drafts
         ends = plan.query_start_loc_tensor[1:].long()

@@ -16,6 +16,7 @@ from gpu_service.device.stream import HostDeviceStream
 from gpu_service.experts.local_client import LocalExpertClient
 from gpu_service.layers.context import ForwardContext
 from gpu_service.models.common import CausalLM
+from gpu_service.speculation.drafter import FirstPass
 from gpu_service.speculation.mtp import MtpDrafter
 from gpu_service.speculation.ngram import NGramDrafter
 from moebius.models.read import read_geometry
@@ -63,8 +64,9 @@ class WatchedDrafter(MtpDrafter):
         hidden_states: torch.Tensor,
         next_ids: torch.Tensor,
         last_rows: torch.Tensor,
+        first: FirstPass | None = None,
     ) -> torch.Tensor | None:
-        drafts = super().propose(context, plan, hidden_states, next_ids, last_rows)
+        drafts = super().propose(context, plan, hidden_states, next_ids, last_rows, first)
         for row, found in zip(last_rows.tolist(), [] if drafts is None else drafts.tolist(), strict=False):
             known = self._pool.tokens[plan.token_slots[row], : plan.positions[row] + 2]
             self.noted.append((known.tolist(), found))
@@ -193,8 +195,53 @@ def test_drafts_that_are_right_are_accepted(name: str, tmp_path: Path) -> None:
     assert engine.speculation.num_accepted == engine.speculation.num_verified > 5
 
 
+class CountedModel:
+    """Counts passes of heads that the host launches for decode steps of a model, until it is put back."""
+
+    def __init__(self, model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.launched, inner = 0, model.predict_further
+
+        def predict_further(
+            head: int, hidden_states: torch.Tensor, next_ids: torch.Tensor, context: ForwardContext
+        ) -> torch.Tensor:
+            self.launched += context.inputs.is_uniform_decode
+            return inner(head, hidden_states, next_ids, context)
+
+        monkeypatch.setattr(model, "predict_further", predict_further)
+
+
+@pytest.mark.parametrize(("drafts", "launches_further"), [(1, False), (2, True)])
+def test_the_host_launches_no_first_pass_of_a_replayed_step(
+    drafts: int, launches_further: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is in a graph, which reads the tokens that were drawn after the step's; passes for further draft
+    tokens are launches, and so is each pass after a step without a graph.
+    """
+    write_mtp_model("glm4_moe", tmp_path)
+    make_foreseen(tmp_path)
+    model = tiny_model(tmp_path, HOST, mtp_heads=1)
+    experts = DenseExperts(tmp_path, router_of(model.config).num_experts)
+    found = []
+    for largest in (0, 16):
+        setup = Setup(largest, budget=16, num_drafts=drafts, device_drafter=MtpDrafter)
+        with (
+            tiny_engine(
+                model, experts, HostDeviceStream(), make_capturable_attention, setup, RecordedOperations()
+            ) as engine,
+            monkeypatch.context() as patch,
+        ):
+            counted = CountedModel(model, patch)
+            tokens = engine.run(requests(SAMPLED))
+            assert engine.speculation is not None
+            found.append((tokens, engine.speculation.num_accepted, counted.launched))
+    (eager, accepted, launched), (replayed, accepted_so, left) = found
+    assert (eager, accepted) == (replayed, accepted_so)
+    assert (left > 0) == launches_further
+    assert left < launched > 5
+
+
 def test_replayed_decode_steps_leave_the_head_what_it_needs(tmp_path: Path) -> None:
-    """The head runs eagerly after a graph, on the hidden states that it left."""
+    """The head's first pass is a graph after the step's, on the hidden states that it left."""
     write_mtp_model("glm4_moe", tmp_path)
     make_foreseen(tmp_path)
     model = tiny_model(tmp_path, HOST, mtp_heads=1)

@@ -132,7 +132,7 @@ def write_tensors(
     of_layer = ("self_attn.", "mlp.", "input_layernorm.", "hidden_norm.", "post_attention_layernorm.")
     named = {prefix + n if n.startswith(of_layer) else n: t for n, t in tensors.items()}
     if "d2t" in tensors:
-        # The same the other way round, which nobody needs.
+        # The same the other way round, which is not read.
         named["t2d"] = torch.zeros(described["vocab_size"], dtype=torch.bool)
     save_file(named, directory / "model.safetensors", metadata={"format": "pt"})
 
