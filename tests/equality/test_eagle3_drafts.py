@@ -8,10 +8,21 @@ from typing import Any
 
 import pytest
 
+from gpu_service.core.step import TokenPool
 from gpu_service.device.stream import HostDeviceStream
+from gpu_service.models.common import CausalLM
 from gpu_service.speculation.mtp import MtpDrafter
 from gpu_service.speculation.ngram import NGramDrafter
-from tests.equality.test_mtp_drafts import GREEDY, HOST, SAMPLED, check_drafts, requests, run, within_page
+from tests.equality.test_mtp_drafts import (
+    GREEDY,
+    HOST,
+    SAMPLED,
+    WatchedDrafter,
+    check_drafts,
+    requests,
+    run,
+    within_page,
+)
 from tests.helpers.capturable_mla import make_capturable_attention
 from tests.helpers.device_experts import DenseExperts
 from tests.helpers.eagle3_heads import Eagle3Reference, write_foreseeing_head, write_head
@@ -83,8 +94,30 @@ def test_a_head_goes_on_with_what_it_made(written: Written) -> None:
     assert with_text == plain
 
 
+def test_replayed_steps_leave_what_the_head_reads(written: Written) -> None:
+    """Drafts after a graph, which holds what the head made of the layers, are those after an eager step."""
+    directory, head, _ = written["sglang"]
+    model = tiny_model(directory, HOST, draft_model=head)
+    experts = DenseExperts(directory, router_of(model.config).num_experts)
+    found = []
+    for largest in (0, 8):
+        made = list[WatchedDrafter]()
+
+        def make(model: CausalLM, token_pool: TokenPool, made: list[WatchedDrafter] = made) -> WatchedDrafter:
+            made.append(WatchedDrafter(model, token_pool))
+            return made[-1]
+
+        setup = Setup(largest, budget=16, num_drafts=1, device_drafter=make)
+        with tiny_engine(
+            model, experts, HostDeviceStream(), make_capturable_attention, setup, RecordedOperations()
+        ) as engine:
+            found.append((engine.run(requests(SAMPLED)), made[0].noted))
+    assert found[0] == found[1]
+    assert len(found[0][1]) > 8
+
+
 def test_drafts_that_are_right_are_accepted_also_after_replayed_steps(tmp_path: Path) -> None:
-    """A graph holds what the head reads of the layers: drafts after it are those after an eager step."""
+    """A head that knows what follows gives as many tokens as it proposes, with graphs and without."""
     reference = write_mtp_model("glm4_moe", tmp_path / "model")
     make_foreseen(tmp_path / "model")
     write_foreseeing_head(reference.model, tmp_path / "head")
