@@ -18,6 +18,7 @@ from gpu_service.cache.kv_cache import KVCache
 from gpu_service.core.request import Request, SamplingParams
 from gpu_service.device.stream import HostDeviceStream
 from gpu_service.engine.decode_graphs import DecodeGraphs
+from gpu_service.experts.resident.experts import ResidentExperts
 from moebius.config import MoebiusConfig
 from moebius.models.layers.layer import Layers
 from tests.helpers.built_engine import running_engine
@@ -118,6 +119,27 @@ def test_resident_experts_are_assembled_too(
 ) -> None:
     """The engine runs without any expert server when all experts are on the device, else next to one."""
     assert tokens(directory, {}, placement) == expected
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("placement", [{"gpu_experts_ratio": 1.0}, {"gpu_layers": "1"}], ids=str)
+def test_decode_steps_do_not_count_residents(
+    directory: Path, placement: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked of each expert of each layer in every step, it took as long as the GPU took for the step."""
+    counted, original = [0], ResidentExperts.experts
+
+    def experts(resident: ResidentExperts, layer: int) -> tuple[int, ...]:
+        counted[0] += 1
+        return original(resident, layer)
+
+    monkeypatch.setattr(ResidentExperts, "experts", experts)
+    with running_engine(config_for(directory, {}, placement)) as engine:
+        before, counted[0] = counted[0], 0
+        params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+        engine.run([Request("r", [5, 9, 31], params)])
+        assert before > 0
+        assert counted[0] == 0
 
 
 @pytest.mark.usefixtures("device")
