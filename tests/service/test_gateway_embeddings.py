@@ -154,11 +154,11 @@ def test_coheres_inputs_tokens_and_key(gateway: AgentGateway) -> None:
     both = gateway.post("/v2/embed", model=MODEL, texts=["x"], inputs=parts)
     assert (both.status_code, "exactly one of 'texts' and 'inputs'" in both.text) == (400, True)
     picture = [{"content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]
-    assert post(gateway, "/v2/embed", model=MODEL, inputs=picture).status_code == 400
+    assert gateway.post("/v2/embed", model=MODEL, inputs=picture).status_code == 400
     tokens = gateway.post("/v1/tokenize", model=MODEL, text="lazy dog").json()
     assert len(tokens["tokens"]) == len(tokens["token_strings"])
     assert "".join(tokens["token_strings"]) == "lazy dog"
-    assert post(gateway, "/v1/check-api-key").json() == {"valid": True}
+    assert gateway.post("/v1/check-api-key").json() == {"valid": True}
 
 
 def test_heads_are_answered_like_gets(gateway: AgentGateway) -> None:
