@@ -230,6 +230,7 @@ def place_of(settings: ParallelConfig) -> ParallelContext:
         tp_size=settings.tensor_parallel_size,
         stage=stage,
         num_stages=settings.pipeline_parallel_size,
+        holds_whole_experts=settings.gpu_expert_split == "expert" and settings.tensor_parallel_size > 1,
     )
 
 

@@ -29,6 +29,11 @@ class ParallelConfig(Section):
         default="nccl",
         description="How GPUs add small tensors; one-shot: each reads the others' memory, over NVLink",
     )
+    gpu_expert_split: Literal["auto", "tensor", "expert"] = Field(
+        default="auto",
+        description="How tensor-parallel ranks divide resident experts: by channels (tensor), or whole "
+        "experts to each (expert); auto: whole ones where a rank's channels would be few or uneven",
+    )
 
     @property
     def num_ranks(self) -> int:

@@ -7,7 +7,9 @@ from moebius.other_servers.name import IDLE, OtherName, flag, fulfilled, refused
 EXPERTS_ON_GPU = "here --gpu-layers, --gpu-experts or --gpu-experts-ratio say which experts are on the GPU"
 FORMAT = "the checkpoint says which format its weights have"
 REPLICAS = "start one engine per replica, and name them all in --engines of the gateway"
-WHOLE_EXPERTS = "here --expert-split expert gives every rank and server whole experts"
+WHOLE_EXPERTS = (
+    "here --gpu-expert-split expert gives every rank whole experts: rows are on all ranks, none are exchanged"
+)
 STEP = "here --max-num-batched-tokens, and --prefill-chunk-max where experts are streamed"
 KV_IN_RAM = "--kv-offload-gib is the RAM for prefixes that the KV cache evicts"
 KV_ON_DISK = "prefixes are on disk with --kv-disk-gib and --kv-disk-dir"
@@ -57,9 +59,9 @@ TABLE: dict[str, OtherName] = {
     # How a model is divided
     "tp tp-size tensor-parallel": same("tensor_parallel_size"),
     "pp pp-size": same("pipeline_parallel_size"),
-    "enable-expert-parallel enable-ep-moe": flag("expert_split", "expert"),
+    "enable-expert-parallel enable-ep-moe": flag("gpu_expert_split", "expert"),
     "ep ep-size expert-parallel-size": OtherName(
-        "expert_split", {"": "expert", "1": "tensor", **{str(size): "expert" for size in range(2, 65)}}
+        "gpu_expert_split", {"": "expert", "1": "tensor", **{str(size): "expert" for size in range(2, 65)}}
     ),
     "data-parallel-size dp dp-size data-parallel-size-local": refused(REPLICAS, idle="1"),
     "data-parallel-backend data-parallel-address data-parallel-rpc-port data-parallel-start-rank": refused(

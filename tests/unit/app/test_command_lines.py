@@ -142,7 +142,7 @@ MENDED = [
     ("llama-server -m m.gguf --cache-ram 8192", "m.gguf --kv-offload-gib 8.0 --port 8080", []),
     ("llama-server -m m.gguf --cache-ram -1", "m.gguf --port 8080", ["--cache-ram"]),
     ("llama-server -m m.gguf --pooling mean", "m.gguf --port 8080", ["--pooling"]),
-    ("vllm serve m -ep", "m --expert-split expert", []),
+    ("vllm serve m -ep", "m --gpu-expert-split expert", []),
     ("vllm serve m --allowed-origins '[\"*\"]'", "m --cors-origins '*'", []),
     ("vllm serve m --api-key a b --port 81", "m --api-key a --port 81", ["--api-key"]),
     ("vllm serve m --enforce-eager=false --enable-lora=false", "m", []),
