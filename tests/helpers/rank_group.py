@@ -100,6 +100,7 @@ class Script(EngineOutputs):
         self.engine = self.built.engine
         self.engine.start()
         gate.run(self.engine, self.vocab_size, WAIT_S)
+        self.built.group.serving()
         self.engine.on_output = self.on_output
 
     def submit(self, name: str, prompt: list[int], *chosen: Any, **params: Any) -> Request:
