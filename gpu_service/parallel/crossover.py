@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
+from gpu_service.device.timing import mean_seconds
+
 # Bytes: those of one row of 2048 float32 values, and of steps up to 128 of them.
 SIZES = tuple(2**power for power in range(13, 21))
-_WARM_UPS, _CALLS = 5, 20
 
 
 def crossover_bytes(sizes: Sequence[int], small_s: Sequence[float], nccl_s: Sequence[float]) -> int:
@@ -39,20 +41,8 @@ def measured_crossover(
 
     tensors = [torch.zeros(size // 4, dtype=torch.float32, device=device) for size in SIZES]
     seconds = torch.tensor(
-        [[_seconds(way, tensor) for tensor in tensors] for way in (small, by_nccl)], device=device
+        [[mean_seconds(partial(way, tensor)) for tensor in tensors] for way in (small, by_nccl)],
+        device=device,
     )
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=group)
     return crossover_bytes(SIZES, *seconds.tolist())
-
-
-def _seconds(way: Callable[[torch.Tensor], object], tensor: torch.Tensor) -> float:
-    event: Callable[..., torch.cuda.Event] = torch.cuda.Event
-    begin, end = (event(enable_timing=True) for _ in range(2))
-    for _ in range(_WARM_UPS):
-        way(tensor)
-    begin.record()
-    for _ in range(_CALLS):
-        way(tensor)
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) / 1e3 / _CALLS

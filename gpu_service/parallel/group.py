@@ -17,6 +17,7 @@ stream order is all the synchronisation there is.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -39,6 +40,7 @@ from gpu_service.parallel.control import RankControl
 from gpu_service.parallel.crossover import measured_crossover
 from gpu_service.parallel.experts import RankExperts
 from gpu_service.parallel.inbox import FollowerInbox, LeaderInbox
+from gpu_service.parallel.nccl import in_effect
 from gpu_service.parallel.steps import GuardedRunner, RankLaneModelRunner, RankModelRunner, RankSampler
 from gpu_service.parallel.waits import CollectiveWaits
 from moebius.config.division import SmallAllReduce
@@ -158,11 +160,11 @@ class ProcessRankGroup(RankGroup):
         parallel: ParallelContext,
         control: RankControl,
         agreement: dist.ProcessGroup,
-        is_cuda: bool = False,
+        device: torch.device,
     ) -> None:
         self.parallel = parallel
         # Where a host waits for others: for its GPU, on which collectives run, else in the collectives.
-        self._is_cuda = is_cuda
+        self._is_cuda = device.type == "cuda"
         self._control = control
         # Of its own, because it is used from another thread than the step's collectives.
         self._agreement = agreement
@@ -233,6 +235,9 @@ def make_process_groups(
         # Makes the communicator now, rather than inside the first step.
         device_id=device if is_cuda else None,
     )
+    if is_cuda:
+        version: Callable[[], tuple[int, ...]] = torch.cuda.nccl.version
+        _log.info("NCCL", version=".".join(map(str, version())), **in_effect())
     own = _default_group()
     for stage in range(parallel.num_stages if parallel.num_stages > 1 else 0):
         ranks = list(range(stage * parallel.tp_size, (stage + 1) * parallel.tp_size))

@@ -287,7 +287,7 @@ def join_group(
         identity=identity,
     )
     host, _ = rendezvous.host_port
-    variables = set_up(host, settings.rank_hosts)
+    set_up(host, settings.rank_hosts)
     listener = _store_listener(host) if place.rank == 0 else None
     own = ranks_pb2.Welcome(store_port=listener.getsockname()[1] if listener is not None else 0)
     connections, welcome = meet(rendezvous, own)
@@ -303,10 +303,7 @@ def join_group(
         control.waits,
     )
     _log.info("joined the group of ranks", rank=place.rank, ranks=place.size, device=str(device))
-    if device.type == "cuda":
-        version: Callable[[], tuple[int, ...]] = torch.cuda.nccl.version
-        _log.info("NCCL", version=".".join(map(str, version())), **variables)
-    return ProcessRankGroup(parallel, control, agreement, device.type == "cuda")
+    return ProcessRankGroup(parallel, control, agreement, device)
 
 
 def _store_listener(host: str) -> socket.socket:

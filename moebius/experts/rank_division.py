@@ -37,7 +37,7 @@ def with_expert_split(config: MoebiusConfig) -> MoebiusConfig:
 
 
 def chosen_split(config: MoebiusConfig, intermediate_size: int, group: int) -> MoebiusConfig:
-    """Returns the settings with `gpu_expert_split` auto decided for experts of so many intermediate channels.
+    """Returns the settings with `gpu_expert_split` auto decided for experts of this width.
 
     `group` channels share scales in the checkpoint and stay together. It becomes "expert" where ranks would
     have unequal numbers of channels, numbers that are no multiple of 16, or fewer than `LEAST_CHANNELS`.

@@ -10,7 +10,7 @@ import torch
 from gpu_service.parallel import collectives
 from gpu_service.parallel.collectives import DEFAULT_BYTES, MAX_BYTES, TorchCollectives, takes_one_shot
 from gpu_service.parallel.crossover import SIZES, crossover_bytes
-from gpu_service.parallel.nccl import set_up
+from gpu_service.parallel.nccl import in_effect, set_up
 
 
 def test_only_what_the_kernel_takes() -> None:
@@ -79,7 +79,10 @@ def test_each_tensor_goes_the_way_that_was_measured(monkeypatch: Any, most_bytes
 def test_nccls_variables_are_set_where_the_user_has_not() -> None:
     """On one host no adapters are looked for, and on the loopback interface no other one; all are listed."""
     environment = {"PATH": "/bin", "NCCL_DEBUG": "INFO", "NCCL_SOCKET_IFNAME": "eth1"}
-    found = set_up("127.0.0.1", 1, environment)
+    set_up("127.0.0.1", 1, environment)
+    found = in_effect(environment)
     assert found == {"NCCL_DEBUG": "INFO", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "eth1"}
     assert environment["GLOO_SOCKET_IFNAME"] == "lo"
-    assert set_up("node0", 2, {"NCCL_IB_HCA": "mlx5_0"}) == {"NCCL_IB_HCA": "mlx5_0"}
+    others = {"NCCL_IB_HCA": "mlx5_0"}
+    set_up("node0", 2, others)
+    assert others == {"NCCL_IB_HCA": "mlx5_0"}

@@ -11,7 +11,7 @@ from moebius.experts.rank_division import chosen_split, rank_residents
 
 
 def settings(ranks: int, split: str = "auto", expert_dtype: str = "keep") -> MoebiusConfig:
-    """Returns settings of so many ranks."""
+    """Returns the settings of a group of ranks."""
     parallel: dict[str, Any] = {"tensor_parallel_size": ranks, "gpu_expert_split": split}
     return MoebiusConfig.model_validate({"parallel": parallel, "experts": {"expert_dtype": expert_dtype}})
 
