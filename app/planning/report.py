@@ -87,6 +87,9 @@ def summary(plan: CapacityPlan) -> list[str]:
         lines.append(f"{size} are read by the next {window} only, and kept as long as the rest")
     everything = held.num_experts * len(held.by_layer)
     how = "as many as fit" if held.is_filled else "as set"
+    ranks, split = plan.settings["tensor_parallel_size"], plan.settings["gpu_expert_split"]
+    if ranks != "1" and held.count:
+        how += f", {'each rank other ones' if split == 'expert' else 'each rank channels of all'}"
     lines.append(f"experts on GPUs: {held.count} of {everything} ({held.share:.1%}, {how})")
     lines.append(f"times of the expert kernels: {plan.expert_kernels}")
     return lines

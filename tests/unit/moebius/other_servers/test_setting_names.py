@@ -52,7 +52,7 @@ def test_every_name_leads_somewhere() -> None:
     ("typed", "ours"),
     [
         ("m --tp 2 -c 4096", "m --tensor-parallel-size 2 --max-model-len 4096"),
-        ("m --enable-expert-parallel", "m --expert-split expert"),
+        ("m --enable-expert-parallel", "m --gpu-expert-split expert"),
         ("m --tp=2 --port 1", "m --tensor-parallel-size 2 --port 1"),
         ("--model-path m --mem-fraction-static 0.8", "m --gpu-memory-utilization 0.8"),
         ("m --enforce-eager --disable-radix-cache", "m --no-cuda-graphs --no-prefix-caching"),
