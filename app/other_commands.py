@@ -108,7 +108,7 @@ def translate_command(
     found = translator.finish()
     ours = [word.removeprefix("hf.co/").removeprefix("https://huggingface.co/") for word in found.arguments]
     port = _PORTS.get(command.server, _OUR_PORT)
-    if port != _OUR_PORT and "--port" not in ours:
+    if port != _OUR_PORT and not any(word.partition("=")[0] == "--port" for word in ours):
         ours += ["--port", str(port)]
     return [*kept, "moebius", "serve", *ours], found
 
