@@ -9,10 +9,10 @@ from urllib.parse import urlencode
 import typer
 
 from app.access_options import Access, with_access
+from app.cli_options import GatewayServer
+from app.server_address import server_url
 
 _Model = Annotated[str, typer.Option("--model", help="Of several models, which [default: all, or the first]")]
-_Url = Annotated[str, typer.Argument(metavar="URL", help="Gateway")]
-_DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 def register(app: typer.Typer) -> None:
@@ -21,7 +21,7 @@ def register(app: typer.Typer) -> None:
     @app.command()
     @with_access
     def sleep(
-        server: _Url = _DEFAULT_URL,
+        server: GatewayServer = "",
         model: _Model = "",
         force: Annotated[bool, typer.Option("--force", help="End running requests with an error")] = False,
         *,
@@ -32,25 +32,27 @@ def register(app: typer.Typer) -> None:
         Running requests are waited for. The next request wakes it, or `moebius wake`.
         """
         mode = "abort" if force else "wait"
+        server = server_url(server)
         seconds = _posted(server, "/sleep", {"mode": mode, "model": model}, access)
         print(f"{server}: asleep after {seconds:.1f} s")
 
     @app.command()
     @with_access
     def wake(
-        server: _Url = _DEFAULT_URL,
+        server: GatewayServer = "",
         model: _Model = "",
         *,
         access: Access,
     ) -> None:
         """Wake a sleeping server. Returns once its model is loaded."""
+        server = server_url(server)
         seconds = _posted(server, "/wake_up", {"model": model}, access)
         print(f"{server}: awake after {seconds:.1f} s")
 
     @app.command()
     @with_access
     def reload(
-        server: _Url = _DEFAULT_URL,
+        server: GatewayServer = "",
         model: _Model = "",
         *,
         access: Access,
@@ -59,6 +61,7 @@ def register(app: typer.Typer) -> None:
 
         Running requests end with the old weights, later ones wait for the new ones.
         """
+        server = server_url(server)
         seconds = _posted(server, "/reload", {"model": model}, access)
         print(f"{server}: reloaded after {seconds:.1f} s")
 

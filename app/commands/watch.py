@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from app.access_options import Access, with_access
-from app.cli_options import LiveServer, LookInterval, ReplicaIndex, SecurityFile
+from app.cli_options import GatewayServer, LiveServer, LookInterval, ReplicaIndex, SecurityFile
+from app.server_address import server_url
 from moebius.errors import UserError
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def _add_top(app: typer.Typer) -> None:
     @app.command()
     @with_access
     def top(
-        server: LiveServer = "http://127.0.0.1:8000",
+        server: LiveServer = "",
         interval: LookInterval = 2.0,
         once: Annotated[bool, typer.Option("--once", help="Print the figures of one interval, end")] = False,
         json: Annotated[bool, typer.Option("--json", help="With --once: as JSON, with all layers")] = False,
@@ -58,7 +59,7 @@ def _add_status(app: typer.Typer) -> None:
     @app.command()
     @with_access
     def status(
-        server: Annotated[str, typer.Argument(metavar="URL", help="Gateway")] = "http://127.0.0.1:8000",
+        server: GatewayServer = "",
         as_json: Annotated[bool, typer.Option("--json", help="As JSON")] = False,
         replica: ReplicaIndex = 0,
         *,
@@ -67,6 +68,7 @@ def _add_status(app: typer.Typer) -> None:
         """Say whether a server is ready, and what it does, in ten lines. Exit status 1: it is not ready."""
         from app.top.status import ask, lines
 
+        server = server_url(server)
         client = access.client(server)
         try:
             found = ask(client, replica)
@@ -118,11 +120,13 @@ def _add_profile(app: typer.Typer) -> None:
 
 @contextmanager
 def live_source(server: str, config: str | None, replica: int, access: Access) -> Iterator[Source]:
-    """Yields the source of figures at a gateway's URL, or at an engine's gRPC address, reached as `config`
-    says.
+    """Yields the source of figures at a gateway's URL or port, or at an engine's gRPC address, reached as
+    `config` says; empty: of the gateway that runs here.
     """
     from app.top.run import EngineSource, GatewaySource
 
+    if not server or server.isdecimal():
+        server = server_url(server)
     if not server.startswith(("http://", "https://")):
         with _engine(server, config) as engine:
             yield EngineSource(engine, server)
