@@ -7,6 +7,7 @@ layers allocate at their largest step; the KV pool is sized by a measurement, no
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from torch import nn
 
@@ -20,8 +21,9 @@ from gpu_service.memory.device_memory import MemoryUse, gib
 from moebius.config import GpuConfig, MoebiusConfig
 from moebius.errors import UserError
 from moebius.models.config import ModelConfig
-from moebius.models.layers.ffn import Routed
+from moebius.models.layers.ffn import FeedForward, Routed
 from moebius.models.layers.layer import mixers
+from moebius.models.layers.mixer import Mixer
 
 MIB = 2**20
 # The driver's context, the modules of torch, cuBLAS, Triton and FlashInfer: 0.5 to 0.7 GiB on Hopper.
@@ -101,6 +103,17 @@ def parameter_bytes(model: nn.Module) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in held.values())
 
 
+# A plan asks for the same parts for each size of a step.
+@lru_cache(maxsize=32)
+def _distinct_parts(
+    config: ModelConfig, tp_rank: int, tp_size: int
+) -> tuple[tuple[FeedForward, ...], tuple[Mixer, ...]]:
+    """Returns the different feed-forward blocks and mixers of a rank, each once."""
+    layers = all_stages_layers(config, ParallelContext(tp_rank=tp_rank, tp_size=tp_size))
+    ffns = dict.fromkeys(ffn for layer in layers for ffn in layer.ffns)
+    return tuple(ffns), tuple(dict.fromkeys(mixers(layers)))
+
+
 def activation_bytes(
     config: ModelConfig, step: StepSize, parallel: ParallelContext, has_resident_experts: bool
 ) -> int:
@@ -113,9 +126,8 @@ def activation_bytes(
     if not layers[-1].passed:
         # The model's hidden states, those of the head and the embeddings next to them, normed and projected.
         stream += 6 * hidden * item
-    ffns = list(dict.fromkeys(ffn for layer in layers for ffn in layer.ffns))
+    ffns, kinds = _distinct_parts(config, parallel.tp_rank, parallel.tp_size)
     mlp = step.tokens * max(ffn.row_bytes(item) for ffn in ffns)
-    kinds = list(dict.fromkeys(mixers(layers)))
     row = max(mixer.row_elements for mixer in kinds) * item
     row += max(mixer.choice_bytes(hidden, config.max_model_len, item) for mixer in kinds)
     # As many rows as are scored at once: scores of blocks, and masks of them.

@@ -320,10 +320,11 @@ def take_per_layer(ranking: Sequence[Pair], count: int) -> list[Pair]:
     """Returns the first `count` experts of each layer."""
     taken: dict[int, int] = {}
     chosen: list[Pair] = []
-    for layer, expert in ranking:
-        if taken.get(layer, 0) < count:
-            taken[layer] = taken.get(layer, 0) + 1
-            chosen.append((layer, expert))
+    for pair in ranking:
+        before = taken.get(pair[0], 0)
+        if before < count:
+            taken[pair[0]] = before + 1
+            chosen.append(pair)
     return chosen
 
 

@@ -114,6 +114,11 @@ class ExpertSlice:
             expert for expert in range(self.expert_begin, self.expert_end) if expert not in elsewhere
         )
 
+    def num_held(self, resident: Collection[int]) -> int:
+        """Returns the number of experts that `held` would list."""
+        here = range(self.expert_begin, self.expert_end)
+        return len(here) - sum(expert in here for expert in frozenset(resident))
+
 
 def plan_slice(model: MoeGeometry, request: SliceRequest, group: int = 1) -> ExpertSlice:
     """Returns the slice of `request.split_index`; `group` intermediate channels share scales and stay

@@ -86,6 +86,10 @@ class ModelConfig:
     # Keys of config.json that nothing here reads; logged, so that nothing is ignored in silence.
     unread_keys: tuple[str, ...] = field(default=(), compare=False)
 
+    def __hash__(self) -> int:
+        """Returns a hash of a few fields: plans of memory, which are kept by model, ask for thousands."""
+        return hash((self.model_type, self.hidden_size, len(self.layers), self.dtype, self.max_model_len))
+
     def with_top_k(self, top_k: int) -> ModelConfig:
         """Returns the model in which a token chooses `top_k` experts."""
         layers = (

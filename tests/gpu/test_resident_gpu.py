@@ -166,7 +166,7 @@ def test_flipped_bits_are_found_and_repaired(ratio: float, tmp_path: Path) -> No
             before = weights.clone()
             weights[17] ^= 4
             stream.synchronize()
-            wait_until(lambda count=count: watch.damages >= count, 60)  # type: ignore[misc]
+            wait_until(lambda count=count: watch.damages >= count)  # type: ignore[misc]
             with torch.inference_mode():
                 watch.begin_step()
             assert torch.equal(weights, before)

@@ -29,7 +29,6 @@ from tests.helpers.gguf_linear import linear_tensors
 from tests.helpers.gguf_metadata import ARCHITECTURES, NEWER, write_metadata
 from tests.helpers.gguf_newer import ARCHITECTURES_OF_TODAY, newer_tensors
 
-FLOATS = ("F32", "F16", "BF16")
 # Position of the float16 factors in a block of types that the package can only dequantise.
 _FACTORS = {
     **dict.fromkeys(("IQ4_XS", "IQ3_S", "IQ3_XXS", "IQ2_XXS"), (0,)),

@@ -24,7 +24,7 @@ _replaced: set[int] = set()
 
 
 class _Scope(interpreter._LangPatchScope):  # type: ignore[misc]
-    """Of a launch: at its end nothing is replaced any more."""
+    """What a launch has replaced, which is put back at its end."""
 
     def restore(self) -> None:
         _replaced.clear()

@@ -70,7 +70,6 @@ _AUTO_ROUND = {
         "lm_head": {"bits": 16, "data_type": "float"},
     },
 }
-_QUARK_FP8 = {"dtype": "fp8_e4m3", "qscheme": "per_channel"}
 _QUARK_FP4 = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}
 MIXTURES: dict[str, Mixture] = {
     "fp8_dense_int4_experts": Mixture(

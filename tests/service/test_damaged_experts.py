@@ -90,7 +90,7 @@ def compared_twice(host: ExpertHost) -> None:
     engine = host.loaded.engine
     begin = engine.stats().verified_bytes
     total = sum(layout.expert_bytes * 5 for layout in host.loaded.layouts)
-    wait_until(lambda: engine.stats().verified_bytes >= begin + 2 * total, 60)
+    wait_until(lambda: engine.stats().verified_bytes >= begin + 2 * total)
 
 
 @pytest.mark.parametrize("shared", [True, False])

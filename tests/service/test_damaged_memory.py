@@ -109,7 +109,7 @@ def test_without_its_checkpoint_requests_and_probes_say_why(
         assert count(stack, REFUSED) == 1
     finally:
         shutil.move(model.with_name("kept"), model)
-    wait_until(lambda: httpx.get(f"{stack.base_url}/ready", timeout=30).status_code == 200, 60)
+    wait_until(lambda: httpx.get(f"{stack.base_url}/ready", timeout=30).status_code == 200)
     assert text(ask(stack, case)) == case.text
 
 

@@ -97,7 +97,7 @@ def test_flipped_bits_are_found_while_requests_run(cluster: Cluster) -> None:
             for request in asked:
                 engine.built.engine.submit([request])
             flip_signs(slots)
-            wait_until(lambda count=count: watch.damages == 3 * count, 30)  # type: ignore[misc]
+            wait_until(lambda count=count: watch.damages == 3 * count)  # type: ignore[misc]
             engine.wait(asked)
             assert engine.run(requests()) == wanted
         assert watch.repairs == 9
@@ -144,8 +144,8 @@ def test_exchanges_are_no_damage(prefill_experts: str, split: str, model: Path, 
             compared = watch.compared_bytes
             resident = engine.built.resident
             assert resident is not None
-            wait_until(lambda: watch.compared_bytes > compared + 4 * resident.nbytes, 120)
+            wait_until(lambda: watch.compared_bytes > compared + 4 * resident.nbytes)
             assert watch.damages == 0
             slots.weights[:, 7] ^= 1
-            wait_until(lambda: watch.damages >= len(known), 120)
+            wait_until(lambda: watch.damages >= len(known))
             assert engine.run(requests()) == wanted

@@ -6,13 +6,12 @@ Bodies as of autumn 2026: what a client's current sources build, with the kinds 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.helpers.agent_gateway import AgentGateway, agent_gateway
+from tests.helpers.agent_gateway import AgentGateway
 from tests.helpers.fake_engine import MODEL
 
 CACHED = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
@@ -20,19 +19,11 @@ USER = [{"role": "user", "content": "hi"}]
 STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AgentGateway]:
-    """A gateway whose model thinks and calls tools."""
-    with agent_gateway(tmp_path_factory.mktemp("agents")) as running:
-        yield running
-
-
 @pytest.fixture
-def gateway(shared: AgentGateway) -> AgentGateway:
-    """Returns the shared gateway with a fresh record; it says a short text."""
-    shared.engine.reset()
-    shared.says("It is done.")
-    return shared
+def gateway(gateway: AgentGateway) -> AgentGateway:
+    """Returns the shared gateway; it says a short text."""
+    gateway.says("It is done.")
+    return gateway
 
 
 def answer(gateway: AgentGateway, path: str, body: dict[str, Any], **headers: str) -> str:

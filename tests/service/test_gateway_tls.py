@@ -81,7 +81,7 @@ def url(authority: Authority, engine: tuple[FakeEngine, str], tmp_path: Path) ->
 def ready_client(url: str, context: ssl.SSLContext) -> Iterator[httpx.Client]:
     """A client whose server is ready."""
     with httpx.Client(base_url=url, verify=context, timeout=60) as client:
-        wait_until(lambda: client.get("/ready").status_code == 200, 60)
+        wait_until(lambda: client.get("/ready").status_code == 200)
         yield client
 
 
@@ -119,7 +119,7 @@ def test_others_are_refused_and_named(
         for _ in range(2):
             with pytest.raises((httpx.TransportError, ssl.SSLError)):
                 httpx.get(f"{address}/health", verify=context)
-        wait_until(lambda: 'reason="tls_handshake"} 2.0' in good.get("/metrics").text, 60)
+        wait_until(lambda: 'reason="tls_handshake"} 2.0' in good.get("/metrics").text)
     (line,) = [line for line in logs if line["event"] == "TLS handshake failed"]
     assert line["client"] == "127.0.0.1"
     assert words in line["reason"]
@@ -167,7 +167,7 @@ def test_silent_clients_are_given_up(
         host, port = url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=60) as silent:
             assert silent.recv(1) == b""
-        wait_until(lambda: not TlsAcceptor.handshakes, 60)
+        wait_until(lambda: not TlsAcceptor.handshakes)
 
 
 def test_lines_about_failures_are_rare() -> None:

@@ -149,7 +149,7 @@ def test_a_remote_server_that_does_not_fit_is_named_at_once(containers: Containe
             _, call = health_pb2_grpc.HealthStub(channel).Check.with_call(request, timeout=60)
             return dict(call.trailing_metadata()).get(NOT_READY_METADATA, b"").decode()
 
-        wait_until(lambda: why() == reason, LIMIT_S)
+        wait_until(lambda: why() == reason)
     assert reason.partition(": ")[2] in containers.log
     containers.kill(other)
     containers.start_expert(1)
@@ -190,7 +190,7 @@ def test_a_standing_server_says_so_to_a_liveness_probe(containers: Containers) -
         answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=60)
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
     counted = server_health(containers.mailbox)[0].progress
-    wait_until(lambda: server_health(containers.mailbox)[0].progress > counted, LIMIT_S)
+    wait_until(lambda: server_health(containers.mailbox)[0].progress > counted)
 
 
 def test_ranks_of_two_hosts_meet_late_and_end_together(containers: Containers) -> None:
@@ -216,11 +216,11 @@ def test_ranks_of_two_hosts_meet_late_and_end_together(containers: Containers) -
     second = containers.start("ranks", "--host-index", "1", "--gpu-metrics-port", str(port))
     time.sleep(10)
     assert second.poll() is None, containers.log
-    wait_until(lambda: answers("/health", 200) and answers("/ready", 503), LIMIT_S)
+    wait_until(lambda: answers("/health", 200) and answers("/ready", 503))
     first = containers.start("ranks", "--host-index", "0")
     containers.wait_serving(containers.engine, ENGINE_HEALTH)
     assert len(generate(f"127.0.0.1:{containers.engine}")) == TOKENS
-    wait_until(lambda: answers("/ready", 200), LIMIT_S)
+    wait_until(lambda: answers("/ready", 200))
     for process in (second, first):
         process.send_signal(signal.SIGTERM)
     assert [process.wait(timeout=60) for process in (first, second)] == [0, 0], containers.log

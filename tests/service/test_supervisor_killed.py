@@ -41,7 +41,7 @@ def killed_supervisor(tmp_path: Path) -> list[int]:
     """Runs a supervisor in a process of its own, kills it with SIGKILL; returns its children's pids."""
     command = [sys.executable, "-c", SUPERVISOR_PROGRAM, str(tmp_path), SEGMENT]
     with subprocess.Popen(command, cwd=ROOT) as process:
-        wait_until((tmp_path / "up").exists, 60)
+        wait_until((tmp_path / "up").exists)
         document = json.loads((tmp_path / "run" / "run.json").read_text())
         process.kill()
     return [entry["pid"] for entry in document["processes"]]

@@ -113,7 +113,7 @@ def test_a_killed_supervisor_leaves_a_link_to_nothing(tmp_path: Path) -> None:
     """Its servers and the memory go with it; the next start makes a new link, with nothing in it."""
     command = [sys.executable, "-c", SUPERVISOR_PROGRAM, str(tmp_path)]
     with subprocess.Popen(command, cwd=ROOT) as process:
-        wait_until((tmp_path / "up").exists, 60)
+        wait_until((tmp_path / "up").exists)
         document = json.loads((tmp_path / "run" / "run.json").read_text())
         process.kill()
     wait_until(lambda: not any(alive(entry["pid"]) for entry in document["processes"]))

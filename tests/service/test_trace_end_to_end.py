@@ -120,9 +120,9 @@ def test_one_trace_crosses_all_processes(stack: Stack, collector: Collector) -> 
     """A caller's `traceparent` is followed by the gateway, the engine and both expert servers; the spans of
     gateway and engine say what was asked and answered in the words of OpenTelemetry's conventions."""
     usage = stream(stack, 4)
-    wait_until(lambda: names_by_service(collector).keys() >= SERVICES, 60)
+    wait_until(lambda: names_by_service(collector).keys() >= SERVICES)
     names = names_by_service(collector)
-    wait_until(lambda: "text_completion m" in names_by_service(collector)["moebius-gateway"], 60)
+    wait_until(lambda: "text_completion m" in names_by_service(collector)["moebius-gateway"])
     spans = [span for span in collector.spans if span.trace_id.hex() == TRACE_ID]
     known = {span.span_id for span in spans} | {bytes.fromhex("b7ad6b7169203331")}
     assert [span.name for span in spans if span.parent_span_id not in known] == []
@@ -142,7 +142,7 @@ def test_one_trace_crosses_all_processes(stack: Stack, collector: Collector) -> 
         ours = [span for span in collector.spans if span.trace_id.hex() == TRACE_ID]
         return {attributes_of(span).get("moebius.expert.server") for span in ours}
 
-    wait_until(lambda: servers() >= {0, 1}, 60)
+    wait_until(lambda: servers() >= {0, 1})
 
 
 def test_log_lines_of_all_processes_carry_the_trace(stack: Stack) -> None:
@@ -154,7 +154,7 @@ def test_log_lines_of_all_processes_carry_the_trace(stack: Stack) -> None:
         lines = [json.loads(line) for line in stack.log.read_text().splitlines() if line.strip()]
         return {line["process"] for line in lines if line.get("trace_id") == TRACE_ID}
 
-    wait_until(lambda: processes() >= {"gateway", "gpu", "expert-0", "expert-1"}, 60)
+    wait_until(lambda: processes() >= {"gateway", "gpu", "expert-0", "expert-1"})
     lines = [json.loads(line) for line in stack.log.read_text().splitlines() if line.strip()]
     assert {line["event"] for line in lines if line["process"] == "supervisor"} >= {"process state", "ready"}
 
@@ -181,7 +181,7 @@ def test_one_scrape_has_everything_and_adds_up(stack: Stack) -> None:
         rows = "moebius:expert_rows_total"
         return total(last, rows) == total(now, rows) and change("vllm:generation_tokens_total") >= served
 
-    wait_until(settled, 60)
+    wait_until(settled)
     families = {name.removeprefix("vllm:") for name, _ in now if name.startswith("vllm:")}
     suffixes = ("", "_total", "_bucket")
     assert {name for name in VLLM_NAMES if not any(name + end in families for end in suffixes)} == set()
@@ -208,5 +208,5 @@ def test_metrics_of_all_processes_are_sent(stack: Stack, collector: Collector) -
         "vllm.generation_tokens",
         "moebius.expert_rows",
     }
-    wait_until(lambda: names <= {metric.name for metric in collector.metrics}, 60)
+    wait_until(lambda: names <= {metric.name for metric in collector.metrics})
     assert collector.metric_services >= SERVICES

@@ -97,7 +97,7 @@ def served_parts(
     return {
         layer: tuple(
             ServedPart(
-                len(part.held(resident.get(layer, ()))),
+                part.num_held(resident.get(layer, ())),
                 layer_format(
                     found.gate_up,
                     found.down,

@@ -255,7 +255,7 @@ def test_prompts_can_not_be_read_on_the_way(authority: Authority, tmp_path: Path
     with nullcontext() if is_plain else secured(tmp_path, authority.issue("rank"), authority.pem, mode):
         first = rendezvous(2)
         gathered = run(meet, first, welcome())
-        wait_until(lambda: is_listening(first), 60)
+        wait_until(lambda: is_listening(first))
         tap = Tapped(first.host_port)
         joined, _ = meet(replace(first, rank=1, address=tap.address), welcome())
         (ours,) = gathered.result(60)[0].values()
@@ -302,7 +302,7 @@ def test_ranks_of_others_are_refused_and_named(
     with structlog.testing.capture_logs() as logs:
         with secured(tmp_path / "own", own, authority.pem):
             gathered = run(meet, first, welcome())
-            wait_until(lambda: is_listening(first), 60)
+            wait_until(lambda: is_listening(first))
         if who == "plain":
             context: Any = nullcontext()
         elif who == "nobody":
@@ -315,7 +315,7 @@ def test_ranks_of_others_are_refused_and_named(
         assert our_words in str(caught.value)
         if its_words:
             # Rank 0 notices by itself, a moment before or after this rank.
-            wait_until(lambda: any(its_words in reason for reason in refusals(logs)), 60)
+            wait_until(lambda: any(its_words in reason for reason in refusals(logs)))
     settings = grpc_security(tmp_path / "own").model_copy(
         update={"grpc_server_name": "elsewhere" if who == "other host" else ""}
     )

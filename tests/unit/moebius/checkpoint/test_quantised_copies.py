@@ -28,10 +28,6 @@ Tensor = tuple[str, str, tuple[int, ...]]
 Store = Callable[[str, tuple[int, ...]], Iterator[Tensor]]
 
 
-def _plain(name: str, shape: tuple[int, ...]) -> Iterator[Tensor]:
-    yield f"{name}.weight", "BF16", shape
-
-
 def _blocks(name: str, shape: tuple[int, ...]) -> Iterator[Tensor]:
     """Yields what publishers write: 8 bits, a scale per 128 x 128."""
     yield f"{name}.weight", "F8_E4M3", shape

@@ -20,6 +20,7 @@ from moebius.experts.placement import (
     parse_layers,
     spread,
 )
+from moebius.experts.slices import ExpertSlice
 from moebius.models.geometry import MoeGeometry
 
 STATIC = ("uniform", "front-loading", "random")
@@ -205,3 +206,10 @@ def test_pairs_that_the_model_lacks_are_refused() -> None:
     for pairs in ([(0, 1)], [(1, 12)], [(1, 3), (1, 3)]):
         with pytest.raises(ValueError, match=r"layer 0|expert 12|twice"):
             Placement.of(geometry(), pairs)
+
+
+@pytest.mark.parametrize("resident", [(), (3,), (0, 4, 7, 11), tuple(range(12))])
+def test_a_server_counts_what_it_lists(resident: tuple[int, ...]) -> None:
+    """Plans count a server's experts, which loads those that are listed; others' residents change nothing."""
+    part = ExpertSlice(4, 8, 0, 20)
+    assert part.num_held(resident) == len(part.held(resident))

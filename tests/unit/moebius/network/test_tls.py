@@ -136,7 +136,7 @@ def test_strangers_are_refused_and_named(authority: Authority, tmp_path: Path, w
             assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         assert tls_problem(address)  # what commands of an operator say
         if words:
-            wait_until(lambda: len(logs) > 0, 60)
+            wait_until(lambda: len(logs) > 0)
             (line,) = logs
             assert (line["event"], line["peer"]) == ("TLS handshake failed", address)
             assert words in line["reason"]
@@ -269,7 +269,7 @@ def test_old_channels_are_closed_after_their_last_call(authority: Authority, tmp
         watch.add_done_callback(lambda _: ended.set())
         watch.cancel()
         assert ended.wait(60)
-        wait_until(lambda: not channel._retired, 60)
+        wait_until(lambda: not channel._retired)
         channel.close()
 
 
