@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from app.planning.hardware import Hardware
+from app.planning.measured_hosts import origins
 from app.planning.memory import Component, Residency, total_bytes
-from app.planning.speed import Speed
+from app.planning.speed import Speed, Work
+from moebius.checkpoint.index import has_weights
 from moebius.config import MoebiusConfig, PlacementConfig
 from moebius.errors import UserError
 
@@ -170,11 +172,11 @@ class CapacityPlan:
 
 
 def make_notes(
-    config: MoebiusConfig, hardware: Hardware, kv: KvPool, context: int, has_weights: bool
+    config: MoebiusConfig, work: Work, hardware: Hardware, kv: KvPool, context: int
 ) -> tuple[str, ...]:
     """Returns one sentence each."""
     notes = []
-    if not has_weights:
+    if not has_weights(config.model.model):
         notes.append("no files of weights are there: types and formats are what config.json says")
         if config.model.dense_weights == "keep":
             notes.append("dense_weights keep: which layers are stored in fp8 is not known, they count whole")
@@ -194,5 +196,6 @@ def make_notes(
         notes.append("ranks share every layer evenly: each GPU counts with the least that one of them has")
     if kv.tokens < context:
         notes.append(f"the KV cache holds {kv.tokens} tokens, less than one stream of {context}")
+    notes += origins(hardware, work.expert_times is not None or not work.moe_layers)
     notes.append("even routing is assumed; skewed routing touches fewer experts and is faster")
     return tuple(notes)

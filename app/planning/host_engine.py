@@ -41,7 +41,7 @@ AMONG_OTHERS = 1.25
 # Of a layer's experts where servers sleep between layers, as they do without a core for each thread.
 WOKEN_HAND_OFF_SECONDS = 45e-6
 # Numbers of rows at which kernels are timed, and how much of a matrix is read for as few as the first ones
-# and for more; the fastest of so many calls counts.
+# and for more; and the number of calls of which the fastest counts.
 _FEW_ROWS, _MANY_ROWS, _PASSES = (1, 2, 4, 8, 16), (32, 64, 128, 512), 8
 _MANY_BYTES = 4 * 2**20
 # A byte of which numbers of every format are ordinary ones: none is denormal, infinite or not a number.

@@ -47,7 +47,6 @@ from app.planning.prefixes import prefix_bytes
 from app.planning.sequences import with_num_seqs
 from app.planning.speed import make_work, predict_decode, predict_prefill, server_threads, windows_of
 from app.planning.start import predict_start
-from moebius.checkpoint.index import has_weights
 from moebius.config import MoebiusConfig, Section
 from moebius.errors import ConfigError, UserError
 from moebius.experts.placement import keeps_residents
@@ -200,7 +199,7 @@ class Planner:
             drop_resident=self.config.placement.drop_resident,
             max_num_seqs=self.seqs_beside_experts,
             start_seconds=predict_start(self.geometry, self.stored, self._dense_bytes(), hardware),
-            notes=make_notes(self.config, hardware, kv, context, has_weights(self.config.model.model)),
+            notes=make_notes(self.config, work, hardware, kv, context),
         )
 
     def _residency(self, hardware: Hardware, kv_tokens: int, fill: bool) -> Residency:

@@ -52,7 +52,7 @@ class Compared:
     """One figure of one case, tokens/s; filled by `compared`. The keys of the JSON rows."""
 
     case: str
-    figure: str  # "decode 8": of so many streams together; "prefill 512": of a prompt of so many tokens.
+    figure: str  # "decode 8": of 8 streams together; "prefill 512": of a prompt of 512 tokens.
     predicted: float
     measured: float
     bound_by: str  # The part of the predicted step that takes longest.

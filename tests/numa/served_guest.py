@@ -1,7 +1,9 @@
 """/init of a guest without AVX-512: the demo, and a served model that answers over HTTP.
 
-It prints what the CPU has, what `moebius doctor` says of it, and a line per check, as numa_guest.cc does. The
-disk (`served_root.py`) has our code below /src, packages below /site, Python in its place.
+It prints what the CPU has, what `moebius doctor` says of it, and a line per check, as numa_guest.cc does.
+With the argument `two-nodes` it is a guest of two NUMA nodes: doctor and plan see both, and where the memory
+of each expert server of a served model lies is audited. The disk (`served_root.py`) has our code below /src,
+packages below /site, Python in its place.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import time
 import traceback
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
 MODEL = "/root/.cache/moebius/smollm2-135m-moe"
@@ -108,8 +111,44 @@ def answer() -> str:
 
 
 def check_served() -> bool:
-    """Returns a server with an expert server, asked over HTTP."""
-    command = ["serve", MODEL, "--served-model-name", "guest", "--expert-servers", "1"]
+    """Returns whether a server with an expert server answers over HTTP."""
+    return serve(["--expert-servers", "1"], lambda: True)
+
+
+def check_two_nodes() -> bool:
+    """Doctor says how many servers start, plan divides RAM by the nodes."""
+    doctor, plan = run("doctor", MODEL), run("plan", MODEL, "--max-num-seqs", "2")
+    threads = [line for line in doctor.splitlines() if "expert threads of node" in line]
+    both = all(f"experts of server {server}" in plan for server in (0, 1))
+    return check("doctor starts a server on each node", len(threads) == 2, threads) & check(
+        "plan counts both nodes", "2 NUMA node(s)" in plan and both, ""
+    )
+
+
+def check_served_nodes() -> bool:
+    """Returns whether a server with an expert server on each node answers, and holds its memory there."""
+    return serve([], check_placed)
+
+
+def check_placed() -> bool:
+    """Each expert server of the running system is on a node of its own, with its memory."""
+    document = Path("/tmp/numa.json")
+    run("bench", "numa", "--json", str(document))
+    measured = json.loads(document.read_text())
+    found = [(server["name"], server["node"], server["elsewhere"]) for server in measured["servers"]]
+    nodes = sorted(node for _, node, _ in found)
+    return (
+        check("bench numa read all pairs of nodes", len(measured["reads"]) == 4, measured["reads"])
+        & check("each node has an expert server", nodes == [0, 1], nodes)
+        & check("weights lie on their node", all(part <= 0.02 for *_, part in found), found)
+    )
+
+
+def serve(options: list[str], beside: Callable[[], bool]) -> bool:
+    """Returns whether a server answers over HTTP, and `beside`, called while it runs, is true; it is stopped
+    afterwards.
+    """
+    command = ["serve", MODEL, "--served-model-name", "guest", *options]
     command += ["--port", str(PORT), "--max-num-seqs", "2", *PATIENCE]
     begin, log = time.monotonic(), Path("/tmp/server.log")
     print(f"$ moebius {' '.join(command)}", flush=True)
@@ -123,7 +162,7 @@ def check_served() -> bool:
             time.sleep(1)
         print(f"ready after {time.monotonic() - begin:.0f} s", flush=True)
         text = answer()
-        return check("a server answers", "Paris" in text, repr(text))
+        return check("a server answers", "Paris" in text, repr(text)) & beside()
     finally:
         server.terminate()
         stopped = server.wait(300) == 0
@@ -145,7 +184,10 @@ def run_all() -> int:
     mount_all()
     os.environ.update(HOME="/root", PYTHONPATH="/src:/site", PATH="/usr/bin:/bin", LANG="C.UTF-8")
     os.environ["PYTHONUNBUFFERED"] = "1"
-    return sum(not step() for step in (check_cpu, check_doctor, check_demo, check_served))
+    steps = [check_cpu, check_doctor, check_demo, check_served]
+    if "two-nodes" in sys.argv:
+        steps = [check_two_nodes, check_served_nodes]
+    return sum(not step() for step in steps)
 
 
 if __name__ == "__main__":

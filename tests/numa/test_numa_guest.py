@@ -43,7 +43,7 @@ def console() -> list[str]:
 def test_guest_ran_to_its_end_without_a_failure(console: list[str]) -> None:
     """No check of the guest failed, and it did not die before the last one."""
     assert [line for line in console if line.startswith("FAIL")] == []
-    assert "DONE 0" in console
+    assert "DONE 0" in console, "\n".join(console[-30:])
 
 
 @pytest.mark.numa

@@ -25,6 +25,9 @@ _log = structlog.get_logger(__name__)
 _POLL_S = 0.2
 # Page-locked memory through which unregistered experts go.
 _STAGING_BUFFERS, _STAGING_BYTES = 4, 16 * 2**20
+# What is left of page-locked memory where the driver has a limit to it (WSL2: half of RAM or less), for these
+# buffers and for those through which the engine's steps get their inputs.
+LEFT_BYTES = 256 * 2**20
 
 
 class Registrar(ABC):
@@ -108,7 +111,7 @@ class SegmentSource:
         self._ready: ExpertSegments | None = None
         # What the thread has open, ready or not; addresses of its registered parts; those that are not.
         self._opened: ExpertSegments | None = None
-        self._registered: list[int] = []
+        self._registered: list[tuple[int, StoredExperts]] = []
         self._staged: set[tuple[int, int]] = set()
         self._staging: list[tuple[torch.Tensor, Any]] = []
         self._complained = False
@@ -226,15 +229,20 @@ class SegmentSource:
         """Layer by layer, so that no single call holds the driver's lock for long."""
         parts = [part for stored in segments.stored.values() for part in stored]
         total = sum(part.nbytes for part in parts)
-        is_possible = True
+        is_possible, problem = True, ""
         with phase("registering experts with CUDA", total, "GB") as progress:
             for part in parts:
                 if self._stopping.is_set():
                     return
-                is_possible = is_possible and self._register_part(segments, part)
+                if is_possible:
+                    problem = self._register_part(segments, part)
+                    is_possible = not problem
                 if not is_possible:
                     self._staged.add((part.segment, part.layer))
                 progress.advance(part.nbytes)
+        if problem:
+            self._leave_room()
+            self._complain(total, problem)
         seconds = progress.seconds
         _log.info(
             "experts can be streamed",
@@ -244,25 +252,42 @@ class SegmentSource:
             gb_per_s=round(total / max(seconds, 1e-9) / 1e9, 1),
         )
 
-    def _register_part(self, segments: ExpertSegments, part: StoredExperts) -> bool:
+    def _register_part(self, segments: ExpertSegments, part: StoredExperts) -> str:
+        """Returns why it cannot be registered; empty: it is, or there is nothing of it."""
         if not part.nbytes:
-            return True
+            return ""
         address = segments.data[part.segment].data_ptr() + part.offset
         problem = self._registrar.register(address, part.nbytes)
         if not problem:
-            self._registered.append(address)
-            return True
-        if not self._complained:
-            self._complained = True
-            _log.warning(
-                "expert memory cannot be registered with CUDA; it is copied through page-locked memory, "
-                "which is slower and takes the host's time",
-                because=problem,
-                remedy="raise the locked-memory limit: `ulimit -l unlimited`, LimitMEMLOCK=infinity of a "
-                "systemd unit, `--ulimit memlock=-1` of a container; expert_weights_dir must be in a tmpfs: "
-                "no file of a disk can be registered",
-            )
-        return False
+            self._registered.append((address, part))
+        return problem
+
+    def _leave_room(self) -> None:
+        """Takes back the last parts where all that may be page-locked is: nothing else could be any more."""
+        room = 0
+        while self._registered and room < LEFT_BYTES:
+            address, part = self._registered.pop()
+            self._registrar.unregister(address)
+            self._staged.add((part.segment, part.layer))
+            room += part.nbytes
+
+    def _complain(self, total: int, problem: str) -> None:
+        """Says once how much is page-locked, and what would allow more."""
+        if self._complained:
+            return
+        self._complained = True
+        locked = sum(part.nbytes for _, part in self._registered)
+        _log.warning(
+            "not all expert memory can be page-locked; the other layers are copied through a buffer that is, "
+            "which is slower and takes the host's time",
+            page_locked_gib=_gib(locked),
+            of_gib=_gib(total),
+            because=problem,
+            remedy="raise the locked-memory limit: `ulimit -l unlimited`, LimitMEMLOCK=infinity of a "
+            "systemd unit, `--ulimit memlock=-1` of a container; WSL2's is a part of its memory: more in "
+            "%UserProfile%/.wslconfig; expert_weights_dir must be in a tmpfs: no file of a disk can be "
+            "registered",
+        )
 
     def _release(self) -> None:
         """Unregisters and closes, once nothing reads them and copies have ended."""
@@ -271,7 +296,7 @@ class SegmentSource:
             return
         self._on_release()
         self._device.wait(self._device.record_copied())
-        for address in self._registered:
+        for address, _ in self._registered:
             self._registrar.unregister(address)
         self._registered, self._staged = [], set()
         opened.close()
