@@ -23,6 +23,7 @@ from app.planning.capacity import CapacityPlan, DoesNotFit, Wish
 from app.planning.chart_values import chart_values, write_values
 from app.planning.fill import with_free_memory
 from app.planning.hardware import Hardware, HardwareOptions, hardware
+from app.planning.measured_products import with_measured_products
 from app.planning.planner import plan_capacity
 from app.planning.smallest_change import smaller_quantisation, smallest_change
 from app.planning.speed import ASSUMED_EXPERT_BANDWIDTH_SHARE, Speed
@@ -210,6 +211,8 @@ def run(
             if options.gpus == "auto" and options.gpu_memory_gib is None:
                 host = with_free_memory(host, config.gpu)
             _refuse_incomplete(config)
+            if options.measure:
+                host = with_measured_products(config, host)
             found = plan_capacity(config, host, wish, fill)
     except DoesNotFit as error:
         with quiet():

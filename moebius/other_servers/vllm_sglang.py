@@ -13,7 +13,7 @@ WHOLE_EXPERTS = (
 STEP = "here --max-num-batched-tokens, and --prefill-chunk-max where experts are streamed"
 KV_IN_RAM = "--kv-offload-gib is the RAM for prefixes that the KV cache evicts"
 KV_ON_DISK = "prefixes are on disk with --kv-disk-gib and --kv-disk-dir"
-NO_DRAFT_MODEL = "no second model proposes draft tokens; here --speculative-method"
+NO_DRAFT_MODEL = "no second model but an EAGLE-3 head proposes draft tokens; here --speculative-method"
 LORA = "LoRA adapters are not supported: merge them into the checkpoint"
 OF_MODEL = "edit config.json in a copy of the checkpoint"
 NO_DATA_PARALLEL_ATTENTION = (
@@ -33,7 +33,10 @@ FIXED_BY_RANKS = (
 ONE_MICRO_BATCH = "pipeline stages take turns: one batch of --max-num-seqs is in flight"
 KERNELS = "kernels are chosen by GPU and sizes (--attention-backend, --small-all-reduce)"
 _HOSTS = "ranks on several hosts: --rank-hosts, --host-index, --rank-address (docs/parallel.md)"
-_SPECULATION = "here --speculative-method, --num-draft-tokens, --ngram-match-min and --ngram-match-max"
+_SPECULATION = (
+    "here --speculative-method, --num-draft-tokens, --speculative-model, --ngram-match-min and "
+    "--ngram-match-max"
+)
 _NOT_COMPILED = "no code is compiled by torch: kernels are our own, decode steps are graphs (--cuda-graphs)"
 _CHUNKS = "prompts are always computed in chunks (--max-num-batched-tokens)"
 _TWO_ROLES = "prompts and decoding are computed by the same engine; long prompts have steps of their own"
@@ -44,11 +47,11 @@ _MTP = (
 )
 _EAGLE = (
     "draft tokens come from the model's own MTP layers (--speculative-method mtp), as in SGLang where no "
-    "draft model is named; EAGLE heads in a checkpoint of their own are not supported"
+    "draft model is named; of heads in a checkpoint of their own those of EAGLE3 are supported"
 )
 _NGRAM = "NGRAM ngram-cache ngram-simple ngram-mod ngram-map-k ngram-map-k4v ngram_gpu"
 _OTHER_DRAFTS = (
-    "eagle eagle3 EAGLE3 STANDALONE medusa mlp_speculator draft_model suffix dspark DSPARK dflash DFLASH "
+    "eagle STANDALONE medusa mlp_speculator draft_model suffix dspark DSPARK dflash DFLASH "
     "draft-simple draft-eagle3 draft-dflash draft"
 )
 # Names of formats that only a checkpoint can have; others may ask for requantisation, too.
@@ -60,6 +63,7 @@ METHODS = {
     "none": "off",
     **dict.fromkeys(_NGRAM.split(), "ngram"),
     **dict.fromkeys(_MTP.split(), "mtp"),
+    **dict.fromkeys(("eagle3", "EAGLE3"), "eagle3"),
     **dict.fromkeys(_OTHER_DRAFTS.split(), f"!{NO_DRAFT_MODEL}"),
 }
 _GRAPH_SIZES = "batch sizes of graphs are chosen up to --cuda-graph-max-batch-size"
@@ -162,7 +166,9 @@ TABLE: dict[str, OtherName] = {
     "mamba-full-memory-ratio max-mamba-cache-size swa-full-tokens-ratio": refused(_STATES),
     "disable-hybrid-swa-memory disable-hybrid-kv-cache-manager": refused(_STATES, False),
     "calculate-kv-scales": refused("keys and values are stored without scales", False),
-    "enable-sleep-mode enable-memory-saver": refused("memory is freed when the server ends", False),
+    "enable-sleep-mode enable-memory-saver": fulfilled(
+        "`moebius sleep`, POST /sleep and POST /release_memory_occupation give back the memory of GPUs"
+    ),
     # The model
     "expert-distribution-recorder-mode": OtherName("expert_recorder", {"stat_approx": "stat"}),
     "seed s": same("random_seed"),
@@ -213,10 +219,10 @@ TABLE: dict[str, OtherName] = {
     "speculative-config.prompt-lookup-max speculative-ngram-max-match-window-size": same("ngram_match_max"),
     # Where the model's own layers draft tokens, some name the model once more.
     "speculative-config.model speculative-draft-model-path speculative-draft speculative-model": OtherName(
-        refusal=NO_DRAFT_MODEL, unit="checkpoint"
+        "speculative_model", unit="checkpoint"
     ),
     "speculative-config.draft-tensor-parallel-size speculative-draft-model-quantization": refused(
-        NO_DRAFT_MODEL
+        "a draft head is divided as MODEL is, in the type of its activations", idle="unquant"
     ),
     "speculative-token-map": refused(NO_DRAFT_MODEL),
     "speculative-config.moe-backend speculative-moe-runner-backend": refused(KERNELS),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -31,26 +30,6 @@ CALLS = (
     '{"name": "get_weather", "arguments": {"city": "Zürich"}}\n</tool_call>'
     '\n<tool_call>\n{"name": "apply_patch", "arguments": {"input": "*** Begin\\n+x \\"y\\""}}\n</tool_call>'
 )
-
-
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AgentGateway]:
-    """Shared by this file."""
-    with agent_gateway(tmp_path_factory.mktemp("responses")) as gateway:
-        yield gateway
-
-
-@pytest.fixture
-def gateway(running: AgentGateway) -> AgentGateway:
-    """Returns the shared servers with a fresh record."""
-    running.engine.reset()
-    return running
-
-
-@pytest.fixture
-def client(gateway: AgentGateway) -> openai.OpenAI:
-    """Returns a client that shows errors instead of retrying."""
-    return openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, timeout=60)
 
 
 def test_text(gateway: AgentGateway, client: openai.OpenAI) -> None:
@@ -231,6 +210,26 @@ def test_pages_of_input_items(gateway: AgentGateway) -> None:
         answer = httpx.get(url, params=params)
         assert answer.status_code == 400
         assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_input_tokens_are_counted(gateway: AgentGateway, client: openai.OpenAI) -> None:
+    """The count is what the engine gets for the same request, with the stored response before it; counting
+    sends nothing to the engine."""
+    first = client.responses.create(model=MODEL, input="Tell me.")
+    gateway.engine.reset()
+    asked: dict[str, Any] = {
+        "input": [{"role": "user", "content": "More."}],
+        "instructions": "Brief.",
+        "tools": [WEATHER, PATCH],
+        "previous_response_id": first.id,
+    }
+    counted = client.responses.input_tokens.count(model=MODEL, **asked)
+    assert (counted.object, gateway.engine.seen.requests) == ("response.input_tokens", [])
+    client.responses.create(model=MODEL, **asked)
+    sent = gateway.engine.seen.requests[0].tokenized.input_ids
+    assert counted.input_tokens == len(sent) > 0
+    with pytest.raises(openai.NotFoundError, match="resp_none"):
+        client.responses.input_tokens.count(model=MODEL, input="x", previous_response_id="resp_none")
 
 
 def test_nothing_is_stored(tmp_path_factory: pytest.TempPathFactory) -> None:
