@@ -315,15 +315,8 @@ class Planner:
 
         found = self.forecast.ranks[rank]
         widest = "bfloat16" if self.model.dtype == "bfloat16" else "float32"
-        count, total = resident_bytes(
-            self.config,
-            self.geometry,
-            self.stored,
-            residency.resident,
-            found.moe_layers,
-            found.tp_rank,
-            widest,
-        )
+        experts = self.config, self.geometry, self.stored, residency.resident
+        count, total = resident_bytes(*experts, found.moe_layers, found.tp_rank, widest)
         each = total // count if count else 0
         return ExpertMemory(count, each, is_everything=residency.is_everything)
 

@@ -285,7 +285,7 @@ def _load(
     load_weights(model, config.model.model, dense_form(config.model, device))
     memory.reached(DENSE)
     record = routing_record(config, moe, group, device, fingerprint)
-    known = {} if moe is None else known_routing(config, moe, record)
+    known = {} if moe is None else known_routing(config, moe, record, group)
     shape = cache_shape(config.gpu, model.config, model.rank_layers, device)
     memory.pool = make_pool(config, shape, group, record is not None)
     resident = load_resident(config, moe, device, dtype, group, known, memory.pool)
@@ -295,7 +295,7 @@ def _load(
     streamer = load_streamer(config, moe, streaming, device, dtype, resident, group)
     fetcher = load_fetcher(config, moe, streaming, streamer)
     memory.reached(RING)
-    adaptive = make_adaptive(moe, resident, streamer, record, known)
+    adaptive = make_adaptive(moe, resident, streamer, record, known, group)
     if adaptive is not None:
         undo.callback(adaptive.close)
     return vision, resident, streamer, adaptive, fetcher

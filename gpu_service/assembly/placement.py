@@ -9,6 +9,7 @@ import structlog
 import torch
 from numpy.typing import NDArray
 
+from gpu_service.experts.adaptive.agreed import AgreedExchanges
 from gpu_service.experts.adaptive.counts import RoutingCounts
 from gpu_service.experts.adaptive.exchange import SlotExchanges
 from gpu_service.experts.adaptive.placement import AdaptivePlacement
@@ -27,14 +28,16 @@ Known = Mapping[int, NDArray[np.int64]]
 
 
 def follows_traffic(config: MoebiusConfig, group: RankGroup, device: torch.device) -> bool:
-    """Returns whether residents may change by the settings: expert servers hold them, too, and no rank has to
-    agree.
+    """Returns whether residents may change by the settings: expert servers hold them, too.
+
+    Ranks agree on every change, and so have to be asked for it.
     """
     placement = config.placement
     is_adaptive = placement.placement_strategy == "adaptive" and keeps_residents(placement)
-    # An engine on a CPU has nothing to gain; it does so where it is asked to, as tests do.
-    is_worth_it = device.type == "cuda" or placement.drop_resident == "keep"
-    return is_adaptive and is_worth_it and group.parallel.tp_size == 1
+    # An engine on a CPU has nothing to gain, and with ranks it was not measured whether GPUs have; they do so
+    # where they are asked to.
+    is_usual = device.type == "cuda" and group.parallel.tp_size == 1
+    return is_adaptive and (is_usual or placement.drop_resident == "keep")
 
 
 def routing_record(
@@ -48,14 +51,23 @@ def routing_record(
     return RoutingRecord(moe.geometry, fingerprint)
 
 
-def known_routing(config: MoebiusConfig, moe: RankMoe, record: RoutingRecord | None) -> Known:
+def known_routing(
+    config: MoebiusConfig, moe: RankMoe, record: RoutingRecord | None, group: RankGroup
+) -> Known:
     """Returns the counts by layer: of the file that the settings name, else of this model's last run; empty:
-    none.
+    none. The same on all ranks, which call it at once.
     """
     if record is None:
         return {}
     named = recorded_counts(config.placement, moe.geometry)
-    return record.read() if named is None else named
+    found = record.read() if named is None else named
+    if group.parallel.tp_size == 1:
+        return found
+    layers, nothing = moe.geometry.moe_layers, np.zeros(moe.geometry.num_experts, np.int64)
+    # Their files may be of different hosts, or written meanwhile.
+    counts = torch.from_numpy(np.stack([found.get(layer, nothing) for layer in layers]).astype(np.int64))
+    agreed = group.elementwise_largest(counts).numpy()
+    return dict(zip(layers, agreed, strict=True)) if agreed.any() else {}
 
 
 def make_adaptive(
@@ -64,6 +76,7 @@ def make_adaptive(
     streamer: ExpertStreamer | None,
     record: RoutingRecord | None,
     known: Known,
+    group: RankGroup,
 ) -> AdaptivePlacement | None:
     """Makes the placement before graphs are captured, which hold the counting; None: residents stay what they
     are.
@@ -86,13 +99,18 @@ def make_adaptive(
         slots=resident.num_experts,
         begins_with="earlier routing" if known else "an even spread",
     )
-    exchanges = SlotExchanges(resident, device, streamer, moe.costs.copied)
+    parallel, copied = group.parallel, moe.costs.copied
+    if parallel.tp_size == 1:
+        exchanges = SlotExchanges(resident, device, streamer, copied)
+    else:
+        largest = group.elementwise_largest
+        exchanges = AgreedExchanges(resident, device, streamer, copied, parallel, largest)
     return AdaptivePlacement(
         resident,
         counts,
         exchanges,
         moe.costs,
         before,
-        lambda found: record.write(layers, found),
+        (lambda found: record.write(layers, found)) if parallel.tp_rank == 0 else (lambda found: None),
         make_supply(resident, exchanges, device),
     )

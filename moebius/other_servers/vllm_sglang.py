@@ -27,8 +27,8 @@ NO_CONTEXT_PARALLEL = (
     "their KV, --kv-cache-dtype fp8_e4m3"
 )
 FIXED_BY_RANKS = (
-    "ranks keep the experts that they begin with; --placement-strategy frequency with --expert-statistics "
-    "places those that were chosen most, and on one GPU --placement-strategy adaptive follows traffic"
+    "experts on GPUs follow what requests choose: --placement-strategy adaptive, with ranks and "
+    "--drop-resident keep; --placement-strategy frequency begins with those of --expert-statistics"
 )
 ONE_MICRO_BATCH = "pipeline stages take turns: one batch of --max-num-seqs is in flight"
 KERNELS = "kernels are chosen by GPU and sizes (--attention-backend, --small-all-reduce)"

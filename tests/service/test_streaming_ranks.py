@@ -22,6 +22,8 @@ import gpu_service.assembly.build
 from gpu_service.core.request import Request
 from gpu_service.device.stream import HostDeviceStream
 from gpu_service.engine.prefill_lane import PrefillLane
+from gpu_service.experts.adaptive import agreed, placement
+from gpu_service.experts.costs import ExpertCosts
 from gpu_service.experts.streaming import routing
 from gpu_service.experts.streaming.plan import SHARES, Piece
 from gpu_service.experts.streaming.ring import BufferRing
@@ -152,6 +154,57 @@ def test_ranks_of_whole_experts_stream_the_others(cluster: Cluster, wanted: list
     found = run_group(config, lane_on_the_host, streamed)
     assert [answer.token_ids for answer in found["answers"]] == [answer.token_ids for answer in wanted]
     assert found["steps"][0].token_ids[0] >= 2
+
+
+def exchange_often(cache: Path, has_lane: bool) -> None:
+    """Changes this process: any gain is worth an exchange, every other step may make some; its records are in
+    `cache`.
+    """
+    if has_lane:
+        lane_on_the_host()
+    os.environ["XDG_CACHE_HOME"] = str(cache)
+    ExpertCosts.copy_price = lambda costs, nbytes: 0.0  # type: ignore[assignment, method-assign]
+    placement.READ_EVERY_S, agreed.TURN_STEPS = 0.0, 2
+
+
+def exchanged(script: Script) -> dict[str, list[Outcome]]:
+    """Returns what each round of prompts gave, until some experts have been exchanged and one round more."""
+    streamer_of(script)
+    followed, found = script.built.placement, dict[str, list[Outcome]]()
+    assert followed is not None
+    end, most = time.monotonic() + READY_S, 1 << 30
+    while len(found) < most:
+        assert time.monotonic() < end, "no experts were exchanged"
+        found[str(len(found))] = script.outcomes(submit(script, f"{len(found)}-"))
+        if followed.figures().exchanges and most > len(found) + 1:
+            most = len(found) + 1
+    assert script.built.resident is not None
+    script.built.resident.check_integrity()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("split", "pp"),
+    [
+        ("expert", 1),
+        pytest.param("tensor", 1, marks=pytest.mark.full),
+        pytest.param("expert", 2, marks=pytest.mark.full),
+    ],
+)
+def test_residents_of_ranks_follow_what_requests_choose(
+    split: str, pp: int, cluster: Cluster, wanted: list[Outcome], tmp_path: Path
+) -> None:
+    """All ranks change the same experts before the same step, whole ones on one rank or a part on each: with
+    drafts and streaming the answers stay what they were, and every expert is computed once."""
+    drafts = {"speculative_method": "ngram", "num_draft_tokens": 3, "adaptive_drafts": False}
+    config = settings(cluster, 2, 0.4, prefill_experts="stream", **(LANE if pp == 1 else {}) | drafts)
+    changes = {"gpu_expert_split": split, "pipeline_parallel_size": pp}
+    parallel = config.parallel.model_copy(update=changes)
+    placed = config.placement.model_copy(update={"placement_strategy": "adaptive"})
+    config = config.model_copy(update={"parallel": parallel, "placement": placed})
+    found = run_group(config, partial(exchange_often, tmp_path, pp == 1), exchanged)
+    for answers in found.values():
+        assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in wanted]
 
 
 def defer_most() -> None:

@@ -104,7 +104,7 @@ class AdaptivePlacement:
         self._layers = tuple(resident.slots)
         self._bytes_each = max(found.kind.expert_bytes for found in resident.slots.values())
         self._num_experts, top_k = resident.geometry.num_experts, resident.geometry.top_k
-        slots = [found.backed for found in resident.slots.values()]
+        slots = [found.backed + found.slots_elsewhere for found in resident.slots.values()]
         self._decision = PlacementDecision(self._layers, slots, self.resident_mask(), top_k, known)
         # Of decoded tokens: choices by expert and token, and how many there are in a second.
         self._rates = self._decision.rates
@@ -182,16 +182,18 @@ class AdaptivePlacement:
 
     @property
     def _num_slots(self) -> NDArray[np.int64]:
-        return np.array([slots.backed for slots in self._resident.slots.values()])
+        return np.array([slots.backed + slots.slots_elsewhere for slots in self._resident.slots.values()])
 
     def resident_mask(self) -> NDArray[np.bool_]:
-        """Returns bool `[layers, experts]`: in a slot, or on its way there.
+        """Returns bool `[layers, experts]`: in a slot, of other ranks too, or on its way there.
 
         Only by the thread that launches steps.
         """
         mask = np.zeros((len(self._layers), self._num_experts), np.bool_)
         for row, layer in enumerate(self._layers):
-            mask[row, [expert for expert in self._resident.slots[layer].expert_of_slot if expert >= 0]] = True
+            slots = self._resident.slots[layer]
+            mask[row, [expert for expert in slots.expert_of_slot if expert >= 0]] = True
+            mask[row, list(slots.elsewhere)] = True
         rows = {layer: row for row, layer in enumerate(self._layers)}
         for layer, expert in self._exchanges.under_way:
             mask[rows[layer], expert] = True

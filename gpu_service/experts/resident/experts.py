@@ -48,8 +48,9 @@ class LayerSlots:
     limit: float
     # What the slots' memory is mapped in; None: every slot has memory, for good.
     memory: VirtualRange | None = None
-    # Experts in slots of other ranks, ascending.
+    # Experts in slots of other ranks, ascending; and how many such slots there are.
     elsewhere: tuple[int, ...] = ()
+    slots_elsewhere: int = field(init=False)
     # Slots that have memory, those from 0 on; changed by `resize`.
     backed: int = field(init=False)
     # By slot what it holds, for `ResidentWatch`; None: nothing, or its checksum is unknown. Set once a
@@ -61,6 +62,7 @@ class LayerSlots:
     def __post_init__(self) -> None:
         self.backed = len(self.expert_of_slot) if self.memory is None else 0
         self.contents = [None] * len(self.expert_of_slot)
+        self.slots_elsewhere = len(self.elsewhere)
         if self.elsewhere:
             self.slot_of_expert[list(self.elsewhere)] = ELSEWHERE
         self.gate_up = views(self.weights, self.kind.gate_up)
@@ -280,6 +282,15 @@ class SlotChange:
     content: SlotContent | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class ElsewhereChange:
+    """What a slot of another rank held, and holds from the next step on. -1: nothing."""
+
+    layer: int
+    leaver: int
+    newcomer: int
+
+
 class ResidentExperts:
     """Driven by the thread that launches steps.
 
@@ -293,7 +304,7 @@ class ResidentExperts:
     ) -> None:
         """`slots` by MoE layer of this rank; layers without slots on any rank may be left out."""
         self._source = source
-        self._slots = {layer: found for layer, found in slots.items() if found.count or found.elsewhere}
+        self._slots = {layer: found for layer, found in slots.items() if found.count + found.slots_elsewhere}
         self._kernels = kernels
         # Set while another stream reads the slots: exchanges wait.
         self.is_held = False
@@ -335,7 +346,7 @@ class ResidentExperts:
         slots = self._slots.get(layer)
         if slots is None:
             return Share.NONE
-        held = slots.count + len(slots.elsewhere)
+        held = slots.count + slots.slots_elsewhere
         is_whole = slots.memory is None and held == self._source.geometry.num_experts
         return Share.ALL if is_whole else Share.SOME
 
@@ -387,8 +398,15 @@ class ResidentExperts:
         """By layer, those with slots; changed by `remap` only."""
         return self._slots
 
-    def remap(self, changes: Sequence[SlotChange], device: TransferDevice) -> None:
+    def remap(
+        self,
+        changes: Sequence[SlotChange],
+        device: TransferDevice,
+        elsewhere: Sequence[ElsewhereChange] = (),
+    ) -> None:
         """Changes which experts slots hold, all at once and without touching weights: between steps.
+
+        `elsewhere`: what other ranks change before the same step.
 
         No expert may be in two slots, a layer that is resident as a whole keeps what it has, and weights have
         to be complete when an expert is mapped: the caller that copied them ensures it.
@@ -405,6 +423,14 @@ class ResidentExperts:
                     values.append(slot)
             slots.expert_of_slot[change.slot] = change.expert
             slots.contents[change.slot] = change.content
+        for there in elsewhere:
+            slots = self._slots[there.layer]
+            held = {*slots.elsewhere, there.newcomer} - {there.leaver, -1}
+            slots.elsewhere = tuple(sorted(held))
+            for expert, slot in ((there.leaver, -1), (there.newcomer, ELSEWHERE)):
+                if expert >= 0:
+                    places.append(self._rows[there.layer] * width + expert)
+                    values.append(slot)
         if places:
             self._write_maps(device.upload(torch.tensor([places, values], dtype=torch.int32)))
 
