@@ -57,7 +57,7 @@ LAB_COMMANDS = {
     "moebius models": {"random"},
     "moebius bench": {
         *("engine", "gateway", "kernels", "load", "mailbox", "masks", "memory", "placement", "prefill"),
-        *("quota", "replay", "speculation", "steps", "tiers", "topics"),
+        *("plan", "quota", "replay", "speculation", "steps", "tiers", "topics"),
     },
 }
 _DOES = {name: command for command, names in _OTHER_COMMANDS.items() for name in names.split()}

@@ -126,8 +126,8 @@ MENDED = [
     ("vllm serve m --kv-offloading-size 64 --kv-offloading-backend native", "m --kv-offload-gib 64.0", []),
     (
         "vllm serve m -tp 2 --kv-offloading-size 64",
-        "m --tensor-parallel-size 2",
-        ["--kv-offloading-size"],
+        "m --tensor-parallel-size 2 --kv-offload-gib 64.0",
+        [],
     ),
     (
         "sglang serve --model-path m --enable-hierarchical-cache --hicache-size 32 --hicache-ratio 2",

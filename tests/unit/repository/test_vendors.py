@@ -31,7 +31,6 @@ STILL = {
     "gpu_service/assembly/build.py",
     "gpu_service/assembly/elastic.py",
     "gpu_service/assembly/experts.py",
-    "gpu_service/assembly/kv_memory.py",
     "gpu_service/assembly/kv_tiers.py",
     "gpu_service/assembly/placement.py",
     "gpu_service/assembly/process.py",
