@@ -1,4 +1,4 @@
-"""Dense layers that a CPU keeps in the format of their checkpoint: which ones, and what fills them."""
+"""Dense layers that are kept in the format of their checkpoint: which ones, and what fills them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ from gpu_service.loader.sources import (
 )
 from gpu_service.ops.packed_weight import PackedPart
 from moebius.checkpoint.kept_matrix import KeptMatrix, kept_floats, kept_matrix
-from moebius.kernels.weight_formats import PANEL_COLUMNS
+from moebius.kernels.weight_formats import PANEL_COLUMNS, WEIGHT_FORMATS
 from moebius.models.layers.ranks import ShardRange
 
+# Codes that are values.
+FLOATS = frozenset({"float32", "bfloat16", "float16"})
 # Elements that are read and packed at a time.
 _BLOCK_ELEMENTS = 1 << 24
 _making = threading.Lock()
@@ -40,9 +42,9 @@ class PackedSource:
         """Packs the target's rows and columns. Raises CheckpointError as reading does."""
         module = context.module_of(target.parameter)
         assert isinstance(module, StoredWeight)
-        assert context.dense_threads is not None, "the load has threads where weights are kept"
+        assert context.packed_maker is not None, "the load has what computes with weights that are kept"
         with _making:
-            packed = module.make_packed(context.dense_threads)
+            packed = module.make_packed(context.packed_maker)
         rows, cols = target.rows, target.cols or ShardRange.whole(self.kept.matrix.shape[1])
         multiple = math.lcm(PANEL_COLUMNS, self.kept.matrix.row_multiple)
         step = max(1, _BLOCK_ELEMENTS // cols.size // multiple) * multiple
@@ -52,10 +54,16 @@ class PackedSource:
 
 
 def keep_packed(
-    expected: Mapping[str, Target], sources: dict[str, WeightSource], rank: tuple[int, int]
+    expected: Mapping[str, Target],
+    sources: dict[str, WeightSource],
+    rank: tuple[int, int],
+    *,
+    on_cpu: bool,
 ) -> dict[str, KeptForm]:
     """Replaces the sources of weights all of whose parts a packed format holds as they are stored; returns
     their forms by parameter. `rank`: its index, and the number of ranks.
+
+    Weights in plain floats alone are kept on a CPU; a GPU has faster products of them.
     """
     forms: dict[str, KeptForm] = {}
     for parameter, names in names_of_parameters(expected, "product", "lookup").items():
@@ -65,6 +73,8 @@ def keep_packed(
         # Rows that no tensor fills (a vocabulary padded for several ranks) have no format.
         held = sum(expected[name].weight.held_shape(*rank)[0] for name in names)
         if len(kept) < len(names) or sum(sizes) != held:
+            continue
+        if not on_cpu and all(WEIGHT_FORMATS[one.format].code in FLOATS for one in kept):
             continue
         parts = (PackedPart(one.format, size) for one, size in zip(kept, sizes, strict=True))
         forms[parameter] = PackedForm(tuple(parts))

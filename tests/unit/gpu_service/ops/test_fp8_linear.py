@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from gpu_service.core.parallel import ParallelContext
-from gpu_service.layers.linear import Linear
+from gpu_service.layers.linear import Linear, StoredWeight
 from gpu_service.loader.load import load_weights
 from gpu_service.models.common import CausalLM
 from gpu_service.models.compose import build_model
 from gpu_service.ops.linear import dequantise, fp8_linear
+from gpu_service.ops.panel_weight import PanelWeight
 from gpu_service.ops.triton.linear import fp8_linear as triton_fp8_linear
 from moebius.models.read import read_model_config
 from tests.helpers.model_formats import MODEL_FORMATS, ModelFormat
@@ -60,7 +61,7 @@ def test_the_kernel_is_the_reference(
 
 def load(directory: Path, parallel: ParallelContext, *, keep_fp8: bool) -> CausalLM:
     model = build_model(read_model_config(directory), parallel=parallel)
-    load_weights(model, directory, "fp8" if keep_fp8 else "dequantised")
+    load_weights(model, directory, "panels" if keep_fp8 else "dequantised")
     return model
 
 
@@ -97,17 +98,27 @@ def test_ranks_keep_their_parts(name: str, models: Models, tmp_path: Path) -> No
             torch.testing.assert_close(weight, expected[path], rtol=DEQUANTISED_FLOAT32, atol=0, msg=path)
 
 
+def in_panels(model: CausalLM) -> set[str]:
+    return {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, StoredWeight) and isinstance(module.packed, PanelWeight)
+    }
+
+
 @pytest.mark.parametrize("name", ["fp8_block_64", "mxfp8"])
-def test_narrow_groups_are_dequantised(name: str, models: Models, tmp_path: Path) -> None:
-    """A scale for 128 columns is what kept layers have; MXFP8 and small blocks have more."""
+def test_narrow_groups_are_kept_in_panels(name: str, models: Models, tmp_path: Path) -> None:
+    """A scale for 128 columns is what layers in fp8 have; MXFP8 and small blocks have more."""
     chosen = MODEL_FORMATS[name]
     quantise(models("deepseek_v3"), lambda _: chosen, chosen.config).write(tmp_path)
-    assert not kept(load(tmp_path, ParallelContext(), keep_fp8=True))
+    model = load(tmp_path, ParallelContext(), keep_fp8=True)
+    assert not kept(model)
+    assert "o_proj" in in_panels(model)
 
 
 @pytest.mark.parametrize("model", list(QUANTISED_MODELS))
 def test_logits_with_layers_kept_in_fp8(model: str, models: Models, tmp_path: Path) -> None:
-    """Layers with a part in another format are dequantised next to those that are kept."""
+    """Layers with a part in another format are in panels next to those that are kept in fp8."""
     plain, fp8, int8 = models(model), MODEL_FORMATS["fp8_channel"], MODEL_FORMATS["int8"]
     assert fp8.config is not None
     assert int8.config is not None
@@ -123,7 +134,7 @@ def test_logits_with_layers_kept_in_fp8(model: str, models: Models, tmp_path: Pa
     reference = write_quantised(plain, tmp_path, choose, config)
     loaded = load(tmp_path, ParallelContext(), keep_fp8=True)
     assert "o_proj" in kept(loaded)
-    assert "gate_up_proj" not in kept(loaded), "its second part is int8"
+    assert "gate_up_proj" in in_panels(loaded) - kept(loaded), "its second part is int8"
     _, logits = PagedRunner(loaded, local_experts(tmp_path)).prefill(PROMPT)
     torch.testing.assert_close(
         logits, reference_logits(reference), rtol=0, atol=LOGITS_FLOAT32_VS_TRANSFORMERS
