@@ -14,7 +14,7 @@ from gpu_service.models.common import CausalLM
 from gpu_service.models.compose import build_model
 from gpu_service.ops.linear import dequantise, fp8_linear
 from gpu_service.ops.panel_weight import PanelWeight
-from gpu_service.ops.triton.linear import fp8_linear as triton_fp8_linear
+from gpu_service.ops.triton import linear as triton_linear
 from moebius.models.read import read_model_config
 from tests.helpers.model_formats import MODEL_FORMATS, ModelFormat
 from tests.helpers.paged_runner import PagedRunner
@@ -54,9 +54,31 @@ def test_the_kernel_is_the_reference(
     scales = torch.rand(outputs, -(-(first_column + columns) // 128)) / 50
     bias = torch.randn(outputs).to(dtype) if rows != 3 else None
     arguments = (wide[:, :columns], weight, scales, first_column, bias)
-    found, expected = triton_fp8_linear(*arguments), fp8_linear.reference(*arguments)
+    found, expected = triton_linear.fp8_linear(*arguments), fp8_linear.reference(*arguments)
     assert found.dtype == dtype
     torch.testing.assert_close(found, expected, rtol=0, atol=FP8_LINEAR[dtype] * columns**0.5)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where a GPU is")
+@pytest.mark.parametrize("bias", [True, False])
+def test_many_rows_meet_widened_weights(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some outputs at a time, the last of which are fewer; groups that columns cut at both ends."""
+    columns, first_column = 300, 50
+    monkeypatch.setattr(triton_linear, "UNPACK_FROM_ROWS", 6)
+    monkeypatch.setattr(triton_linear, "UNPACKED_BYTES", 4 * columns * 4)
+    widened: list[int] = []
+    product = triton_linear._widened_product
+    monkeypatch.setattr(
+        triton_linear, "_widened_product", lambda x, *rest: (widened.append(len(x)), product(x, *rest))
+    )
+    weight = (torch.randn(10, columns) * 50).to(torch.float8_e4m3fn)
+    scales = torch.rand(10, -(-(first_column + columns) // 128)) / 50
+    for rows in (5, 6):
+        x, offset = torch.randn(rows, columns), torch.randn(10) if bias else None
+        found = triton_linear.fp8_linear(x, weight, scales, first_column, offset)
+        expected = fp8_linear.reference(x, weight, scales, first_column, offset)
+        torch.testing.assert_close(found, expected, rtol=0, atol=FP8_LINEAR[x.dtype] * columns**0.5)
+    assert widened == [6]
 
 
 def load(directory: Path, parallel: ParallelContext, *, keep_fp8: bool) -> CausalLM:
