@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from moebius.errors import UserError
@@ -17,6 +18,7 @@ class CachedModel:
     last_used: float  # Unix seconds
     is_servable: bool  # whether it has weights that can be read: safetensors or GGUF
     commits: tuple[str, ...]
+    directory: Path  # of all its versions
 
 
 def cached_models() -> list[CachedModel]:
@@ -34,6 +36,7 @@ def cached_models() -> list[CachedModel]:
                 for file in revision.files
             ),
             tuple(revision.commit_hash for revision in repo.revisions),
+            Path(repo.repo_path),
         )
         for repo in models
     ]

@@ -44,7 +44,21 @@ ClientCertFile = Annotated[
 ClientKeyFile = Annotated[str, typer.Option(help="Private key of that certificate", metavar="FILE")]
 # Of commands that look at a running engine, through its gateway or not.
 LiveServer = Annotated[
-    str, typer.Argument(metavar="URL", help="Gateway, or gRPC address of an engine (unix:PATH)")
+    str,
+    typer.Argument(
+        metavar="URL|PORT",
+        help="Gateway, or an engine's gRPC address (unix:PATH) [default: the only server here, or port 8000]",
+        show_default=False,
+    ),
+]
+# Of commands that ask a running gateway.
+GatewayServer = Annotated[
+    str,
+    typer.Argument(
+        metavar="URL|PORT|MODEL",
+        help="Gateway [default: the only server here, or port 8000]",
+        show_default=False,
+    ),
 ]
 LookInterval = Annotated[float, typer.Option(min=0.1, help="Seconds between two looks")]
 ReplicaIndex = Annotated[int, typer.Option(min=0, help="Of several engines behind it, from 0")]

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from app.short_names import full_name
+from app.sizes import size
 from moebius.errors import UserError
 
 # `owner/name`, of GGUF files with the one that is wanted: `owner/name:Q4_K_M`.
@@ -250,7 +251,7 @@ def _fetch(
         free = shutil.disk_usage(cache).free
         if total - _size(blobs, ".incomplete") > free:
             raise UserError(
-                f"{model.repository} takes {total / 1e9:.1f} GB more, but {cache} has {free / 1e9:.1f} GB "
+                f"{model.repository} takes {size(total)} more, but {cache} has {size(free)} "
                 "free: HF_HOME chooses another place"
             )
         disable_progress_bars()

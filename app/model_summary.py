@@ -15,6 +15,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from app.sizes import size
 from moebius.checkpoint.config_file import read_json
 from moebius.checkpoint.gguf.files import companion_directory, is_gguf
 from moebius.checkpoint.index import has_weights, open_safetensors
@@ -209,7 +210,7 @@ def _facts(of: ModelSummary) -> Iterator[tuple[str, str]]:
     yield "context", f"{of.context_length} tokens"
     yield "chat template", "yes" if of.has_chat_template else "no"
     yield "licence", of.licence or "not said"
-    yield "size", f"{of.nbytes / 1e9:.2f} GB"
+    yield "size", size(of.nbytes)
 
 
 def _count(number: int) -> str:

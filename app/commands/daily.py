@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from app.sizes import size
 from moebius.errors import UserError
 
 _StateDir = Annotated[Path | None, typer.Option(metavar="DIR", help="Where `serve` keeps its run file")]
@@ -90,27 +91,33 @@ def _add_models(app: typer.Typer) -> None:
         for model in cached_models():
             note = "" if model.is_servable else "no weights that can be served"
             ago = f"{age(time.time() - model.last_used)} ago"
-            rows.append((model.name, f"{model.size / 1e9:.2f} GB", ago, note))
+            rows.append((model.name, size(model.size), ago, note))
         print_table(rows)
 
     @app.command()
     def rm(
         name: _Name,
         yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask")] = False,
+        state_dir: _StateDir = None,
     ) -> None:
         """Delete a downloaded model from the Hugging Face cache."""
         from app.cached_models import cached_models, remove_model
         from app.short_names import full_name
+        from app.supervisor.plan import default_state_dir
+        from app.supervisor.running_systems import running_systems
 
         models, name = cached_models(), full_name(name)
         found = next((model for model in models if model.name == name), None)
         if found is None:
             listed = ", ".join(model.name for model in models[:20]) or "none"
             raise UserError(f"{name!r} is not downloaded; downloaded: {listed}")
-        if not yes and not (sys.stdin.isatty() and _agreed(f"delete {name}, {found.size / 1e9:.2f} GB?")):
+        for system in running_systems(state_dir or default_state_dir()):
+            if found.directory in system.model_path.parents:  # what is damaged in memory is read again
+                raise UserError(f"{name} is served at {system.url}: end that first, with moebius stop")
+        if not yes and not (sys.stdin.isatty() and _agreed(f"delete {name}, {size(found.size)}?")):
             raise UserError(f"{name} was not deleted; --yes does not ask")
         remove_model(found)
-        print(f"{name}: {found.size / 1e9:.2f} GB deleted")
+        print(f"{name}: {size(found.size)} deleted")
 
 
 def _agreed(question: str) -> bool:
@@ -119,9 +126,9 @@ def _agreed(question: str) -> bool:
 
 def age(seconds: float) -> str:
     """Returns a time in the largest unit that it fills: `40 s`, `5 min`, `3 h`, `12 d`."""
-    for unit, size in (("d", _DAY), ("h", _HOUR), ("min", _MINUTE)):
-        if seconds >= size:
-            return f"{seconds / size:.0f} {unit}"
+    for unit, length in (("d", _DAY), ("h", _HOUR), ("min", _MINUTE)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
     return f"{seconds:.0f} s"
 
 

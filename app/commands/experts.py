@@ -37,7 +37,7 @@ _TIMEOUT_S = 60.0
 
 @app.command()
 def show(
-    server: LiveServer = "http://127.0.0.1:8000",
+    server: LiveServer = "",
     interval: LookInterval = 2.0,
     json: Annotated[bool, typer.Option("--json", help="As JSON")] = False,
     replica: ReplicaIndex = 0,

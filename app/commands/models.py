@@ -15,6 +15,7 @@ import typer
 from app.commands.download import download
 from app.hub import HubModel, fetch_model, hub_model, in_cache
 from app.short_names import hint
+from app.sizes import size
 from moebius.checkpoint.errors import CheckpointError, refuse_pointer
 from moebius.checkpoint.gguf.files import is_gguf
 from moebius.config import MoebiusConfig
@@ -99,7 +100,7 @@ def _download_progress() -> Iterator[Callable[[str, int, int], None]]:
                 bars[0](what, done, total)
             elif done == total or time.monotonic() - written_at >= REPORT_S:
                 written_at = time.monotonic()
-                print(f"{what}: {done / 1e9:.2f} of {total / 1e9:.2f} GB", file=sys.stderr, flush=True)
+                print(f"{what}: {size(done)} of {size(total)}", file=sys.stderr, flush=True)
 
         yield show
 

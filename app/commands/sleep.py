@@ -8,11 +8,10 @@ from urllib.parse import urlencode
 
 import typer
 
-from app.cli_options import ApiKey, ApiKeyFile, CaFile, ClientCertFile, ClientKeyFile
+from app.cli_options import ApiKey, ApiKeyFile, CaFile, ClientCertFile, ClientKeyFile, GatewayServer
+from app.server_address import server_url
 
 _Model = Annotated[str, typer.Option("--model", help="Of several models, which [default: all, or the first]")]
-_Url = Annotated[str, typer.Argument(metavar="URL", help="Gateway")]
-_DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 def register(app: typer.Typer) -> None:
@@ -20,7 +19,7 @@ def register(app: typer.Typer) -> None:
 
     @app.command()
     def sleep(
-        server: _Url = _DEFAULT_URL,
+        server: GatewayServer = "",
         model: _Model = "",
         force: Annotated[bool, typer.Option("--force", help="End running requests with an error")] = False,
         api_key: ApiKey = "",
@@ -35,12 +34,13 @@ def register(app: typer.Typer) -> None:
         """
         tls = (ca_file, client_cert_file, client_key_file)
         mode = "abort" if force else "wait"
+        server = server_url(server)
         seconds = _posted(server, "/sleep", {"mode": mode, "model": model}, (api_key, api_key_file), tls)
         print(f"{server}: asleep after {seconds:.1f} s")
 
     @app.command()
     def wake(
-        server: _Url = _DEFAULT_URL,
+        server: GatewayServer = "",
         model: _Model = "",
         api_key: ApiKey = "",
         api_key_file: ApiKeyFile = "",
@@ -50,12 +50,13 @@ def register(app: typer.Typer) -> None:
     ) -> None:
         """Wake a sleeping server. Returns once its model is loaded."""
         tls = (ca_file, client_cert_file, client_key_file)
+        server = server_url(server)
         seconds = _posted(server, "/wake_up", {"model": model}, (api_key, api_key_file), tls)
         print(f"{server}: awake after {seconds:.1f} s")
 
     @app.command()
     def reload(
-        server: _Url = _DEFAULT_URL,
+        server: GatewayServer = "",
         model: _Model = "",
         api_key: ApiKey = "",
         api_key_file: ApiKeyFile = "",
@@ -68,6 +69,7 @@ def register(app: typer.Typer) -> None:
         Running requests end with the old weights, later ones wait for the new ones.
         """
         tls = (ca_file, client_cert_file, client_key_file)
+        server = server_url(server)
         seconds = _posted(server, "/reload", {"model": model}, (api_key, api_key_file), tls)
         print(f"{server}: reloaded after {seconds:.1f} s")
 

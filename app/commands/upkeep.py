@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from app.sizes import size
 from moebius.errors import UserError
 
 
@@ -76,10 +77,3 @@ def _add_disk(app: typer.Typer) -> None:
         rows = [("SIZE", "WHAT", "WHERE", "REMOVED BY")]
         rows += [(size(place.nbytes), place.what, str(place.path), place.remedy) for place in places]
         print_table([*rows, (size(sum(place.nbytes for place in places)), "sum", "", "")])
-
-
-def size(nbytes: int) -> str:
-    """Returns decimal units, as `moebius list` has them: `12.30 GB`, `4.5 MB`, `800 kB`."""
-    if nbytes >= 1e9:
-        return f"{nbytes / 1e9:.2f} GB"
-    return f"{nbytes / 1e6:.1f} MB" if nbytes >= 1e6 else f"{nbytes / 1e3:.0f} kB"

@@ -17,11 +17,13 @@ from app.cli_options import (
     CaFile,
     ClientCertFile,
     ClientKeyFile,
+    GatewayServer,
     LiveServer,
     LookInterval,
     ReplicaIndex,
     SecurityFile,
 )
+from app.server_address import server_url
 from moebius.errors import UserError
 from moebius.network.api_keys import client_key
 
@@ -40,7 +42,7 @@ def register(app: typer.Typer) -> None:
 def _add_top(app: typer.Typer) -> None:
     @app.command()
     def top(
-        server: LiveServer = "http://127.0.0.1:8000",
+        server: LiveServer = "",
         interval: LookInterval = 2.0,
         once: Annotated[bool, typer.Option("--once", help="Print the figures of one interval, end")] = False,
         json: Annotated[bool, typer.Option("--json", help="With --once: as JSON, with all layers")] = False,
@@ -72,7 +74,7 @@ def _add_top(app: typer.Typer) -> None:
 def _add_status(app: typer.Typer) -> None:
     @app.command()
     def status(
-        server: Annotated[str, typer.Argument(metavar="URL", help="Gateway")] = "http://127.0.0.1:8000",
+        server: GatewayServer = "",
         as_json: Annotated[bool, typer.Option("--json", help="As JSON")] = False,
         replica: ReplicaIndex = 0,
         api_key: ApiKey = "",
@@ -86,6 +88,7 @@ def _add_status(app: typer.Typer) -> None:
         from app.top.status import ask, lines
 
         tls = ClientTls(ca_file, client_cert_file, client_key_file)
+        server = server_url(server)
         client = ApiClient(server, client_key(api_key, api_key_file), tls=tls)
         try:
             found = ask(client, replica)
@@ -137,12 +140,14 @@ def _add_profile(app: typer.Typer) -> None:
 
 @contextmanager
 def live_source(server: str, config: str | None, replica: int, key: str, tls: ClientTls) -> Iterator[Source]:
-    """Yields the source of figures at a gateway's URL, or at an engine's gRPC address, reached as `config`
-    says.
+    """Yields the source of figures at a gateway's URL or port, or at an engine's gRPC address, reached as
+    `config` says; empty: of the gateway that runs here.
     """
     from app.client import ApiClient
     from app.top.run import EngineSource, GatewaySource
 
+    if not server or server.isdecimal():
+        server = server_url(server)
     if not server.startswith(("http://", "https://")):
         with _engine(server, config) as engine:
             yield EngineSource(engine, server)

@@ -42,6 +42,7 @@ from app.planning.memory import (
     stored_experts,
     total_bytes,
 )
+from app.planning.prefixes import prefix_bytes
 from app.planning.sequences import with_num_seqs
 from app.planning.speed import make_work, predict_decode, predict_prefill, server_threads, windows_of
 from app.planning.start import predict_start
@@ -375,7 +376,7 @@ class Planner:
                     "activations": rank.activation_bytes,
                 }
                 engine += [Component(RAM, of + name, size) for name, size in parts.items() if size]
-            others = {"table of n-grams": rank.host_bytes, "evicted prefixes": config.gpu.kv_offload_bytes}
+            others = {"table of n-grams": rank.host_bytes, "evicted prefixes": prefix_bytes(config)}
             engine += [Component(RAM, of + name, size) for name, size in others.items() if size]
             process = GPU_ENGINE_BYTES if self.on_gpu else ENGINE_BYTES
             engine.append(Component(RAM, of + "process", process))

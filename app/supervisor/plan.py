@@ -447,9 +447,10 @@ def _weight_files(
 
 def _prefix_files(config: MoebiusConfig, directory: Path) -> tuple[WeightFile, ...]:
     """Returns the memory for the engine's prefixes in RAM; none where the user gave a directory for it, or
-    wants none.
+    wants none, and for several ranks, whose parts end with them.
     """
-    if config.gpu.kv_offload_dir != str(directory) or config.gpu.kv_offload_gib == 0:
+    wants = config.gpu.kv_offload_gib > 0 and config.parallel.num_ranks == 1
+    if config.gpu.kv_offload_dir != str(directory) or not wants:
         return ()
     return (WeightFile(ram_tier_path(str(directory)), 0, -1),)
 

@@ -32,6 +32,7 @@ class RunningSystem:
     url: str  # empty: it has no gateway
     stop_timeout_s: float
     is_sleeping: bool = False
+    model_path: Path = Path()  # of its checkpoint; empty: it has no gateway
 
     @property
     def seconds(self) -> float:
@@ -76,6 +77,7 @@ def _described(directory: Path, pid: int, ticks: int, names: tuple[str, ...]) ->
         base_url(config),
         config.supervisor.stop_timeout_s,
         SleepMark(config.model.sleep_file).exists,
+        Path(config.model.model),
     )
 
 

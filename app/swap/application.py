@@ -155,6 +155,7 @@ def _add_state(app: FastAPI, models: Models) -> None:
             raise ApiError(503, f"{name} is not loaded", code="model_not_loaded")
         return await models.proxy.answer(request, name, ())
 
+    @app.get("/models")
     @app.get("/v1/models")
     async def list_models() -> dict[str, Any]:
         """Lists all models, loaded or not, with llama-server's `status`."""

@@ -11,16 +11,30 @@ from gateway.generation.model import ServedModel
 from gateway.schemas.embeddings import (
     CohereEmbedRequest,
     EmbeddingRequest,
+    LlamaEmbeddingRequest,
     OllamaEmbeddingRequest,
     OllamaEmbedRequest,
     PooledFields,
     PoolingName,
     RerankRequest,
     ScoreRequest,
+    SglangEncodeRequest,
 )
 from gateway.schemas.errors import bad_request
 
-Shape = Literal["openai", "ollama", "ollama_prompt", "cohere", "cohere_v2", "score", "rerank", "rerank_v2"]
+Shape = Literal[
+    "openai",
+    "ollama",
+    "ollama_prompt",
+    "llama",
+    "sglang",
+    "sglang_one",
+    "cohere",
+    "cohere_v2",
+    "score",
+    "rerank",
+    "rerank_v2",
+]
 _COMMON = ("model", "truncate_prompt_tokens", "add_special_tokens", "priority", "cache_salt", "user")
 
 
@@ -51,8 +65,7 @@ class PooledPrompts:
 
 def embedding(body: EmbeddingRequest, model: ServedModel) -> PooledPrompts:
     """Returns the prompts of OpenAI's embeddings. Raises ApiError 400 for more dimensions than there are."""
-    given = body.input
-    inputs: list[Any] = [given] if isinstance(given, str) or isinstance(given[0], int) else list(given)
+    inputs = _listed(body.input)
     _check_dimensions(body.dimensions, "dimensions", model)
     encodings = (body.encoding_format,)
     reply = PooledReply("openai", model.name, body.dimensions, body.normalize, encodings)
@@ -97,14 +110,35 @@ def ollama_prompt(body: OllamaEmbeddingRequest, model: ServedModel) -> PooledPro
     return PooledPrompts([body.prompt], "prompt", reply, fields=fields)
 
 
+def llama_embedding(body: LlamaEmbeddingRequest, model: ServedModel) -> PooledPrompts:
+    """Returns the prompts of llama-server's own embeddings."""
+    reply = PooledReply("llama", model.name, is_normalized=body.embd_normalize != -1)
+    return PooledPrompts(_listed(body.input), "content", reply, body.pooling, _fields(body))
+
+
+def sglang_embedding(body: SglangEncodeRequest, model: ServedModel) -> PooledPrompts:
+    """Returns the prompts of SGLang's own embeddings."""
+    inputs = _listed(body.text)
+    reply = PooledReply("sglang_one" if inputs == [body.text] else "sglang", model.name)
+    return PooledPrompts(inputs, "text", reply, body.pooling, _fields(body))
+
+
 def cohere_embedding(body: CohereEmbedRequest, model: ServedModel, shape: Shape = "cohere") -> PooledPrompts:
     """Returns the prompts of Cohere's embeddings. Raises ApiError 400 for more dimensions than there are."""
     _check_dimensions(body.output_dimension, "output_dimension", model)
+    if (body.texts is None) == (body.inputs is None):
+        raise bad_request("send exactly one of 'texts' and 'inputs'", "texts")
+    texts = body.texts or ["".join(part.text for part in one.content) for one in body.inputs or ()]
     cut = {"truncate_prompt_tokens": -1, "truncation_side": "left" if body.truncate == "START" else "right"}
     encodings: tuple[str, ...] = tuple(body.embedding_types or ("float",))
-    reply = PooledReply(shape, model.name, body.output_dimension, True, encodings, tuple(body.texts))
+    reply = PooledReply(shape, model.name, body.output_dimension, True, encodings, tuple(texts))
     fields = _fields(body) | (cut if body.truncate != "NONE" else {})
-    return PooledPrompts(body.texts, "texts", reply, body.pooling, fields)
+    return PooledPrompts(texts, "texts", reply, body.pooling, fields)
+
+
+def _listed(given: Any) -> list[Any]:
+    """Returns the inputs of a field that has one text, one list of token ids, or several of either."""
+    return [given] if isinstance(given, str) or isinstance(given[0], int) else list(given)
 
 
 def _fields(body: PooledFields) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from typing import Any
 
 from gateway.apis.formats import Output, ResponseFormat, Usage
 from gateway.apis.translation import Context, Translation, without_none
+from gateway.generation.job import PromptJob
+from gateway.generation.output import prompt_token_logprobs
 from gateway.parsers.events import Finish, ParsedDelta, TokenLogprob
 from gateway.schemas.errors import ApiError, bad_request
 from gateway.schemas.native import InfillRequest, LlamaCompletionRequest, LlamaFields, SglangGenerateRequest
@@ -24,6 +26,7 @@ _SGLANG_NAMES = {
     "min_tokens": "sampling_params.min_new_tokens",
     "seed": "sampling_params.sampling_seed",
     "logprobs": "top_logprobs_num",
+    "prompt_logprobs": "logprob_start_len",
     **{name: f"sampling_params.{name}" for name in ("temperature", "top_k", "top_p", "min_p", "stop", "n")},
 }
 
@@ -35,8 +38,12 @@ class NativeReply:
     prompts: tuple[str, ...] = ()  # that llama-server's answers repeat
     rid: str = ""  # SGLang's id of the request
     is_list: bool = False  # whether the answer is a list, of one output or more
+    is_scored: bool = False  # whether log-probabilities were asked for
     has_texts: bool = False  # whether log-probabilities have the tokens' texts
     num_top: int = 0  # alternatives of each token
+    slot: int = 0  # of llama-server, whose context the prompt and the output become
+    num_outputs: int = 1  # of each prompt
+    first_scored: int | None = None  # first prompt token with a log-probability; None: none has
 
 
 def translate_completion(body: LlamaCompletionRequest, context: Context) -> Translation:
@@ -52,7 +59,8 @@ def translate_completion(body: LlamaCompletionRequest, context: Context) -> Tran
     if is_list and len({type(prompt) for prompt in given}) > 1:
         raise bad_request("'prompt' has texts or lists of token ids, not both", "prompt")
     texts = [given] if isinstance(given, str) else [one if isinstance(one, str) else "" for one in given]
-    reply = NativeReply(prompts=tuple(texts) if is_list else (texts[0],), is_list=is_list)
+    prompts = tuple(texts) if is_list else (texts[0],)
+    reply = NativeReply(prompts, is_list=is_list, slot=max(0, body.id_slot or 0))
     request = {**_llama_fields(body), "prompt": given}
     return Translation(without_none(request), _LLAMA_NAMES, reply, fits_limit=True, is_text=True)
 
@@ -70,7 +78,11 @@ def translate_infill(body: InfillRequest, context: Context) -> Translation:
     prompt = files + body.input_prefix + body.prompt
     request = {**_llama_fields(body), "prompt": prompt, "suffix": body.input_suffix or "\n"}
     return Translation(
-        without_none(request), _LLAMA_NAMES, NativeReply((prompt,)), fits_limit=True, is_text=True
+        without_none(request),
+        _LLAMA_NAMES,
+        NativeReply((prompt,), slot=max(0, body.id_slot or 0)),
+        fits_limit=True,
+        is_text=True,
     )
 
 
@@ -121,8 +133,12 @@ def translate_generate(body: SglangGenerateRequest, context: Context) -> Transla
     sampling = body.sampling_params
     is_batch = isinstance(prompt, list) and not isinstance(prompt[0], int)
     structured = {"json": sampling.json_schema, "regex": sampling.regex, "grammar": sampling.ebnf}
+    num_top, start = body.top_logprobs_num or 0, body.logprob_start_len
+    is_scored = bool(body.return_logprob) and start is not None and start >= 0
+    has_output = sampling.max_new_tokens != 0
     request = {
         "prompt": prompt,
+        "echo": None if has_output else True,
         "max_tokens": _UNLIMITED if sampling.max_new_tokens is None else sampling.max_new_tokens,
         "min_tokens": sampling.min_new_tokens,
         **{
@@ -136,7 +152,8 @@ def translate_generate(body: SglangGenerateRequest, context: Context) -> Transla
         "seed": sampling.sampling_seed,
         "include_stop_str_in_output": sampling.no_stop_trim,
         "structured_outputs": without_none(structured) or None,
-        "logprobs": (body.top_logprobs_num or 0) if body.return_logprob else None,
+        "logprobs": num_top if body.return_logprob and has_output else None,
+        "prompt_logprobs": num_top if is_scored else None,
         "stream": body.stream,
         "priority": body.priority,
         "return_token_ids": True,
@@ -144,8 +161,11 @@ def translate_generate(body: SglangGenerateRequest, context: Context) -> Transla
     reply = NativeReply(
         rid=body.rid or uuid.uuid4().hex,
         is_list=is_batch or (sampling.n or 1) > 1,
+        is_scored=bool(body.return_logprob),
         has_texts=bool(body.return_text_in_logprobs),
-        num_top=body.top_logprobs_num or 0,
+        num_top=num_top,
+        num_outputs=sampling.n or 1,
+        first_scored=start if is_scored else None,
     )
     return Translation(without_none(request), _SGLANG_NAMES, reply, fits_limit=True, is_text=True)
 
@@ -207,7 +227,7 @@ class LlamaFormat(ResponseFormat):
         decode_s = max(usage.total_s - usage.prompt_s, 0.0)
         return {
             "stop": True,
-            "id_slot": 0,
+            "id_slot": self._reply.slot,
             "model": self._model,
             "prompt": prompt,
             "tokens_predicted": usage.completion_tokens,
@@ -239,23 +259,26 @@ class SglangFormat(ResponseFormat):
 
     operation = "text_completion"
 
-    def __init__(self, tokenizer: Tokenizer, reply: NativeReply, engine_id: str) -> None:
-        """`engine_id`: by which `/abort_request` names the request to the engine."""
+    def __init__(
+        self, tokenizer: Tokenizer, reply: NativeReply, engine_id: str, jobs: Sequence[PromptJob]
+    ) -> None:
+        """`engine_id`: by which `/abort_request` names the request to the engine; `jobs`: of all prompts."""
         self.id = reply.rid
         self.engine_id = engine_id
         self._tokenizer = tokenizer
         self._reply = reply
+        self._jobs = jobs
         self._outputs: dict[int, Output] = {}
 
     def whole(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any] | list[dict[str, Any]]:
-        made = [self._object(output, usage, len(outputs)) for output in outputs]
+        made = [self._object(index, output, usage) for index, output in enumerate(outputs)]
         return made if self._reply.is_list else made[0]
 
     def stream_delta(self, delta: ParsedDelta, usage: Callable[[], Usage]) -> bytes:
         output = self._outputs.setdefault(delta.index, Output())
         output.add(delta)
         index = {"index": delta.index} if self._reply.is_list else {}
-        return event({**self._object(output, usage(), len(self._outputs)), **index})
+        return event({**self._object(delta.index, output, usage()), **index})
 
     def stream_end(self, usage: Usage) -> bytes:
         return DONE
@@ -263,23 +286,37 @@ class SglangFormat(ResponseFormat):
     def stream_failure(self, error: ApiError) -> bytes:
         return event({"error": {"message": error.message, "code": error.status}}) + DONE
 
-    def _object(self, output: Output, usage: Usage, outputs: int) -> dict[str, Any]:
-        token_ids = output.token_ids
+    def _object(self, index: int, output: Output, usage: Usage) -> dict[str, Any]:
+        job, token_ids = self._jobs[index // self._reply.num_outputs], output.token_ids
+        is_prompt_only = job.rules.echo_only
         meta: dict[str, Any] = {
             "id": self.id,
             "finish_reason": None if output.finish is None else _reason(output.finish, len(token_ids)),
-            "prompt_tokens": usage.prompt_tokens // (outputs if self._reply.is_list else 1),
+            "prompt_tokens": job.prompt_tokens,
             "completion_tokens": len(token_ids),
-            "cached_tokens": usage.cached_tokens,
+            "cached_tokens": job.cached_tokens,
             "e2e_latency": usage.total_s,
         }
-        if scored := output.logprobs:
-            meta["output_token_logprobs"] = [self._scored(one.logprob, one.token_id) for one in scored]
-            if self._reply.num_top:
-                meta["output_top_logprobs"] = [
-                    [self._scored(logprob, token_id) for token_id, logprob in one.top] for one in scored
-                ]
-        return {"text": output.text, "output_ids": token_ids, "meta_info": meta}
+        if self._reply.is_scored:
+            meta |= self._token_logprobs("output", output.logprobs)
+            meta |= self._token_logprobs("input", self._prompt_logprobs(job))
+        # What is echoed of a prompt without an output is no output.
+        text = "" if is_prompt_only else output.text
+        return {"text": text, "output_ids": token_ids, "meta_info": meta}
+
+    def _prompt_logprobs(self, job: PromptJob) -> list[TokenLogprob]:
+        first, found = self._reply.first_scored, job.input_logprobs
+        if first is None or found is None:
+            return []
+        return prompt_token_logprobs(found)[first:]
+
+    def _token_logprobs(self, of: str, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """Returns SGLang's lists of the log-probabilities of the input, or of the output."""
+        own = {f"{of}_token_logprobs": [self._scored(token.logprob, token.token_id) for token in tokens]}
+        if not self._reply.num_top:
+            return own
+        top = [[self._scored(value, token_id) for token_id, value in token.top] or None for token in tokens]
+        return {**own, f"{of}_top_logprobs": top}
 
     def _scored(self, logprob: float | None, token_id: int) -> tuple[float | None, int, str | None]:
         return logprob, token_id, self._tokenizer.piece(token_id) if self._reply.has_texts else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import hashlib
-import re
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from gateway.schemas.ollama import (
     Options,
 )
 from gateway.text.tokenizer import Tokenizer
+from moebius.durations import seconds_of
 
 # The version whose API this is: clients query it, and refuse old ones.
 VERSION = "0.20.0"
@@ -121,29 +121,17 @@ def _loaded(body: OllamaRequest, reply: OllamaReply, context: Context) -> Transl
     return Translation({}, answer={**_line(reply, {"content": ""}), **ending})
 
 
-_UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
-_DURATION = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)")
-
-
 def keep_alive_s(value: float | str | None) -> float | None:
     """Returns a duration in seconds; texts are numbers of seconds, or Go's, as 1h30m.
 
     Raises ApiError 400.
     """
-    if value is None or not isinstance(value, str):
+    if not isinstance(value, str):
         return value
-    text = value.strip()
     try:
-        return float(text)
-    except ValueError:
-        digits = text.lstrip("+-")
-    found = _DURATION.findall(digits)
-    if not found or "".join(number + unit for number, unit in found) != digits:
-        raise bad_request(
-            f"'keep_alive' is {value[:40]!r}; allowed are seconds, or as 5m, 1h30m, -1", "keep_alive"
-        )
-    seconds = sum(float(number) * _UNITS_S[unit] for number, unit in found)
-    return -seconds if text.startswith("-") else seconds
+        return seconds_of(value)
+    except ValueError as error:
+        raise bad_request(f"'keep_alive': {error}", "keep_alive") from None
 
 
 def served_name(name: str) -> str:

@@ -67,6 +67,26 @@ def _ollama_prompt(vectors: Vectors, reply: PooledReply, usage: Usage) -> dict[s
     return {"embedding": encoded_vector(vectors[0], "float")}
 
 
+def _llama(vectors: Vectors, reply: PooledReply, usage: Usage) -> list[dict[str, Any]]:
+    # A list of vectors for each input, since llama-server may give one for each token.
+    return [
+        {"index": index, "embedding": [encoded_vector(vector, "float")]}
+        for index, vector in enumerate(vectors)
+    ]
+
+
+def _sglang(vectors: Vectors, reply: PooledReply, usage: Usage) -> list[dict[str, Any]]:
+    return [
+        {"embedding": encoded_vector(vector, "float"), "meta_info": {"id": uuid.uuid4().hex}}
+        for vector in vectors
+    ]
+
+
+def _sglang_one(vectors: Vectors, reply: PooledReply, usage: Usage) -> dict[str, Any]:
+    only = _sglang(vectors, reply, usage)[0]
+    return {**only, "meta_info": {**only["meta_info"], "prompt_tokens": usage.prompt_tokens}}
+
+
 def _cohere(vectors: Vectors, reply: PooledReply, usage: Usage) -> dict[str, Any]:
     by_type = {kind: [encoded_vector(vector, kind) for vector in vectors] for kind in reply.encodings}
     is_plain = reply.shape == "cohere" and reply.encodings == ("float",)
@@ -114,10 +134,13 @@ def _meta(reply: PooledReply, usage: Usage) -> dict[str, Any]:
     return {"api_version": {"version": version}, "billed_units": {"input_tokens": usage.prompt_tokens}}
 
 
-_SHAPES: Mapping[Shape, Callable[[Vectors, PooledReply, Usage], dict[str, Any]]] = {
+_SHAPES: Mapping[Shape, Callable[[Vectors, PooledReply, Usage], dict[str, Any] | list[dict[str, Any]]]] = {
     "openai": _openai,
     "ollama": _ollama,
     "ollama_prompt": _ollama_prompt,
+    "llama": _llama,
+    "sglang": _sglang,
+    "sglang_one": _sglang_one,
     "cohere": _cohere,
     "cohere_v2": _cohere,
     "score": _score,
@@ -137,7 +160,7 @@ class PooledFormat(ResponseFormat):
         self._jobs = jobs
         self._reply = reply
 
-    def whole(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
+    def whole(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any] | list[dict[str, Any]]:
         states = [job.pooled_states for job in self._jobs]
         if not all(states):
             raise ApiError(502, "the engine returned no hidden states", code="engine_error")

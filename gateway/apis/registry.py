@@ -15,15 +15,22 @@ from gateway.schemas.batches import BatchRequest
 from gateway.schemas.embeddings import (
     CohereEmbedRequest,
     EmbeddingRequest,
+    LlamaEmbeddingRequest,
     OllamaEmbeddingRequest,
     OllamaEmbedRequest,
     RerankRequest,
     ScoreRequest,
+    SglangEncodeRequest,
 )
 from gateway.schemas.messages import CountTokensRequest, MessagesRequest
 from gateway.schemas.native import InfillRequest, LlamaCompletionRequest, SglangGenerateRequest
 from gateway.schemas.ollama import OllamaChatRequest, OllamaGenerateRequest, OllamaModelRequest
-from gateway.schemas.responses import CompactRequest, ConversationRequest, ResponsesRequest
+from gateway.schemas.responses import (
+    CompactRequest,
+    ConversationRequest,
+    InputTokensRequest,
+    ResponsesRequest,
+)
 
 Kind = Literal[
     "chat",
@@ -31,9 +38,11 @@ Kind = Literal[
     "invocations",
     "tokenize",
     "detokenize",
+    "apply_template",
     "messages",
     "count_tokens",
     "responses",
+    "input_tokens",
     "ollama_chat",
     "ollama_generate",
     "ollama_show",
@@ -47,6 +56,8 @@ Kind = Literal[
     "rerank_v2",
     "ollama_embed",
     "ollama_embedding",
+    "llama_embedding",
+    "sglang_encode",
     "cohere_embed",
     "cohere_embed_v2",
     "batch",
@@ -61,6 +72,7 @@ TRANSLATIONS: Mapping[Kind, tuple[type[BaseModel], Translate]] = {
     "messages": (MessagesRequest, messages.translate),
     "count_tokens": (CountTokensRequest, messages.translate),
     "responses": (ResponsesRequest, responses.translate),
+    "input_tokens": (InputTokensRequest, responses.translate),
     "ollama_chat": (OllamaChatRequest, ollama.translate_chat),
     "ollama_generate": (OllamaGenerateRequest, ollama.translate_generate),
     "ollama_show": (OllamaModelRequest, ollama.translate_show),
@@ -81,6 +93,8 @@ POOLED: Mapping[Kind, tuple[type[BaseModel], Callable[[Any, ServedModel], embedd
     "rerank_v2": (RerankRequest, partial(embeddings.ranking, shape="rerank_v2")),
     "ollama_embed": (OllamaEmbedRequest, embeddings.ollama_embedding),
     "ollama_embedding": (OllamaEmbeddingRequest, embeddings.ollama_prompt),
+    "llama_embedding": (LlamaEmbeddingRequest, embeddings.llama_embedding),
+    "sglang_encode": (SglangEncodeRequest, embeddings.sglang_embedding),
     "cohere_embed": (CohereEmbedRequest, embeddings.cohere_embedding),
     "cohere_embed_v2": (CohereEmbedRequest, partial(embeddings.cohere_embedding, shape="cohere_v2")),
 }

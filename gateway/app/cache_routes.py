@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Query, Request, Response
 
 from gateway.app.openapi import refuses
 from gateway.app.state import gateway_of, num_replicas
@@ -31,3 +31,10 @@ async def cache(request: Request, replica: Annotated[int, Query(ge=0)] = 0) -> d
 async def flush_cache(request: Request) -> dict[str, Any]:
     """Drops all cached prefixes that no request holds, on all tiers of all engines."""
     return {"success": True, "freed_tokens": await gateway_of(request).engine.flush_cache()}
+
+
+@router.post("/reset_prefix_cache", response_class=Response, **refuses(401, 503))
+async def reset_prefix_cache(request: Request) -> Response:
+    """Drops cached prefixes, on vLLM's path."""
+    await gateway_of(request).engine.flush_cache()
+    return Response(status_code=200)

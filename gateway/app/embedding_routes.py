@@ -6,16 +6,18 @@ from fastapi import APIRouter, Request, Response
 
 from gateway.apis.pooled import PooledFormat
 from gateway.apis.registry import Kind
-from gateway.app.openapi import takes
+from gateway.app.openapi import refuses, takes
 from gateway.app.serving import respond
 from gateway.app.state import gateway_of
 from gateway.schemas.embeddings import (
     CohereEmbedRequest,
     EmbeddingRequest,
+    LlamaEmbeddingRequest,
     OllamaEmbeddingRequest,
     OllamaEmbedRequest,
     RerankRequest,
     ScoreRequest,
+    SglangEncodeRequest,
 )
 
 router = APIRouter()
@@ -58,6 +60,19 @@ async def rerank_v2(request: Request) -> Response:
     return await _pooled(request, "rerank_v2")
 
 
+@router.post("/embedding", **takes(LlamaEmbeddingRequest))
+@router.post("/embeddings", **takes(LlamaEmbeddingRequest))
+async def llama_embedding(request: Request) -> Response:
+    """Answers llama-server's own embeddings: a list with a list of one embedding for each text."""
+    return await _pooled(request, "llama_embedding")
+
+
+@router.post("/encode", **takes(SglangEncodeRequest))
+async def sglang_encode(request: Request) -> Response:
+    """Answers SGLang's own embeddings: an object for one text, a list for several."""
+    return await _pooled(request, "sglang_encode")
+
+
 @router.post("/v1/embed", **takes(CohereEmbedRequest))
 async def cohere_embed(request: Request) -> Response:
     """Answers Cohere's embeddings."""
@@ -68,6 +83,12 @@ async def cohere_embed(request: Request) -> Response:
 async def cohere_embed_v2(request: Request) -> Response:
     """Answers Cohere's embeddings in the shape of their second version."""
     return await _pooled(request, "cohere_embed_v2")
+
+
+@router.post("/v1/check-api-key", **refuses(401))
+async def check_api_key() -> dict[str, bool]:
+    """Tells Cohere's clients that their key is right, since others are refused before."""
+    return {"valid": True}
 
 
 @router.post("/api/embed", **takes(OllamaEmbedRequest))

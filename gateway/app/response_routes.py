@@ -17,10 +17,10 @@ from gateway.apis.stored_responses import StoredResponse, not_found
 from gateway.app.background import events_after
 from gateway.app.item_pages import PagingQuery
 from gateway.app.openapi import refuses, takes
-from gateway.app.serving import respond
+from gateway.app.serving import answered, respond
 from gateway.app.state import gateway_of, responses_of
 from gateway.schemas.errors import ApiError, bad_request
-from gateway.schemas.responses import CompactRequest, ResponsesRequest
+from gateway.schemas.responses import CompactRequest, InputTokensRequest, ResponsesRequest
 from gateway.transport.streaming import EventStream
 
 router = APIRouter()
@@ -50,6 +50,12 @@ async def compact_conversation(request: Request) -> Response:
     """Reduces a conversation to its user's messages and a summary, which later requests may send instead."""
     prepared = await gateway_of(request).generation(request, "compact")
     return await respond(request, prepared, CompactFormat(prepared.reply))
+
+
+@router.post("/v1/responses/input_tokens", **takes(InputTokensRequest))
+async def count_input_tokens(request: Request) -> Response:
+    """Counts the tokens that a response's input would have; each image counts as one."""
+    return await answered(request, "input_tokens")
 
 
 def _event_stream(request: Request, response_id: str, after: int) -> Response:

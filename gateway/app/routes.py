@@ -29,6 +29,7 @@ router = APIRouter()
 live_router = APIRouter()  # of the live view, which a setting leaves out
 
 
+@router.post("/chat/completions", **takes(ChatCompletionRequest))
 @router.post("/v1/chat/completions", **takes(ChatCompletionRequest))
 async def create_chat_completion(request: Request) -> Response:
     """Answers a conversation, whole or as a stream of chunks."""
@@ -79,6 +80,13 @@ async def detokenize(request: Request) -> Response:
     return await answered(request, "detokenize")
 
 
+@router.post("/apply-template", **takes(ChatCompletionRequest))
+async def apply_template(request: Request) -> Response:
+    """Returns the text of a conversation in the chat template, as llama-server does."""
+    return await answered(request, "apply_template")
+
+
+@router.get("/models", **refuses(401, 503))
 @router.get("/v1/models", **refuses(401, 503))
 async def list_models(request: Request) -> dict[str, Any]:
     """Lists the served model.

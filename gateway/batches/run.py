@@ -81,7 +81,6 @@ class BatchRun:
         self._store = store
         self._means = means
         self._directory = store.path(batch)
-        self._saved_at = 0.0
         self._end: Reason | None = None  # why no further requests run
         self._looked_at = 0.0
 
@@ -101,14 +100,20 @@ class BatchRun:
             await asyncio.to_thread(self._store.close, batch)
 
     async def _save(self) -> None:
-        self._saved_at = time.monotonic()
         await asyncio.to_thread(self._store.save, self._batch)
 
-    async def _show_progress(self) -> None:
-        """Saves the counts from time to time; the results say the same, so a full disk does not matter."""
-        if time.monotonic() > self._saved_at + _SAVE_S:
-            with suppress(OSError):
-                await self._save()
+    async def _show_progress(self, is_over: asyncio.Event) -> None:
+        """Saves counts that have changed, from time to time, also while no request may start; the results say
+        the same, so a full disk does not matter."""
+        saved: int | None = None
+        while not is_over.is_set():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(is_over.wait(), _SAVE_S)
+            unanswered = self._batch.unanswered
+            if unanswered != saved and not is_over.is_set():
+                saved = unanswered
+                with suppress(OSError):
+                    await self._save()
 
     async def _validate(self) -> None:
         """Checks every line, so that a batch with a wrong one fails before any of its requests runs."""
@@ -176,18 +181,18 @@ class BatchRun:
         files = await asyncio.to_thread(self._opened)
         writer = ResultWriter(files, logger.bind(batch=self._batch.id))
         running: set[asyncio.Task[None]] = set()
+        is_over, progress = asyncio.Event(), None
         try:
             done = await asyncio.to_thread(self._count_results, files)
+            progress = asyncio.create_task(self._show_progress(is_over))
             async for number, custom_id, error, body in self._lines(True):
                 if error is not None:  # a process was refused memory or time: it may pass
                     raise Unreadable(f"line {number}: {error['message']}")
                 if custom_id in done:
                     continue
                 await self._begin(custom_id, body, writer, running)
-                await self._show_progress()
             while running:
-                await asyncio.wait(running, timeout=_SAVE_S, return_when=asyncio.FIRST_EXCEPTION)
-                await self._show_progress()
+                await asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION)
                 self._raise_failures(running)
         finally:
             # Requests that run at the end of the process have their answers written: see `DrainMiddleware`.
@@ -195,6 +200,9 @@ class BatchRun:
                 for task in running:
                     task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
+            is_over.set()
+            if progress is not None:
+                await progress  # no earlier counts are saved after these
             await writer.close()
             for file in files.values():
                 file.close()

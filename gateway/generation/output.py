@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gateway.parsers.events import (
@@ -103,6 +103,21 @@ def completion_logprobs(
         "tokens": [name(token.token_id) for token in tokens],
         "top_logprobs": top,
     }
+
+
+def prompt_token_logprobs(logprobs: engine_pb2.InputLogProbs) -> list[TokenLogprob]:
+    """Returns the log-probabilities of a prompt's tokens, of which the first has none."""
+    return [
+        TokenLogprob(
+            token_id,
+            finite(value.value) if value.HasField("value") else None,
+            alternatives(logprobs.top_logprobs, position),
+            0,
+        )
+        for position, (token_id, value) in enumerate(
+            zip(logprobs.token_ids, logprobs.token_logprobs, strict=True)
+        )
+    ]
 
 
 @dataclass(frozen=True)
@@ -280,17 +295,9 @@ class OutputState:
         self._echoed = True
         detokenizer = make_detokenizer(self._tokenizer, False)  # as the echoed text shows them
         offset = 0
-        for position, token_id in enumerate(logprobs.token_ids if self._rules.echoes_logprobs else ()):
-            value = logprobs.token_logprobs[position]
-            self._echoed_logprobs.append(
-                TokenLogprob(
-                    token_id,
-                    finite(value.value) if value.HasField("value") else None,
-                    alternatives(logprobs.top_logprobs, position),
-                    offset,
-                )
-            )
-            offset += len(detokenizer.step(token_id))
+        for token in prompt_token_logprobs(logprobs) if self._rules.echoes_logprobs else ():
+            self._echoed_logprobs.append(replace(token, offset=offset))
+            offset += len(detokenizer.step(token.token_id))
         text = self._rules.prompt_text or ""
         self._decoded_length = len(text)
         return text

@@ -37,7 +37,8 @@ logger = structlog.get_logger(__name__)
 WORKER = "gateway.prompts.worker"
 _GROUP = 8  # small requests that a process gets at once, if enough wait
 _WALL_FACTOR = 10  # a request may wait for a processor this much longer than it may use one
-_RESTART_S = 1.0
+_RESTART_S, _LONGEST_RESTART_S = 1.0, 8.0  # pauses between starts that fail, each twice the one before
+_PATIENCE_S = 10.0  # that a request waits at least while no process starts
 _STUCK_S = 10.0  # of waiting or work, after which the pool reports a problem
 _SLOW_SHARE = 4  # 1 / the share of waiting requests whose grammars may take long
 _ESTIMATED_S = 0.002  # estimate for a request that is not yet read, for fairness within a group
@@ -65,8 +66,8 @@ class PromptPool:
         self._changed = asyncio.Event()  # set when a request waits
         self._server: ForkServer | None = None  # which the processes are forks of
         self._running: dict[int, Process] = {}
-        # Numbers of the processes whose last start failed.
-        self._failed_starts: set[int] = set()
+        # By number of a process that is to be started: how often that has failed in a row.
+        self._failed_starts: dict[int, int] = {}
         # By number: the changed files because of which a process cannot be replaced.
         self._refused: dict[int, str] = {}
         self._tasks: list[asyncio.Task[None]] = []
@@ -214,7 +215,7 @@ class PromptPool:
         others = [self._slow, self._large] if self._slow_is_next else [self._large, self._slow]
         queues = [*others, self._small]
         if number == 0:
-            has_others = not self._refused.keys() >= set(range(1, self._count))
+            has_others = not {*self._refused, *self._failed_starts} >= set(range(1, self._count))
             queues = [self._small] if has_others else [self._small, *others]
         for queue in queues:
             most = min(_GROUP, -(-len(queue) // self._count)) if queue is self._small else 1
@@ -316,17 +317,18 @@ class PromptPool:
     async def _restart(self, number: int) -> None:
         try:
             await self._replace(number, self._limits())
-            self._failed_starts.discard(number)
+            self._failed_starts.pop(number, None)
             self._refused.pop(number, None)
         except WrongIdentity as error:
             await self._refuse(number, str(error))
         except (OSError, Died, TimeoutError) as error:
-            logger.error("a process for prompts does not start", error=repr(error))
-            if number not in self._failed_starts:  # it may have been killed; requests wait for another try
-                self._failed_starts.add(number)
+            failures = self._failed_starts[number] = self._failed_starts.get(number, 0) + 1
+            logger.error("a process for prompts does not start", error=repr(error), failures=failures)
+            self._changed.set()  # running processes may have to take more kinds of requests now
+            if failures == 1:  # it may have been killed
                 return
-            self._answer_all(Refused(503, "requests cannot be read at the moment", None, "unavailable"))
-            await asyncio.sleep(_RESTART_S)
+            self._refuse_overdue()
+            await asyncio.sleep(min(_RESTART_S * 2 ** min(failures - 2, 8), _LONGEST_RESTART_S))
 
     async def _refuse(self, number: int, reason: str) -> None:
         """Notes that changed files keep a process from starting. Those that run have the right files."""
@@ -337,6 +339,16 @@ class PromptPool:
         if not self._running:
             self._answer_all(Refused(503, reason, None, "model_files_changed"))
         await asyncio.sleep(_REFUSED_S)
+
+    def _refuse_overdue(self) -> None:
+        """Refuses what has waited for long where no process runs; the rest waits for the next start."""
+        if self._running:
+            return
+        latest = time.monotonic() - _PATIENCE_S
+        for queue in (self._small, self._large, self._slow):
+            for job in [job for job in queue if job.since < latest]:
+                self._unqueue(job)
+                job.end(Refused(503, "requests cannot be read at the moment", None, "unavailable"))
 
     def _answer_all(self, answer: Refused) -> None:
         """Gives all waiting requests this answer."""

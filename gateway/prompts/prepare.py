@@ -56,6 +56,11 @@ FILL_IN_THE_MIDDLE = (
     ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
 )
+# Kinds whose answer is the number of a conversation's tokens, and what stands before it.
+_COUNTED: Mapping[Kind, dict[str, str]] = {
+    "count_tokens": {},
+    "input_tokens": {"object": "response.input_tokens"},
+}
 MAX_IGNORED = 64  # names logged for one request
 
 
@@ -84,6 +89,7 @@ class Preparer:
             "invocations": self._invocations,
             "tokenize": self._tokenize,
             "detokenize": self._detokenize,
+            "apply_template": self._apply_template,
             "batch_lines": functools.partial(read_lines, model=model),
             "message_batch": lambda data: read_messages(self._parsed(data, MessageBatchRequest)),
             **{kind: functools.partial(self._translated, kind) for kind in TRANSLATIONS},
@@ -177,8 +183,8 @@ class Preparer:
 
     def _translated_chat(self, kind: Kind, translation: Translation, size: int) -> Prepared | bytes:
         body = self._validated(translation.request, ChatCompletionRequest, Tolerance())
-        if kind == "count_tokens":
-            return _json({"input_tokens": len(self._chat_prompt(body, size)[0])})
+        if (counted := _COUNTED.get(kind)) is not None:
+            return _json({**counted, "input_tokens": len(self._chat_prompt(body, size)[0])})
         prepared = self._chat_prepared(body, size, translation.fits_limit, translation.texts)
         return replace(prepared, reply=translation.reply)
 
@@ -300,10 +306,9 @@ class Preparer:
             chat = self._validated(asked, ChatCompletionRequest, Tolerance())
             tokens, _, _ = self._chat_prompt(chat, len(data))
         else:
-            text = self._plain_text(
-                body.prompt or body.content or "", body.parse_special is not False, "prompt"
-            )
-            by_default = body.content is None
+            given = body.prompt or body.content or body.text or ""
+            text = self._plain_text(given, body.parse_special is not False, "prompt")
+            by_default = body.prompt is not None
             tokens = self._encoded(text, by_default if special is None else special, "prompt")
         pieces = [self._model.tokenizer.piece(token) for token in tokens] if body.return_token_strs else None
         return _json(
@@ -312,8 +317,21 @@ class Preparer:
                 "max_model_len": self._model.max_context_length,
                 "tokens": [self._piece(token) for token in tokens] if body.with_pieces else tokens,
                 "token_strs": pieces,
+                **({"token_strings": self._texts(tokens)} if body.text is not None else {}),
             }
         )
+
+    def _texts(self, tokens: list[int]) -> list[str]:
+        """Returns each token's text, as Cohere does."""
+        return [self._model.tokenizer.token_bytes(token).decode(errors="replace") for token in tokens]
+
+    def _apply_template(self, data: bytes | bytearray) -> bytes:
+        """Returns the text of a conversation in the chat template, as llama-server does."""
+        body = self._parsed(data, ChatCompletionRequest)
+        self._model.check_name(body.model)
+        text = self._rendered(conversation_of(body, self._model), body.parse_special)
+        check_shown(body.messages, text)
+        return _json({"prompt": text.plain})
 
     def _piece(self, token: int) -> dict[str, Any]:
         """Returns a token as llama-server has it: its text, or its bytes where they are no text."""
@@ -393,7 +411,7 @@ class Preparer:
         tokenizer, most = self._model.tokenizer, self._model.max_prompt_length
         if body is not None and body.truncate_prompt_tokens is not None:
             return self._cut_off(tokenizer.encode(text, add_special_tokens), body)
-        least = tokenizer.text_size.least_tokens(text.text.replace(text.mark, "") if text.mark else text.text)
+        least = tokenizer.text_size.least_tokens(text.plain)
         if least > most:
             raise ApiError(
                 400,
@@ -446,7 +464,7 @@ def image_places(
 
 def check_shown(messages: Sequence[ChatMessage], text: MarkedText) -> None:
     """Raises ApiError 400 if the chat template left out a message of a role that OpenAI does not have."""
-    rendered = text.text.replace(text.mark, "") if text.mark else text.text
+    rendered = text.plain
     for number, message in enumerate(messages):
         if message.role not in ROLES and not all(part.strip() in rendered for part in message.texts()):
             raise bad_request(

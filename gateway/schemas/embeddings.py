@@ -73,7 +73,7 @@ class OllamaEmbedRequest(StrictModel):
     truncate: bool | None = Field(None, description="Unset: a text that is too long loses its end")
     dimensions: int | None = Field(None, ge=1)
     options: Any = Field(None, description="No effect")
-    keep_alive: Any = Field(None, description="No effect: the model stays loaded")
+    keep_alive: Any = Field(None, description="No effect: requests of chats and texts have it")
 
 
 class OllamaEmbeddingRequest(StrictModel):
@@ -82,13 +82,46 @@ class OllamaEmbeddingRequest(StrictModel):
     model: Label
     prompt: str
     options: Any = Field(None, description="No effect")
-    keep_alive: Any = Field(None, description="No effect: the model stays loaded")
+    keep_alive: Any = Field(None, description="No effect: requests of chats and texts have it")
+
+
+class LlamaEmbeddingRequest(PooledFields):
+    """llama-server's own embeddings."""
+
+    input: Inputs = Field(
+        validation_alias=AliasChoices("content", "input"), description="As `content`, or as `input`"
+    )
+    embd_normalize: Literal[-1, 2] = Field(2, description="Divide by the Euclidean norm; -1: do not")
+
+
+class SglangEncodeRequest(PooledFields):
+    """SGLang's own embeddings."""
+
+    text: Inputs = Field(
+        validation_alias=AliasChoices("text", "input_ids"), description="As `text`, or as `input_ids`"
+    )
+
+
+class CohereContent(StrictModel):
+    """A part of an input."""
+
+    place = "inputs[].content[]."
+    type: Literal["text"]
+    text: str
+
+
+class CohereInput(StrictModel):
+    """An input of parts, which is their text."""
+
+    place = "inputs[]."
+    content: list[CohereContent] = Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)
 
 
 class CohereEmbedRequest(PooledFields):
-    """Cohere's embeddings, of both versions of its API."""
+    """Cohere's embeddings, of both versions of its API; exactly one of `texts` and `inputs`."""
 
-    texts: Texts
+    texts: Texts | None = None
+    inputs: list[CohereInput] | None = Field(None, min_length=1, max_length=MAX_INPUTS, fail_fast=True)
     input_type: Label | None = Field(None, description="No effect: texts are taken as they are")
     embedding_types: list[Literal["float", "base64"]] | None = Field(None, description="Unset: float")
     output_dimension: int | None = Field(None, ge=1)

@@ -209,16 +209,13 @@ async def _on_validation_error(request: Request, error: Exception) -> JSONRespon
 
 # Paths of other servers, which their clients request.
 _OTHER_PATHS = {
-    # llama-server
-    "/completions": "here POST /v1/completions",
-    "/chat/completions": "here POST /v1/chat/completions",
-    "/models": "here GET /v1/models",
-    "/apply-template": "here POST /tokenize, with messages and return_token_strs",
-    # SGLang, text-generation-inference
+    # Text-generation-inference
     "/generate_stream": "here POST /generate, /v1/chat/completions or /v1/completions, with stream",
-    "/get_model_info": "here GET /v1/models",
-    "/get_server_info": "here GET /v1/live",
-    "/server_info": "here GET /v1/live",
+    # ollama
+    **dict.fromkeys(
+        ("/api/create", "/api/copy", "/api/push", "/api/delete"),
+        "models are managed on the host that serves: moebius pull, list and rm",
+    ),
     # vLLM and SGLang
     "/start_profile": "profiles are for operators: moebius profile, on the host that serves",
     "/stop_profile": "profiles are for operators: moebius profile, on the host that serves",

@@ -34,7 +34,9 @@ class LlamaFields(StrictModel):
     json_schema: dict[str, Any] | None = None
     stream: bool | None = None
     cache_prompt: Any = Field(None, description=f"{_NO_EFFECT}: prefixes are always cached")
-    id_slot: Any = Field(None, description=_NO_EFFECT)
+    id_slot: int | None = Field(
+        None, ge=-1, le=2**31, description="Slot whose context can be saved afterwards; -1: 0"
+    )
     return_tokens: bool | None = Field(None, description=f"{_NO_EFFECT}: they are always returned")
     samplers: Any = Field(None, description=_NO_EFFECT)
     timings_per_token: Any = Field(None, description=_NO_EFFECT)
@@ -59,7 +61,9 @@ class SglangSampling(StrictModel):
     """SGLang's sampling parameters."""
 
     place = "sampling_params."
-    max_new_tokens: int | None = Field(128, ge=0, le=2**31)
+    max_new_tokens: int | None = Field(
+        128, ge=0, le=2**31, description="0: only the prompt is computed; null: all that fit"
+    )
     min_new_tokens: int | None = Field(None, ge=0, le=2**31)
     temperature: float | None = Field(None, ge=0)
     top_p: float | None = Field(None, gt=0, le=1)
@@ -91,9 +95,18 @@ class SglangGenerateRequest(StrictModel):
     stream: bool | None = None
     rid: str | None = Field(None, min_length=1, max_length=128, description="For /abort_request")
     return_logprob: bool | None = None
+    logprob_start_len: int | None = Field(
+        None, ge=-1, le=2**31, description="First prompt token with a log-probability; -1 or unset: none has"
+    )
     top_logprobs_num: int | None = Field(None, ge=0, le=20)
     return_text_in_logprobs: bool | None = None
     priority: int | None = Field(None, ge=INT64_MIN, le=INT64_MAX)
+
+
+class SlotFile(StrictModel):
+    """Which file a slot's context is saved to, or restored from."""
+
+    filename: str | None = Field(None, description="Needed, but for erasing")
 
 
 class AbortRequest(StrictModel):

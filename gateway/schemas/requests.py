@@ -333,11 +333,12 @@ class TokenizeRequest(StrictModel):
     model: str | None = Field(None, max_length=MAX_LABEL_CHARACTERS)
     prompt: str | None = None
     content: str | None = Field(None, description="As `prompt`, in llama-server's API")
+    text: str | None = Field(None, description="As `content`, in Cohere's API")
     messages: Messages | None = None
     add_special_tokens: bool | None = Field(
         None,
         validation_alias=AliasChoices("add_special_tokens", "add_special"),
-        description="Unset: true for `prompt`, false for `content` and `messages`",
+        description="Unset: true for `prompt`, false for `content`, `text` and `messages`",
     )
     tools: list[dict[str, Any]] | None = Field(None, description="As in chat requests")
     tool_choice: str | dict[str, Any] | None = Field(None, description="As in chat requests")
@@ -358,7 +359,8 @@ class TokenizeRequest(StrictModel):
 
     @model_validator(mode="after")
     def _check_one(self) -> Self:
-        if sum(one is not None for one in (self.prompt, self.content, self.messages)) != 1:
+        given = (self.prompt, self.content, self.text, self.messages)
+        if sum(one is not None for one in given) != 1:
             raise param_error("prompt", "send exactly one of 'prompt' and 'messages'")
         return self
 

@@ -368,3 +368,10 @@ class ResponsesRequest(StrictModel):
     cache_salt: str | None = None
     keep_prefix_s: float | None = None
     prompt_cache_retention: Label | None = Field(None, description="As in chats")
+
+
+class InputTokensRequest(ResponsesRequest):
+    """A request whose input tokens are counted; nothing is stored."""
+
+    input: str | Items = Field(default_factory=list, description="As of a response")
+    store: bool | None = Field(False, description="No effect: nothing is stored")

@@ -302,6 +302,11 @@ class MarkedText:
     text: str
     mark: str = ""  # empty: nothing is marked
 
+    @property
+    def plain(self) -> str:
+        """The text without marks."""
+        return self.text.replace(self.mark, "") if self.mark else self.text
+
 
 @dataclass(frozen=True)
 class Conversation:

@@ -27,7 +27,7 @@ from gpu_service.device.stream import stream_of
 from gpu_service.layers.linear import PackedMaker, StoredWeight
 from gpu_service.loader.held import HeldWeights, KeptForm, KeptForms, ScaledForm, held_weights
 from gpu_service.loader.names import Target, expected_names, module_of, wanted_name
-from gpu_service.loader.packed_sources import PackedSource, keep_packed
+from gpu_service.loader.packed_sources import PackedSource, RoundedSource, keep_packed
 from gpu_service.loader.sources import (
     INTEGERS,
     LoadContext,
@@ -309,7 +309,7 @@ def _fill_all(
     """
     device = model.device
     threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
-    is_kept = any(isinstance(source, PackedSource) for _, source in work)
+    is_kept = any(isinstance(source, PackedSource | RoundedSource) for _, source in work)
     maker = _packed_maker(form, device) if is_kept else None
     sizes = {id(target): target.rows.size * rows[target.parameter] for target, _ in work}
     left = iter(sorted(work, key=lambda pair: -sizes[id(pair[0])]))
@@ -385,7 +385,7 @@ def _find(config: ModelConfig, parallel: ParallelContext, directory: str | Path,
         forms |= keep_stored_fp8(expected, sources)
     if form != "dequantised":
         rank = parallel.tp_rank, parallel.tp_size
-        forms |= keep_packed(expected, sources, rank, on_cpu=form == "packed")
+        forms |= keep_packed(expected, sources, rank, config.dtype, on_cpu=form == "packed")
     return _Found(expected, sources, forms)
 
 

@@ -228,12 +228,19 @@ def _quark_scheme(layer: Config) -> WeightScheme:
 
 def read_groups(config: Config) -> tuple[WeightScheme, ...]:
     """compressed-tensors, keys as its QuantizationArgs has them: one scheme per group, limited to its
-    targets.
+    targets; then the fp8 of `linear_fp8_config`, which SGLang and KTransformers read for other matrices.
     """
     groups = config.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise unsupported("config_groups", groups, "an object with at least one group")
-    return tuple(_compressed_group(config, group) for group in groups.values())
+    found = tuple(_compressed_group(config, group) for group in groups.values())
+    if config.get("linear_fp8_config") is None:
+        return found
+    linear = require_object(config, "linear_fp8_config")
+    # SGLang quantises layers while it loads where the method is missing; here weights stay as stored.
+    if linear.get("quant_method") != "fp8":
+        raise unsupported("linear_fp8_config.quant_method", linear.get("quant_method"), "fp8")
+    return (*found, *_fp8(linear))
 
 
 def _compressed_group(config: Config, group: Config) -> WeightScheme:

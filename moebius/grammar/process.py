@@ -27,10 +27,11 @@ from protos.engine_pb2 import Constraint
 # Processor time of one grammar, seconds: of those that others may wait for, and at most.
 QUICK_S, MOST_S = 0.05, 1.0
 TOO_SLOW = f"compiling it takes more than {MOST_S:g} s of processor time: make it smaller"
-NOT_IN_TIME = "compiling it did not end in time on this busy machine: make it smaller, or try again later"
+NOT_IN_TIME = "the process that compiles it does not answer: try again later"
 _MEMORY = 2**30  # bytes a grammar may take beyond what the process has when it starts
-_WALL_FACTOR = 20  # it may wait for a processor this much longer than it may use one
-_START_S = 120.0
+# A process that has not started or answered by then hangs. What compiling may cost is processor time alone,
+# which the kernel counts: on a busy machine the answer may come late.
+_HANGS_S = 120.0
 _TRIES = 2  # something else may have killed the process
 _REQUEST = struct.Struct("!dI")  # processor seconds, bytes of the constraint that follows
 # Processor seconds that it took, one of the three below, bytes of the text that follows.
@@ -66,7 +67,7 @@ class GrammarProcess:
         with self._lock:
             for _ in range(_TRIES):
                 try:
-                    kind, text = self._ask(_REQUEST.pack(cpu_s, len(data)) + data, cpu_s)
+                    kind, text = self._ask(_REQUEST.pack(cpu_s, len(data)) + data)
                 except TimeoutError:
                     self._end()
                     raise OverBudget(NOT_IN_TIME) from None
@@ -104,15 +105,14 @@ class GrammarProcess:
             self._is_up = False
         return self._channel
 
-    def _ask(self, message: bytes, cpu_s: float) -> tuple[int, str]:
+    def _ask(self, message: bytes) -> tuple[int, str]:
         """Returns the answer and its kind; ConnectionError when the process is gone, TimeoutError when it
         hangs.
         """
         channel = self._start()
         if not self._is_up:
-            channel.settimeout(_START_S)
+            channel.settimeout(_HANGS_S)
             self._is_up = _received(channel, 1) == _READY
-        channel.settimeout(max(cpu_s * _WALL_FACTOR, 5.0))
         channel.sendall(message)
         took_s, kind, length = _ANSWER.unpack(_received(channel, _ANSWER.size))
         self.spent_s += took_s

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from moebius.other_servers.name import OtherName, flag, fulfilled, refused, same
-from moebius.other_servers.vllm_sglang import BY_RANKS, KV_ON_DISK, LORA, NO_DRAFT_MODEL, OF_MODEL
+from moebius.other_servers.name import (
+    KEEP_ALIVE,
+    SEVERAL_MODELS,
+    OtherName,
+    flag,
+    fulfilled,
+    refused,
+    same,
+)
+from moebius.other_servers.vllm_sglang import BY_RANKS, LORA, NO_DRAFT_MODEL, OF_MODEL
 
 _DENSE = (
     "attention and dense layers are always on the GPU; experts as far as there is room, or as --gpu-layers"
 )
 _IN_RAM = "experts are packed into memory of the expert servers"
 _REUSE = "prefixes stay in the KV cache (--prefix-caching)"
-_ONE_MODEL = "one server serves one model: start another on another --port"
 _EFFORT = "reasoning_effort and chat_template_kwargs are fields of each request"
 _TOWER = "a tower in a file of its own is not read: give the checkpoint directory"
 _KERNELS = "attention of its family is computed by kernels that are chosen by GPU and sizes"
 _PINNED = "threads are pinned by NUMA node (--expert-threads, --numa-node), within the CPUs of the process"
 _NO_SHIFT = "an output ends where the context does (--max-model-len)"
 _REQUEST = "it is a field of each request"
+_TOOLS = "clients run the tools that a model calls; the page has those of --web-mcp-servers"
 _TOKENS = "max_tokens is a field of each request"
 # Keys and values have one type, of 8 bits or of the activations.
 _KV_TYPES = {
@@ -137,22 +145,23 @@ TABLE: dict[str, OtherName] = {
     "lora lora-scaled control-vector control-vector-scaled": refused(LORA),
     "rope-scaling rope-scale yarn-orig-ctx override-kv rope-freq-base rope-freq-scale": refused(OF_MODEL),
     "yarn-ext-factor yarn-attn-factor yarn-beta-fast yarn-beta-slow": refused(OF_MODEL),
-    "models-dir models-max models-preset": refused(_ONE_MODEL),
-    "models-autoload": refused(_ONE_MODEL, False),
-    "sleep-idle-seconds": refused("memory is freed when the server ends", idle="-1"),
-    "slot-save-path": refused(KV_ON_DISK),
+    "models-dir models-max models-preset": refused(SEVERAL_MODELS),
+    "models-autoload": fulfilled("a model of the configuration file is loaded by its first request"),
+    "no-models-autoload": refused("the first request of a model loads it", False),
+    "sleep-idle-seconds": same("sleep_after_s", **{"-1": "0"}),
+    "slot-save-path": same("slot_save_path"),
     "reranking rerank": fulfilled("the model scores texts beside writing them"),
     "pooling": refused("pooling is a field of each request of embeddings", idle="last"),
     "path ui-config webui-config": refused("the page at / is built in (--web-page)"),
-    "tools mcp-servers-config mcp-servers-json": refused("clients run the tools that a model calls"),
-    "agent ag": refused("clients run the tools that a model calls", False),
+    "tools mcp-servers-config mcp-servers-json": refused(_TOOLS),
+    "agent ag": refused(_TOOLS, False),
     "fit-print": refused("`moebius plan MODEL` prints what fits", False),
     "gpt-oss-20b-default gpt-oss-120b-default embd-gemma-default": refused("give MODEL", False),
     "fim-qwen-1.5b-default fim-qwen-3b-default fim-qwen-7b-default fim-qwen-30b-default": refused(
         "give MODEL", False
     ),
     # ollama run
-    "keepalive": refused(_ONE_MODEL, idle="-1"),
+    "keepalive": KEEP_ALIVE,
     "format": refused("response_format is a field of each request"),
     "hidethinking nowordwrap": refused("answers are shown by moebius chat", False),
     "insecure": refused("models are of the Hugging Face hub, or a path", False),

@@ -13,9 +13,19 @@ IDLE = frozenset({"", "0", "0.0", "false", "no", "off", "none", "null", "auto", 
 # What a number counts, where our setting counts something else: tokens of a KV cache, not pages; threads of
 # all expert servers, not of each; draft tokens and the token before them; or what it describes: tensors by
 # patterns of their names, not experts. An address has a host and a port.
-# A checkpoint that is MODEL's own asks for nothing; a list may be one in JSON.
+# A checkpoint that is MODEL's own asks for nothing; a list may be one in JSON. A negative time after which a
+# model is unloaded is never, as 0 is here.
 Unit = Literal[
-    "", "tokens", "threads", "mib", "draft_tokens_and_one", "tensors", "address", "checkpoint", "list"
+    "",
+    "tokens",
+    "threads",
+    "mib",
+    "draft_tokens_and_one",
+    "tensors",
+    "address",
+    "checkpoint",
+    "list",
+    "time",
 ]
 
 
@@ -71,3 +81,15 @@ def refused(instead: str, takes_value: bool = True, idle: str = "", many: bool =
     """Returns a name that something else does here, or nothing; `idle`: further values that ask for nothing,
     separated by spaces."""
     return OtherName(refusal=instead, takes_value=takes_value, idle=IDLE | set(idle.split()), many=many)
+
+
+SEVERAL_MODELS = (
+    "a configuration file with `models` serves several on one port, --max-loaded-models of them in memory of "
+    "GPUs at once (docs/sleep.md)"
+)
+# How long ollama keeps a model loaded after a request.
+KEEP_ALIVE = OtherName(
+    "sleep_after_s",
+    {"0": "!a model sleeps a time after its last request, not at once: --sleep-after-s"},
+    unit="time",
+)

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from moebius.config import MoebiusConfig
 from moebius.config.leaves import FALSE_WORDS, Leaf, explain, leaves
+from moebius.durations import seconds_of
 from moebius.errors import ConfigError
 from moebius.other_servers.setting_names import OtherName, field_name, other_name, other_variable
 from moebius.other_servers.tensor_overrides import resident_layers
@@ -236,6 +237,9 @@ class Translator:
         if setting.other.unit == "list" and setting.value.startswith("["):
             with contextlib.suppress(ValueError):
                 setting.value = ",".join(map(str, json.loads(setting.value)))
+        if setting.other.unit == "time":
+            with contextlib.suppress(ValueError):
+                setting.value = f"{max(0.0, seconds_of(setting.value)):g}"
         self._parts.append(setting)
 
     def _override(self, name: str, text: str) -> None:
@@ -316,10 +320,6 @@ class Translator:
                 setting.value = f"{int(setting.value) / 1024:g}"
         if "speculative_method" in self._refused_leaves - found.keys():
             found.pop("num_draft_tokens", None)
-        num_ranks = number("tensor_parallel_size", 1) * number("pipeline_parallel_size", 1)
-        if num_ranks > 1 and (offloaded := found.pop("kv_offload_gib", None)) is not None:
-            shown = f"{offloaded.name} {offloaded.value}".strip()
-            self.differ(shown, f"--kv-offload-gib is for engines of one rank, not of {num_ranks}")
         converted = found.get("expert_checkpoint")
         requantised = "expert_dtype" in found and found["expert_dtype"].value in ("int4", "int8")
         if converted is not None and requantised:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moebius.other_servers.name import OtherName, fulfilled, refused, same
+from moebius.other_servers.name import KEEP_ALIVE, SEVERAL_MODELS, OtherName, fulfilled, refused, same
 
 # Of libraries that compute here as there, or of the system: they stay where they are.
 LIBRARIES = (
@@ -46,7 +46,6 @@ OPENTELEMETRY = {
     "OTEL_TRACES_SAMPLER_ARG": "trace_sample_ratio",
 }
 _KERNELS = "kernels are chosen by GPU and sizes (--attention-backend, --small-all-reduce)"
-_ONE_MODEL = "one server serves one model, which stays loaded"
 # LLAMA_ARG_… are llama-server's options, of some with another name.
 LLAMA_ARGUMENTS = {
     "n-parallel": "parallel",
@@ -112,8 +111,8 @@ TABLE: dict[str, OtherName] = {
     ),
     "ollama-debug": OtherName("log_level", {"1": "debug", "true": "debug", "0": "info", "false": "info"}),
     "ollama-flash-attention": fulfilled("attention is always of that kind", takes_value=True),
-    "ollama-keep-alive": refused(_ONE_MODEL, idle="-1"),
-    "ollama-max-loaded-models": refused(_ONE_MODEL, idle="1"),
+    "ollama-keep-alive": KEEP_ALIVE,
+    "ollama-max-loaded-models": refused(SEVERAL_MODELS, idle="1"),
     "ollama-sched-spread": fulfilled("GPUs share every layer (--tensor-parallel-size)", takes_value=True),
     "ollama-models": refused("give a path, owner/name or owner/name:Q4_K_M as MODEL"),
     "ollama-load-timeout": refused("here --ready-timeout-s"),

@@ -132,7 +132,9 @@ TABLE: dict[str, OtherName] = {
     "mamba-full-memory-ratio max-mamba-cache-size swa-full-tokens-ratio": refused(_STATES),
     "disable-hybrid-swa-memory disable-hybrid-kv-cache-manager": refused(_STATES, False),
     "calculate-kv-scales": refused("keys and values are stored without scales", False),
-    "enable-sleep-mode enable-memory-saver": refused("memory is freed when the server ends", False),
+    "enable-sleep-mode enable-memory-saver": fulfilled(
+        "`moebius sleep`, POST /sleep and POST /release_memory_occupation give back the memory of GPUs"
+    ),
     # The model
     "expert-distribution-recorder-mode": OtherName("expert_recorder", {"stat_approx": "stat"}),
     "seed s": same("random_seed"),

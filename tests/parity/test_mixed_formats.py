@@ -84,6 +84,13 @@ MIXTURES: dict[str, Mixture] = {
             (r".*\.experts\.", "compressed_int4_g32"),
         ),
     ),
+    "linear_fp8_config": Mixture(
+        {
+            **groups(group("compressed_int4_g32", "Linear"), ignore=("lm_head",)),
+            "linear_fp8_config": MODEL_FORMATS["fp8_block"].config,
+        },
+        ((r".*\.experts\.", "compressed_int4_g32"), (r".*self_attn|.*shared_experts", "fp8_block")),
+    ),
     "two_group_sizes": Mixture(
         groups(
             group("compressed_int4_g128", "Linear"),

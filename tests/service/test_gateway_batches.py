@@ -418,6 +418,27 @@ def test_clients_come_first(tmp_path: Path) -> None:
                 stream.close()
 
 
+def test_counts_go_on_while_no_request_may_start(tmp_path: Path) -> None:
+    """What was answered is counted although the next request waits for a client's to leave room."""
+    first, rest = threading.Event(), threading.Event()
+    with agent_gateway(tmp_path, batch_dir=str(tmp_path / "b"), batch_requests=2) as gateway:
+        client, seen = client_of(gateway), gateway.engine.seen
+        gateway.engine.script = Script(held=first, held_from=0)
+        batch = created(client, jsonl([line(number) for number in range(4)]))
+        wait_until(lambda: len(seen.requests) == 2)
+        gateway.engine.script = Script(held=rest, held_from=0)
+        asked = {"model": MODEL, "messages": [MESSAGE]}
+        live = threading.Thread(target=lambda: httpx.post(f"{gateway.url}{CHAT}", json=asked, timeout=120))
+        live.start()
+        wait_until(lambda: len(seen.requests) == 3)
+        first.set()  # the third line takes the one place that is left, and the fourth waits
+        wait_until(lambda: client.batches.retrieve(batch.id).request_counts.completed == 2)
+        assert len(seen.requests) == 4
+        rest.set()
+        live.join()
+        assert finished(client, batch.id).request_counts.completed == 4
+
+
 def test_message_batches(gateway: AgentGateway) -> None:
     """Anthropic's client makes, lists, awaits, reads, cancels and deletes batches of messages."""
     client = anthropic.Anthropic(base_url=gateway.url, api_key="none", max_retries=0, timeout=60)

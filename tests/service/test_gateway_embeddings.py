@@ -164,6 +164,22 @@ def test_ollama_and_cohere_have_their_shapes(gateway: AgentGateway) -> None:
     )
 
 
+def test_coheres_inputs_tokens_and_key(gateway: AgentGateway) -> None:
+    """Inputs of parts are their texts; tokens have their strings; a key that is let in is right."""
+    parts = [{"content": [{"type": "text", "text": "The lazy"}, {"type": "text", "text": " dog"}]}]
+    found = post(gateway, "/v2/embed", model=MODEL, inputs=parts, input_type="search_query").json()
+    plain = post(gateway, "/v2/embed", model=MODEL, texts=["The lazy dog"]).json()
+    assert (found["embeddings"], found["texts"]) == (plain["embeddings"], ["The lazy dog"])
+    both = post(gateway, "/v2/embed", model=MODEL, texts=["x"], inputs=parts)
+    assert (both.status_code, "exactly one of 'texts' and 'inputs'" in both.text) == (400, True)
+    picture = [{"content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]
+    assert post(gateway, "/v2/embed", model=MODEL, inputs=picture).status_code == 400
+    tokens = post(gateway, "/v1/tokenize", model=MODEL, text="lazy dog").json()
+    assert len(tokens["tokens"]) == len(tokens["token_strings"])
+    assert "".join(tokens["token_strings"]) == "lazy dog"
+    assert post(gateway, "/v1/check-api-key").json() == {"valid": True}
+
+
 def test_heads_are_answered_like_gets(gateway: AgentGateway) -> None:
     """Status and headers without a body, on every path that has GET."""
     for path, status in (("/v1/models", 200), ("/health", 200), ("/nowhere", 404), ("/v1/embeddings", 405)):

@@ -67,7 +67,7 @@ def setup(running: Setup) -> Setup:
 @pytest.mark.parametrize(
     ("path", "hint"),
     [
-        ("/completions", "here POST /v1/completions"),
+        ("/api/create", "moebius pull"),
         ("/generate_stream", "/v1/chat/completions"),
         ("/start_profile", "moebius profile"),
     ],
@@ -76,8 +76,10 @@ def test_paths_of_other_servers_are_named(setup: Setup, path: str, hint: str) ->
     """A client of another server reads where its request belongs."""
     answer = httpx.post(f"{setup.url}{path}", json={})
     assert answer.status_code == 404
-    assert answer.json()["error"]["message"].startswith(f"unknown path: POST {path}; ")
-    assert hint in answer.json()["error"]["message"]
+    error = answer.json()["error"]
+    message = error if isinstance(error, str) else error["message"]
+    assert message.startswith(f"unknown path: POST {path}; ")
+    assert hint in message
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,28 @@ def test_llama_servers_facts(gateway: AgentGateway) -> None:
     assert [slot["is_processing"] for slot in slots] == [True, True, True, False]
     tokens = post(gateway, "/tokenize", content="lazy dog").json()["tokens"]
     assert post(gateway, "/detokenize", tokens=tokens).json()["content"] == "lazy dog"
+    messages = [{"role": "user", "content": "lazy <|end|> dog"}]
+    prompt = post(gateway, "/apply-template", messages=messages).json()["prompt"]
+    assert prompt == "<|start|>user\nlazy <|end|> dog<|end|>\n<|start|>assistant\n"
+    assert httpx.get(f"{gateway.url}/lora-adapters").json() == []
+    assert httpx.get(f"{gateway.url}/models").json() == httpx.get(f"{gateway.url}/v1/models").json()
+
+
+def test_llama_servers_paths_without_a_version(gateway: AgentGateway) -> None:
+    """Chats as OpenAI's, completions and embeddings in its own shapes."""
+    messages = [{"role": "user", "content": "hi"}]
+    chat = post(gateway, "/chat/completions", messages=messages, temperature=0).json()
+    assert chat["choices"][0]["message"]["content"] == GREEDY
+    text = post(gateway, "/completions", prompt="The fox", n_predict=40, temperature=0).json()
+    assert text["content"] == GREEDY
+    found = post(gateway, "/embedding", content="The fox").json()
+    several = post(gateway, "/embeddings", input=["A dog", "The fox"], embd_normalize=-1).json()
+    assert [item["index"] for item in several] == [0, 1]
+    ((unit,),) = ([item["embedding"][0]] for item in found)
+    plain = several[1]["embedding"][0]
+    norm = sum(value * value for value in plain) ** 0.5
+    assert unit == pytest.approx([value / norm for value in plain], abs=1e-6)
+    assert "content" in post(gateway, "/embedding", text="x").json()["error"]["message"]
 
 
 def test_sglangs_generate(gateway: AgentGateway) -> None:
@@ -128,6 +150,60 @@ def test_sglangs_generate(gateway: AgentGateway) -> None:
     assert wrong["param"] == "sampling_params.temperature"
 
 
+def test_sglangs_prompts_are_scored(gateway: AgentGateway) -> None:
+    """Log-probabilities of the prompt from `logprob_start_len` on, for each prompt its own count; without new
+    tokens there is no output, as in SGLang's `select`."""
+    asked = {"sampling_params": {"max_new_tokens": 0, "temperature": 0}, "return_logprob": True}
+    scored = {**asked, "top_logprobs_num": 2, "return_text_in_logprobs": True, "logprob_start_len": 1}
+    one = post(gateway, "/generate", input_ids=[5, 6, 7], **scored).json()
+    meta = one["meta_info"]
+    assert (one["text"], one["output_ids"], meta["output_token_logprobs"]) == ("", [], [])
+    assert [(value, token) for value, token, _ in meta["input_token_logprobs"]] == [(-0.5, 6), (-0.5, 7)]
+    assert [len(top) for top in meta["input_top_logprobs"]] == [2, 2]
+    assert isinstance(meta["input_token_logprobs"][0][2], str)
+    whole = post(gateway, "/generate", input_ids=[5, 6, 7], **asked, logprob_start_len=0).json()
+    assert whole["meta_info"]["input_token_logprobs"][0] == [None, 5, None]
+    unscored = post(gateway, "/generate", input_ids=[5, 6, 7], **asked, logprob_start_len=-1).json()
+    assert unscored["meta_info"]["input_token_logprobs"] == []
+    several = post(gateway, "/generate", input_ids=[[5, 6], [5, 6, 7, 8]], **scored).json()
+    counts = [
+        (item["meta_info"]["prompt_tokens"], len(item["meta_info"]["input_token_logprobs"]))
+        for item in several
+    ]
+    assert counts == [(2, 1), (4, 3)]
+    with_output = asked | {"sampling_params": {"max_new_tokens": 3, "temperature": 0, "n": 2}}
+    both = post(gateway, "/generate", input_ids=[5, 6, 7], **with_output, logprob_start_len=0).json()
+    lengths = [
+        (len(item["meta_info"]["input_token_logprobs"]), len(item["meta_info"]["output_token_logprobs"]))
+        for item in both
+    ]
+    assert lengths == [(3, 3), (3, 3)]
+    streamed = {"input_ids": [5, 6, 7], "stream": True, "return_logprob": True, "logprob_start_len": 1}
+    *_, last, _ = events(post(gateway, "/generate", **streamed))
+    assert len(last["meta_info"]["input_token_logprobs"]) == 2
+    refused = post(gateway, "/generate", **streamed, top_logprobs_num=1)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "logprob_start_len")
+    bench = post(gateway, "/generate", text="x", stream=True, return_logprob=False, logprob_start_len=-1)
+    assert events(bench)[-1] == "[DONE]"
+
+
+def test_sglangs_facts(gateway: AgentGateway) -> None:
+    """Model, server and load, each under its older and newer path; embeddings of one text and of several."""
+    found = {}
+    for path in ("get_model_info", "model_info", "get_server_info", "server_info", "get_load"):
+        found[path] = httpx.get(f"{gateway.url}/{path}", timeout=60).json()
+    assert found["model_info"] == found["get_model_info"]
+    assert (found["model_info"]["is_generation"], found["model_info"]["model_type"]) == (True, "qwen3_moe")
+    server = found["server_info"]
+    assert (server["served_model_name"], server["context_length"], server["status"]) == (MODEL, 4096, "ready")
+    assert server["internal_states"][0]["effective_max_running_requests_per_dp"] == 4
+    assert found["get_load"][0]["num_reqs"] >= found["get_load"][0]["num_waiting_reqs"]
+    one = post(gateway, "/encode", text="The fox").json()
+    several = post(gateway, "/encode", text=["The fox", "A dog"]).json()
+    assert (one["embedding"], one["meta_info"]["prompt_tokens"] > 0) == (several[0]["embedding"], True)
+    assert len(several) == 2
+
+
 def test_sglangs_calls_about_the_server(gateway: AgentGateway) -> None:
     """A request is aborted by its client's id for it; the cache is dropped; a probe makes one token."""
     post(gateway, "/generate", text="x", rid="mine", sampling_params={"max_new_tokens": 1})
@@ -138,6 +214,7 @@ def test_sglangs_calls_about_the_server(gateway: AgentGateway) -> None:
     assert post(gateway, "/abort_request", abort_all=True).status_code == 400
     assert post(gateway, "/flush_cache").json() == {"success": True, "freed_tokens": 16}
     assert httpx.get(f"{gateway.url}/flush_cache", timeout=60).json()["success"] is True
+    assert httpx.post(f"{gateway.url}/reset_prefix_cache", timeout=60).status_code == 200  # vLLM's
     assert httpx.get(f"{gateway.url}/health_generate").status_code == 200
     assert gateway.engine.seen.requests[-1].sampling_params.max_tokens == 1
     gateway.engine.script = Script(error_message="broken")

@@ -233,6 +233,26 @@ def test_pages_of_input_items(gateway: AgentGateway) -> None:
         assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
+def test_input_tokens_are_counted(gateway: AgentGateway, client: openai.OpenAI) -> None:
+    """The count is what the engine gets for the same request, with the stored response before it; counting
+    sends nothing to the engine."""
+    first = client.responses.create(model=MODEL, input="Tell me.")
+    gateway.engine.reset()
+    asked: dict[str, Any] = {
+        "input": [{"role": "user", "content": "More."}],
+        "instructions": "Brief.",
+        "tools": [WEATHER, PATCH],
+        "previous_response_id": first.id,
+    }
+    counted = client.responses.input_tokens.count(model=MODEL, **asked)
+    assert (counted.object, gateway.engine.seen.requests) == ("response.input_tokens", [])
+    client.responses.create(model=MODEL, **asked)
+    sent = gateway.engine.seen.requests[0].tokenized.input_ids
+    assert counted.input_tokens == len(sent) > 0
+    with pytest.raises(openai.NotFoundError, match="resp_none"):
+        client.responses.input_tokens.count(model=MODEL, input="x", previous_response_id="resp_none")
+
+
 def test_nothing_is_stored(tmp_path_factory: pytest.TempPathFactory) -> None:
     """With nothing to be stored, responses say so, and none is found."""
     with agent_gateway(tmp_path_factory.mktemp("none"), stored_responses=0) as gateway:

@@ -148,8 +148,24 @@ MENDED = [
     ("vllm serve m --enforce-eager=false --enable-lora=false", "m", []),
     (
         'ollama run o/n:Q4_K_M --verbose --keepalive 1h --format json --think=high "Why?"',
+        "o/n:Q4_K_M --sleep-after-s 3600.0 --port 11434",
+        ["--verbose", "--think=high", "'Why?'", "--format"],
+    ),
+    ("vllm serve m --enable-sleep-mode", "m", []),
+    ("sglang serve --model-path m --enable-memory-saver", "m --port 30000", []),
+    ("llama-server -m m.gguf --sleep-idle-seconds -1", "m.gguf --sleep-after-s 0.0 --port 8080", []),
+    ("OLLAMA_KEEP_ALIVE=-1m ollama run o/n:Q4_K_M", "o/n:Q4_K_M --sleep-after-s 0.0 --port 11434", []),
+    ("OLLAMA_KEEP_ALIVE=1h30m ollama run o/n:Q4_K_M", "o/n:Q4_K_M --sleep-after-s 5400.0 --port 11434", []),
+    ("OLLAMA_KEEP_ALIVE=0 ollama run o/n:Q4_K_M", "o/n:Q4_K_M --port 11434", ["OLLAMA_KEEP_ALIVE"]),
+    (
+        "OLLAMA_MAX_LOADED_MODELS=3 ollama run o/n:Q4_K_M --keepalive soon",
         "o/n:Q4_K_M --port 11434",
-        ["--verbose", "--think=high", "'Why?'", "--keepalive", "--format"],
+        ["OLLAMA_MAX_LOADED_MODELS", "--sleep-after-s"],
+    ),
+    (
+        "llama-server -m m.gguf --models-dir d --models-max 2 --models-autoload --no-models-autoload",
+        "m.gguf --port 8080",
+        ["--models-dir", "--models-max", "--no-models-autoload"],
     ),
     ("nohup vllm serve m --port 81 > vllm.log 2>&1 &", "m --port 81", []),
     ("vllm serve m | tee log", "m", []),
@@ -158,8 +174,8 @@ MENDED = [
 
 @pytest.mark.parametrize(("line", "ours", "differs"), MENDED)
 def test_what_was_ignored_or_refused_for_another_reason(line: str, ours: str, differs: list[str]) -> None:
-    """Caches below the KV cache, short and JSON spellings, flags with a value, requests of `ollama run`, and
-    what is the shell's."""
+    """Caches below the KV cache, short and JSON spellings, flags with a value, requests of `ollama run`,
+    sleep, several models, and what is the shell's."""
     words, found = translate_command(shlex.split(line), serve_options(), lambda: SOCKETS)
     assert shlex.join(words) == f"moebius serve {ours}"
     assert names(found.differences) == differs

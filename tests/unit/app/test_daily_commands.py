@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from app.commands.daily import age
+from app.server_address import server_url
 from app.supervisor.runfile import start_ticks
 from app.supervisor.running_systems import chosen_system, running_systems
 from moebius.errors import UserError
@@ -67,6 +68,10 @@ def test_running_servers_are_listed_and_stopped(tmp_path: Path) -> None:
             for wanted, said in (("", "several servers run here"), ("83", "no such server runs here")):
                 with pytest.raises(UserError, match=said):
                     chosen_system(found, wanted)
+            for wanted, url in (("82", found[1].url), ("m81", found[0].url), ("http://h:1", "http://h:1")):
+                assert server_url(wanted, tmp_path) == url
+            with pytest.raises(UserError, match="several servers run here, name one by its port"):
+                server_url("", tmp_path)
             status, out, _ = moebius("ps", "--state-dir", str(tmp_path))
             assert (status, [line.split()[:3] for line in out.splitlines()[1:]]) == (
                 0,
@@ -78,6 +83,8 @@ def test_running_servers_are_listed_and_stopped(tmp_path: Path) -> None:
             status, out, err = moebius("stop", "82", "--state-dir", str(tmp_path))
             assert (status, out) == (0, f"m82 (pid {second.pid}) has ended\n"), err
             assert first.poll() is None
+            assert server_url("", tmp_path) == "http://127.0.0.1:81"
+            assert server_url("", tmp_path / "empty") == "http://127.0.0.1:8000"
             assert moebius("stop", "--state-dir", str(tmp_path))[0] == 0
             status, _, err = moebius("stop", "--state-dir", str(tmp_path))
             assert (status, "nothing runs here" in err) == (2, True)
@@ -87,7 +94,8 @@ def test_running_servers_are_listed_and_stopped(tmp_path: Path) -> None:
 
 
 def test_downloaded_models_are_listed_and_deleted(tmp_path: Path) -> None:
-    """The hub's own cache; nothing is deleted without a yes, nor what was not named."""
+    """The hub's own cache; nothing is deleted without a yes, while it is served, nor what was not
+    named."""
     for name, file in (("models--a--one", "model.safetensors"), ("models--b--two", "README.md")):
         snapshot = tmp_path / name / "snapshots" / ("0" * 40)
         snapshot.mkdir(parents=True)
@@ -101,12 +109,23 @@ def test_downloaded_models_are_listed_and_deleted(tmp_path: Path) -> None:
     status, out, _ = moebius("list", cache=tmp_path)
     assert status == 0
     lines = {line.split()[0]: line for line in out.splitlines()}
-    assert "0.00 GB" in lines["a/one"]
+    assert "3.0 MB" in lines["a/one"]
     assert "no weights that can be served" in lines["b/two"]
     assert "no weights" not in lines["a/one"]
     assert "'a/other' is not downloaded; downloaded: " in moebius("rm", "a/other", "-y", cache=tmp_path)[2]
     assert "--yes does not ask" in moebius("rm", "a/one", cache=tmp_path)[2]
-    assert moebius("rm", "a/one", "--yes", cache=tmp_path) == (0, "a/one: 0.00 GB deleted\n", "")
+    with subprocess.Popen(["sleep", "600"]) as serving:
+        state = tmp_path / "state"
+        state.mkdir()
+        system(state, 81, serving.pid, start_ticks(serving.pid))
+        model = tmp_path / "models--a--one" / "snapshots" / ("0" * 40)
+        settings = f"model: {{model: {model}}}\ngateway: {{port: 81}}\n"
+        (state / "serve-81" / "gateway.yaml").write_text(settings)
+        refused = moebius("rm", "a/one", "--yes", "--state-dir", str(state), cache=tmp_path)
+        serving.kill()
+    served = "a/one is served at http://127.0.0.1:81: end that first, with moebius stop"
+    assert refused == (2, "", f"moebius: error: {served}\n")
+    assert moebius("rm", "a/one", "--yes", cache=tmp_path) == (0, "a/one: 3.0 MB deleted\n", "")
     assert sorted(path.name for path in tmp_path.glob("models--*")) == ["models--b--two"]
     assert moebius("list", cache=tmp_path / "nowhere")[1].splitlines() == ["NAME  SIZE  LAST USED"]
 

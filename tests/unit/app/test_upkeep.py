@@ -13,6 +13,7 @@ import typer
 from app.commands import upkeep
 from app.disk_use import used_bytes
 from app.installation import Installation, Wheel, installation, read_wheel, update_command
+from app.sizes import size
 from moebius.errors import UserError
 
 TAG = f"cp{sys.version_info.major}{sys.version_info.minor}"
@@ -152,4 +153,4 @@ def test_sizes_are_those_on_disk_and_count_once(tmp_path: Path) -> None:
 )
 def test_sizes_have_decimal_units(nbytes: int, said: str) -> None:
     """They are those of `moebius list` and of disks."""
-    assert upkeep.size(nbytes) == said
+    assert size(nbytes) == said

@@ -138,6 +138,19 @@ INT8 = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
         ("int8", compressed(INT8, "int-quantized", {"num_bits": 8, "dynamic": False}), "dynamic is False"),
         ("nvfp4", {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo is 'W4A8_AWQ'"),
         ("int8", {"quant_method": "compressed-tensors", "config_groups": {}}, "config_groups is {}"),
+        (
+            "compressed_int4_g32",
+            {**compressed(INT4, "pack-quantized"), "linear_fp8_config": {"weight_block_size": [128, 128]}},
+            "linear_fp8_config.quant_method is None; allowed: fp8",
+        ),
+        (
+            "compressed_int4_g32",
+            {
+                **compressed(INT4, "pack-quantized"),
+                "linear_fp8_config": {"quant_method": "fp8", "weight_block_size": [128]},
+            },
+            "weight_block_size is [128]; allowed: [rows, columns]",
+        ),
     ],
 )
 def test_unknown_schemes_are_named(

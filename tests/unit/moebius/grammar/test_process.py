@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 
 import psutil
 import pytest
 
 from moebius.grammar.compile import GrammarCheck, GrammarError, OverBudget, compiled
-from moebius.grammar.process import QUICK_S, BudgetedCompiler, GrammarProcess
+from moebius.grammar.process import _HANGS_S, QUICK_S, BudgetedCompiler, GrammarProcess
 from protos.engine_pb2 import Choice, Constraint
 from tests.helpers.constraints import new_compiler
 from tests.helpers.heavy_grammars import heavy_gbnf
@@ -68,6 +69,30 @@ def test_a_grammar_that_takes_long_is_refused() -> None:
                 process.compiled(HEAVY, QUICK_S)
             process.compiled(LIGHT[0])
         assert process._process == started
+    finally:
+        process.close()
+
+
+def test_waiting_for_a_processor_costs_nothing() -> None:
+    """A grammar is refused for the processor time that it takes, never for the time in which the process had
+    no processor: what is stopped for longer than any budget allows is compiled once it goes on."""
+    process = GrammarProcess()
+    try:
+        process.compiled(LIGHT[0])
+        assert process._channel is not None
+        assert process._process is not None
+        # Waiting for an answer has one limit, which is for processes that hang, whatever the budget is.
+        limits = set()
+        for cpu_s in (QUICK_S, 1.0):
+            process.compiled(LIGHT[0], cpu_s)
+            limits.add(process._channel.gettimeout())
+        assert limits == {_HANGS_S}
+        compiling = psutil.Process(process._process).children()[0]
+        compiling.suspend()
+        resumed = threading.Timer(10 * QUICK_S, compiling.resume)
+        resumed.start()
+        assert process.compiled(LIGHT[1], QUICK_S) == compiled(LIGHT[1])
+        resumed.join()
     finally:
         process.close()
 
