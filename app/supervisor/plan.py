@@ -378,7 +378,8 @@ def _shared_settings(config: MoebiusConfig, directory: Path, num_experts: int) -
     )
     gpu_address = _socket(directory, "gpu")
     kept = config.gpu.kv_offload_dir or str(directory)
-    config = _replace(config, "gpu", gpu_address=gpu_address, kv_offload_dir=kept)
+    head = _absolute(config.gpu.speculative_model)
+    config = _replace(config, "gpu", gpu_address=gpu_address, kv_offload_dir=kept, speculative_model=head)
     config = _replace(config, "parallel", rank=0, rank_address=rank_address(config))
     config = _replace(
         config,

@@ -82,6 +82,7 @@ from gpu_service.parallel.group import RankGroup
 from gpu_service.parallel.join import join_group
 from gpu_service.scheduler.scheduler import Scheduler
 from moebius.config import MoebiusConfig
+from moebius.experts.rank_division import with_expert_split
 from moebius.grammar.process import BudgetedCompiler
 from moebius.models.config import ModelConfig
 from moebius.models.registry import family_of
@@ -101,7 +102,7 @@ def build_engine(
     On a GPU everything happens on the stream that steps run on later: what torch's allocator holds belongs
     to the stream it was made on.
     """
-    config = with_drafts(config)
+    config = with_expert_split(with_drafts(config))
     device = prepare_process(config)
     identity = read_identity(config)
     model_config = read_served_model(config)

@@ -186,6 +186,12 @@ class ResidualStream:
             self._pending = None
         return self._total
 
+    def copied(self) -> torch.Tensor:
+        """Returns the sum `[T, N]` in memory of its own; the addition that waits goes on waiting."""
+        if self._pending is None:
+            return self._total.clone()
+        return (self._total + self._pending).to(self._total.dtype)
+
     def restart(self, total: torch.Tensor, update: torch.Tensor, kept: float, added: float) -> None:
         """The stream becomes `kept * total + added * update`, both `[T, H]`, whose memory is its own now."""
         self._total = total if kept == 1.0 else total.mul_(kept)

@@ -9,7 +9,7 @@ own `forward`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -112,12 +112,17 @@ class HostRuns:
     """Which of a stage's layers are computed together, once it is known what they attend with."""
 
     def __init__(
-        self, layers: Sequence[nn.Module], first_layer: int, rotary_of: Sequence[int | None]
+        self,
+        layers: Sequence[nn.Module],
+        first_layer: int,
+        rotary_of: Sequence[int | None],
+        begins: Collection[int] = (),
     ) -> None:
         """`layers`: those that every token passes, from number `first_layer` on; `rotary_of`: by number, the
-        index of its rotary table.
+        index of its rotary table; `begins`: layers before which a run ends, because the stream is read there.
         """
         self._layers, self._first_layer, self._rotary_of = layers, first_layer, rotary_of
+        self._begins = begins
         self._attention: CpuAttention | None = None
         self._states: StateSlots | None = None
         self._runs: Mapping[int, HostLayers] = _NONE
@@ -152,6 +157,8 @@ class HostRuns:
         layers: list[DecoderLayer] = []
         sights: list[Sight] = []
         for number, layer in enumerate(self._layers[begin - self._first_layer :], begin):
+            if weights and number in self._begins:
+                break
             mixer = layer.host_mixer if isinstance(layer, DecoderLayer) else None
             if mixer is None:
                 break

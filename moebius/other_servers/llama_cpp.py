@@ -11,7 +11,7 @@ from moebius.other_servers.name import (
     refused,
     same,
 )
-from moebius.other_servers.vllm_sglang import BY_RANKS, LORA, NO_DRAFT_MODEL, OF_MODEL
+from moebius.other_servers.vllm_sglang import LORA, NO_DRAFT_MODEL, OF_MODEL
 
 _DENSE = (
     "attention and dense layers are always on the GPU; experts as far as there is room, or as --gpu-layers"
@@ -88,7 +88,7 @@ TABLE: dict[str, OtherName] = {
     ),
     "n-cpu-ffn ncffn": refused("attention and dense layers are always on the GPU"),
     "tensor-split ts": refused("GPUs share every layer evenly (--tensor-parallel-size)"),
-    "split-mode sm": refused(BY_RANKS),
+    "split-mode sm": refused("here --tensor-parallel-size or --pipeline-parallel-size"),
     "main-gpu mg dev": refused("CUDA_VISIBLE_DEVICES says which GPUs are used; --device takes cpu or cuda"),
     "list-devices": refused("`moebius topology` and `moebius doctor` say what is there", False),
     "batch-size b": fulfilled(
