@@ -179,7 +179,7 @@ def make_notes(
     if not has_weights(config.model.model):
         notes.append("no files of weights are there: types and formats are what config.json says")
         if config.model.dense_weights == "keep":
-            notes.append("dense_weights keep: which layers are stored in fp8 is not known, they count whole")
+            notes.append("dense_weights keep: which layers are quantised is not known, they count whole")
     assumed = [name for name, origin in hardware.origin.items() if origin == "assumed"]
     if assumed:
         notes.append(f"assumed: {', '.join(assumed)}; --measure measures here, options say otherwise")

@@ -19,9 +19,12 @@ from gpu_service.device.stream import own_pages
 from gpu_service.layers.rank_weights import RankWeights, empty_parameter
 from gpu_service.ops.linear import GROUP, add_norm_linear, can_pack, fp8_linear, linear, pack_weight
 from gpu_service.ops.packed_weight import PackedPart, PackedWeight, packed_bytes
+from gpu_service.ops.panel_weight import PanelWeight
 from moebius import _kernels
 from moebius.models.layers.recurrent import GatedDeltaNet
 
+# What computes with kept weights.
+PackedMaker = _kernels.DenseThreads | torch.device
 # A weight as `_kernels.DecoderLayers` multiplies by it, the address of its bias, 0: none, and that of the
 # order of its outputs, 0: as they are stored.
 Projection = tuple[_kernels.DenseMatrix, int, int]
@@ -63,7 +66,7 @@ class ReadsSeam(Protocol):
 
 
 class StoredWeight(nn.Module):
-    """A module with one `weight` `[rows, columns]` that a CPU can use in the checkpoint's own format.
+    """A module with one `weight` `[rows, columns]` that can be used in the checkpoint's own format.
 
     Kept so, the parameter is the packed memory, uint8 `[bytes]`, and `packed` what computes with it.
     """
@@ -74,19 +77,29 @@ class StoredWeight(nn.Module):
         self.weight_shape = self.weight.shape
         # Of a weight that is kept: its parts, and the whole once it has memory.
         self.packed_parts: tuple[PackedPart, ...] = ()
-        self.packed: PackedWeight | None = None
+        self.packed: PackedWeight | PanelWeight | None = None
+        self._weight_dtype = self.weight.dtype
 
     def keep_packed(self, parts: tuple[PackedPart, ...]) -> None:
         """Hold the weight as parts in stored formats; the loader calls this before it gives memory."""
         self.packed_parts = parts
         self.weight = empty_parameter(packed_bytes(self.weight_shape[1], parts), dtype=torch.uint8)
 
-    def make_packed(self, threads: _kernels.DenseThreads) -> PackedWeight:
-        """Returns the kept weight, which gets memory at the first call."""
-        if self.packed is None:
+    def make_packed(self, maker: PackedMaker) -> PackedWeight | PanelWeight:
+        """Returns the kept weight, which gets memory at the first call.
+
+        `maker`: threads of a CPU that will compute with it, or the device that will.
+        """
+        if self.packed is not None:
+            return self.packed
+        columns = self.weight_shape[1]
+        if isinstance(maker, torch.device):
+            self.packed = PanelWeight(columns, self.packed_parts, maker, self._weight_dtype)
+            self.weight = self.packed.memory
+        else:
             memory = own_pages(self.weight.shape, torch.uint8)
             self.weight = nn.Parameter(memory, requires_grad=False)
-            self.packed = PackedWeight(threads, self.weight_shape[1], self.packed_parts, memory)
+            self.packed = PackedWeight(maker, columns, self.packed_parts, memory)
         return self.packed
 
 
@@ -107,7 +120,8 @@ class Linear(StoredWeight):
         # Of a weight kept in 8 bits; its first column is this one of its group.
         self.weight_scales: nn.Parameter | None = None
         self._first_column = 0
-        # Of a kept weight, filled by `pack`: the bias in float32, and the order of outputs where it differs.
+        # Of a kept weight, filled by `pack`: the bias, on a CPU in float32, and the order of outputs where it
+        # differs.
         self._wide_bias: torch.Tensor | None = None
         self._output_order: torch.Tensor | None = None
 
@@ -125,8 +139,8 @@ class Linear(StoredWeight):
 
     @property
     def projection(self) -> Projection | None:
-        """The kept weight, its bias and the order of its outputs; None: it is not kept."""
-        if self.packed is None:
+        """The weight that a CPU keeps, its bias and the order of its outputs; None: there is none."""
+        if not isinstance(self.packed, PackedWeight):
             return None
         parts = self._wide_bias, self._output_order
         bias, order = (0 if part is None else part.data_ptr() for part in parts)
@@ -153,7 +167,7 @@ class Linear(StoredWeight):
         order; of a kept weight products are ordered.
         """
         if self._order is not None and self.packed is not None:
-            self._output_order = torch.tensor(self._order)
+            self._output_order = torch.tensor(self._order, device=self.weight.device)
         elif self._order is not None:
             for name, rows in list(self.named_parameters(recurse=False)):
                 # As bytes where it can be, because torch indexes no 8-bit floats.
@@ -162,7 +176,9 @@ class Linear(StoredWeight):
                 setattr(self, name, nn.Parameter(ordered, requires_grad=False))
         if self.packed is not None:
             self.packed.calibrate()
-            self._wide_bias = None if self.bias is None else self.bias.float()
+            # On a GPU the parameter itself: kernels convert it, and it was there long before they begin.
+            widens = self.bias is not None and isinstance(self.packed, PackedWeight)
+            self._wide_bias = self.bias.float() if widens and self.bias is not None else self.bias
         elif can_pack(self.weight):
             self.weight = nn.Parameter(pack_weight(self.weight), requires_grad=False)
 
@@ -182,7 +198,7 @@ class RowParallelLinear(Linear):
 
     @property
     def projection(self) -> Projection | None:
-        """As `Linear.projection`; None also where what it computes is a part of a sum over ranks."""
+        """Returns `Linear.projection`; None also where what it computes is a part of a sum over ranks."""
         return super().projection if self._num_ranks == 1 else None
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:

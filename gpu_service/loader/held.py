@@ -56,7 +56,7 @@ class Fp8Form:
 
 @dataclass(frozen=True, slots=True)
 class PackedForm:
-    """Packed formats of a CPU that hold what is stored."""
+    """Packed formats that hold what is stored."""
 
     parts: tuple[PackedPart, ...]
 

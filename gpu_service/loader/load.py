@@ -24,7 +24,7 @@ from gpu_service.core.parallel import SOLO, ParallelContext
 from gpu_service.core.partition import stage_layers
 from gpu_service.device import dtype_name
 from gpu_service.device.stream import stream_of
-from gpu_service.layers.linear import StoredWeight
+from gpu_service.layers.linear import PackedMaker, StoredWeight
 from gpu_service.loader.held import HeldWeights, KeptForm, KeptForms, ScaledForm, held_weights
 from gpu_service.loader.names import Target, expected_names, module_of, wanted_name
 from gpu_service.loader.packed_sources import PackedSource, RoundedSource, keep_packed
@@ -241,17 +241,17 @@ def _parts(
         ) from error
 
 
-# What becomes of quantised weights of dense layers: values in the parameters' type; or those in fp8 stay so,
-# as `ops.linear.fp8_linear` has them; or all stay that a packed format holds exactly, on a CPU.
-DenseForm = Literal["dequantised", "fp8", "packed"]
+# What becomes of quantised weights of dense layers: values in the parameters' type; or all stay that a packed
+# format holds exactly, on a CPU with those in bfloat16, or as panels of a GPU, fp8 as `ops.linear.fp8_linear`
+# has it.
+DenseForm = Literal["dequantised", "packed", "panels"]
 
 
 def dense_form(chosen: ModelConfigSection, device: torch.device) -> DenseForm:
     """Returns what `dense_weights` means for a model on a device; one on "meta" is planned for a GPU."""
-    on_cpu = device.type == "cpu"
-    if chosen.dense_weights == "dequantise" or (chosen.dense_weights == "auto" and not on_cpu):
+    if chosen.dense_weights == "dequantise":
         return "dequantised"
-    return "packed" if on_cpu else "fp8"
+    return "packed" if device.type == "cpu" else "panels"
 
 
 def load_weights(model: CausalLM, directory: str | Path, form: DenseForm = "dequantised") -> None:
@@ -268,7 +268,7 @@ def load_weights(model: CausalLM, directory: str | Path, form: DenseForm = "dequ
     rows = {target.parameter: _row_bytes(model, target) for target, _ in work}
     weights = sum(target.rows.size * rows[target.parameter] for target, _ in work)
     with phase("loading dense weights", weights, "GB") as progress:
-        _fill_all(work, model, rows, progress)
+        _fill_all(work, model, rows, form, progress)
     _check_no_meta(model)
     loaded_bytes = _held_bytes(model)
     with phase("packing dense weights"):
@@ -292,8 +292,17 @@ def _row_bytes(model: CausalLM, target: Target) -> int:
     return parameter[:1].nbytes
 
 
+def _packed_maker(form: DenseForm, device: torch.device) -> PackedMaker:
+    """Returns what computes with kept weights of a form."""
+    return device if form == "panels" else host_kernels.dense_threads(torch.get_num_threads())
+
+
 def _fill_all(
-    work: Sequence[tuple[Target, WeightSource]], model: CausalLM, rows: Mapping[str, int], progress: Progress
+    work: Sequence[tuple[Target, WeightSource]],
+    model: CausalLM,
+    rows: Mapping[str, int],
+    form: DenseForm,
+    progress: Progress,
 ) -> None:
     """Largest first, a tensor per thread: they decode and round. Raises what a thread raises.
 
@@ -302,14 +311,14 @@ def _fill_all(
     device = model.device
     threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
     is_kept = any(isinstance(source, PackedSource | RoundedSource) for _, source in work)
-    dense_threads = host_kernels.dense_threads(torch.get_num_threads()) if is_kept else None
+    maker = _packed_maker(form, device) if is_kept else None
     sizes = {id(target): target.rows.size * rows[target.parameter] for target, _ in work}
     left = iter(sorted(work, key=lambda pair: -sizes[id(pair[0])]))
     lock, active = threading.Lock(), stream_of(device)
 
     def fill_some(workers: ThreadPoolExecutor) -> None:
         with active(), SliceReader() as reader:
-            context = LoadContext(reader, partial(module_of, model), workers, threads, dense_threads)
+            context = LoadContext(reader, partial(module_of, model), workers, threads, maker)
             while True:
                 with lock:
                     item = next(left, None)
@@ -379,10 +388,11 @@ def _find(config: ModelConfig, parallel: ParallelContext, directory: str | Path,
     sources = find_sources(index.directory, present, own, read_schemes(directory))
     if apart:
         sources |= find_sources(Path(config.draft_model), of_head, apart, ())
-    if form == "fp8":
+    if form == "panels":
         forms |= keep_stored_fp8(expected, sources)
-    elif form == "packed":
-        forms |= keep_packed(expected, sources, (parallel.tp_rank, parallel.tp_size), config.dtype)
+    if form != "dequantised":
+        rank = parallel.tp_rank, parallel.tp_size
+        forms |= keep_packed(expected, sources, rank, config.dtype, on_cpu=form == "packed")
     return _Found(expected, sources, forms)
 
 

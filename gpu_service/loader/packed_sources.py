@@ -1,4 +1,4 @@
-"""Dense layers that a CPU keeps in the format of their checkpoint: which ones, and what fills them."""
+"""Dense layers that are kept in the format of their checkpoint: which ones, and what fills them."""
 
 from __future__ import annotations
 
@@ -26,11 +26,13 @@ from gpu_service.loader.sources import (
 from gpu_service.ops.packed_weight import PackedPart
 from moebius.checkpoint.kept_matrix import KeptMatrix, kept_floats, kept_matrix
 from moebius.kernels.source import SourceMatrix
-from moebius.kernels.weight_formats import PANEL_COLUMNS
+from moebius.kernels.weight_formats import PANEL_COLUMNS, WEIGHT_FORMATS
 from moebius.models.config import DTypeName
 from moebius.models.layers.ranks import ShardRange
 from moebius.models.layers.weights import Weight
 
+# Codes that are values.
+FLOATS = frozenset({"float32", "bfloat16", "float16"})
 # Elements that are read and packed at a time.
 _BLOCK_ELEMENTS = 1 << 24
 _making = threading.Lock()
@@ -47,9 +49,9 @@ class PackedSource:
         """Packs the target's rows and columns. Raises CheckpointError as reading does."""
         module = context.module_of(target.parameter)
         assert isinstance(module, StoredWeight)
-        assert context.dense_threads is not None, "the load has threads where weights are kept"
+        assert context.packed_maker is not None, "the load has what computes with weights that are kept"
         with _making:
-            packed = module.make_packed(context.dense_threads)
+            packed = module.make_packed(context.packed_maker)
         rows, cols = target.rows, target.cols or ShardRange.whole(self.kept.matrix.shape[1])
         multiple = math.lcm(PANEL_COLUMNS, self.kept.matrix.row_multiple)
         step = max(1, _BLOCK_ELEMENTS // cols.size // multiple) * multiple
@@ -75,12 +77,13 @@ class RoundedSource:
         cols = target.cols or ShardRange.whole(target.shape[1])
         holder.weight = empty_parameter(target.rows.size, cols.size, dtype=self.dtype)
         own = replace(target, weight=replace(target.weight, name="weight", into=""), begin=0)
-        self.values.fill(own, replace(context, module_of=lambda _: holder), device)
+        # Packing reads them on the host.
+        self.values.fill(own, replace(context, module_of=lambda _: holder), torch.device("cpu"))
         module = context.module_of(target.parameter)
         assert isinstance(module, StoredWeight)
-        assert context.dense_threads is not None, "the load has threads where weights are kept"
+        assert context.packed_maker is not None, "the load has what computes with weights that are kept"
         with _making:
-            packed = module.make_packed(context.dense_threads)
+            packed = module.make_packed(context.packed_maker)
         values = holder.weight.data
         # numpy has no bfloat16.
         codes = (
@@ -92,13 +95,19 @@ class RoundedSource:
 
 
 def keep_packed(
-    expected: Mapping[str, Target], sources: dict[str, WeightSource], rank: tuple[int, int], dtype: DTypeName
+    expected: Mapping[str, Target],
+    sources: dict[str, WeightSource],
+    rank: tuple[int, int],
+    dtype: DTypeName,
+    *,
+    on_cpu: bool,
 ) -> dict[str, KeptForm]:
     """Replaces the sources of weights that packed formats hold; returns their forms by parameter.
 
     Where formats hold some weights as they are stored, the other products of the model are kept as values of
-    `dtype`, the activations' type, so that one kind of kernel computes all of them. `rank`: its index, and
-    the number of ranks.
+    `dtype`, the activations' type, so that one kind of kernel computes all of them. A GPU has faster products
+    of values: there those alone are kept that have a part in another form. `rank`: its index, and the number
+    of ranks.
     """
     forms: dict[str, KeptForm] = {}
     used = names_of_parameters(expected, "product", "lookup")
@@ -113,6 +122,8 @@ def keep_packed(
         if sum(sizes) != sum(target.weight.held_shape(*rank)[0] for target in targets):
             continue
         found = [kept[name] for name in names]
+        if not on_cpu and all(one is None or WEIGHT_FORMATS[one.format].code in FLOATS for one in found):
+            continue
         formats = [dtype if one is None else one.format for one in found]
         parts = (PackedPart(form, size) for form, size in zip(formats, sizes, strict=True))
         forms[parameter] = PackedForm(tuple(parts))

@@ -21,6 +21,7 @@ from torch import nn
 
 from gpu_service.device import dtype_name
 from gpu_service.device.stream import own_pages
+from gpu_service.layers.linear import PackedMaker
 from gpu_service.loader.held import Fp8Form, KeptForm
 from gpu_service.loader.names import Target
 from gpu_service.ops.linear import GROUP
@@ -55,7 +56,7 @@ class LoadContext:
     workers: Executor
     num_workers: int
     # Of weights that are kept as they are stored; None: there are none.
-    dense_threads: _kernels.DenseThreads | None = None
+    packed_maker: PackedMaker | None = None
 
 
 class WeightSource(Protocol):

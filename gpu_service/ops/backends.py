@@ -45,6 +45,7 @@ from gpu_service.ops.norm import (
     sigmoid_gated_rms_norm,
 )
 from gpu_service.ops.overflow import note_overflow
+from gpu_service.ops.panel_linear import panel_linear, panel_rows
 from gpu_service.ops.registry import Implementation, Op, joined
 from gpu_service.ops.rope import apply_rope, qk_norm_rope, rope_table
 from gpu_service.ops.router import choose_by_kind, route, zero_experts
@@ -100,6 +101,8 @@ OPS: tuple[Op[..., Any], ...] = (
     choose_by_kind,
     linear,
     fp8_linear,
+    panel_linear,
+    panel_rows,
     add_norm_linear,
     add_norm_route,
     argmax_and_finite,

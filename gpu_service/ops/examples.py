@@ -14,6 +14,8 @@ from gpu_service.ops.example_sizes import SMALL, SMALL_NGRAMS, Sizes
 from gpu_service.ops.linear import GROUP
 from gpu_service.ops.linear_attention import Sequences, make_sequences
 from gpu_service.ops.ngrams import ngram_table
+from gpu_service.ops.packed_weight import PackedPart
+from gpu_service.ops.panel_linear import panel_parts
 from gpu_service.ops.rope import RopeTable, rope_table
 from gpu_service.ops.rope_frequencies import inverse_frequencies
 
@@ -241,6 +243,20 @@ class _Maker:
         weight = self._random(72, self._sizes.hidden) * self._sizes.hidden**-0.5
         return self._random(self._sizes.tokens, self._sizes.hidden), weight, self._random(72)
 
+    def panel_linear(self) -> tuple[Any, ...]:
+        """Returns 72 outputs of 4 bits; a model's own formats are compiled once they are loaded."""
+        parts = panel_parts(self._sizes.hidden, (PackedPart("int4_g32_f16", 72),))
+        (part,) = parts
+        panels = (torch.arange(part.nbytes) * 37 % 251).to(torch.uint8).view(part.num_panels, -1)
+        panels[:, part.panels.scales_offset :].view(torch.float16)[:] = 2**-6
+        bias = self._random(part.rows)
+        rows = self._random(self._sizes.tokens, self._sizes.hidden)
+        return rows, panels.flatten().to(self._device), parts, bias
+
+    def panel_rows(self) -> tuple[Any, ...]:
+        _, memory, parts, _ = self.panel_linear()
+        return torch.tensor([0, 71, 16], device=self._device), memory, parts, self._dtype
+
     def add_norm_linear(self) -> tuple[Any, ...]:
         """Returns the logits of a router, after experts' sum."""
         router, (rows, residual, *norm) = self._sizes.router, self.fused_add()
@@ -395,6 +411,8 @@ _MAKERS: dict[str, Callable[[_Maker], tuple[Any, ...]]] = {
     "add_norm_linear": _Maker.add_norm_linear,
     "add_norm_route": _Maker.add_norm_route,
     "fp8_linear": _Maker.fp8_linear,
+    "panel_linear": _Maker.panel_linear,
+    "panel_rows": _Maker.panel_rows,
     "argmax_and_finite": _Maker.logits,
     "mask_logits": _Maker.masks,
     "truncate_probabilities": _Maker.truncate,

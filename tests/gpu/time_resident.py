@@ -3,8 +3,9 @@
 Not a test. At the sizes of Qwen3-30B-A3B (128 experts, 8 chosen, 2048 x 768), all resident. Per format and
 number of rows it prints microseconds per call in a replayed graph of calls with different experts each, for
 the row kernels and for the tiles, GB/s of the distinct experts' bytes (compare with the device's memory
-bandwidth) and TFLOP/s. `--sweep` also varies lines per program and tiles; `--dense` only looks at many rows,
-with weights unpacked once by tiles of several sizes, and as they are stored.
+bandwidth) and TFLOP/s; with `--gguf` of the formats of GGUF's types. `--sweep` also varies lines per program
+and tiles; `--dense` only looks at many rows, with weights unpacked once by tiles of several sizes, and as
+they are stored.
 """
 
 from __future__ import annotations
@@ -20,10 +21,24 @@ import torch
 from gpu_service.experts.resident.experts import LayerSlots
 from gpu_service.experts.resident.triton_kernels import launch
 from gpu_service.experts.resident.triton_kernels.backend import TritonResidentKernels
+from gpu_service.ops.triton import panel_sizes
 from tests.helpers.resident_layers import Shape, resident_layer, routed
 
 SHAPE = Shape(hidden=2048, intermediate=768, experts=128, top_k=8)
 FORMATS = ("int4_g32", "int4_g128_zeros", "mxfp4", "bfloat16", "fp8_block")
+# Of GGUF's Q4_K, Q5_K, Q6_K, IQ4_XS, IQ4_NL, IQ3_XXS, IQ3_S, Q2_K, IQ2_XXS, Q3_K: with `--gguf`.
+GGUF_FORMATS = (
+    "int4_g32_mins_products",
+    "int5_g32_mins_products",
+    "int6_g16_products",
+    "iq4_g32_products",
+    "iq4_g32_f16",
+    "iq3_xxs_g32_products",
+    "iq3_s_g32_products",
+    "int2_g16_mins_products",
+    "iq2_g32_products",
+    "int3_g16_products",
+)
 FEW, MANY = (1, 2, 4, 8, 16, 32), (4, 8, 16, 32, 64, 256, 1024, 4096)
 CALLS, ROUNDS = 16, 9
 ALWAYS, NEVER = 1 << 30, 0
@@ -99,7 +114,7 @@ def _only(chosen: launch.DenseTile, pairs: int, num_experts: int) -> tuple[launc
 def main() -> None:
     """Prints the table, and with --sweep what other sizes of programs give."""
     print(torch.cuda.get_device_name())
-    for weight_format in FORMATS:
+    for weight_format in GGUF_FORMATS if "--gguf" in sys.argv else FORMATS:
         slots = resident_layer(SHAPE, weight_format, tuple(range(SHAPE.experts)), "cuda")
         if "--dense" in sys.argv:
             dense(slots, weight_format)
@@ -114,11 +129,11 @@ def main() -> None:
 
 def sweep(slots: LayerSlots, weight_format: str) -> None:
     """Lines per program at one row; tiles at few, some and many rows."""
-    lines, tile = launch.MAX_LINES, launch.tile
+    lines, tile = panel_sizes.MAX_LINES, launch.tile
     for count in (32, 64, 256):
-        launch.MAX_LINES = count
+        panel_sizes.MAX_LINES = count
         print(f"{weight_format:10s} {count:4d} lines, 1 row: {measure(slots, 1, ALWAYS)}", flush=True)
-    launch.MAX_LINES = lines
+    panel_sizes.MAX_LINES = lines
     for rows, height in ((16, 16), (512, 32), (512, 64), (4096, 64), (4096, 128)):
         for columns, warps in ((32, 4), (64, 4), (128, 4), (128, 8)):
             chosen = launch.Tile(height, columns, warps)

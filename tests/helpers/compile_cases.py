@@ -30,6 +30,8 @@ from gpu_service.experts.resident.panels import layer_format
 from gpu_service.experts.resident.triton_kernels.backend import TritonResidentKernels
 from gpu_service.ops.example_sizes import SMALL, Sizes, sizes_of
 from gpu_service.ops.examples import example
+from gpu_service.ops.packed_weight import PackedPart, packed_bytes
+from gpu_service.ops.panel_linear import UNPACK_FROM_ROWS, panel_parts
 from gpu_service.ops.triton.table import IMPLEMENTATIONS
 from moebius.models.config import ModelConfig
 from moebius.models.layers.compressed import CompressedAttention
@@ -97,6 +99,8 @@ def cases(extent: str) -> Iterator[Case]:
         yield Case("ops small", _small_ops)
         yield Case("pages", _pages)
         yield Case("fetching", _fetching)
+        for weights in FORMATS[extent]:
+            yield Case(f"dense {weights}", partial(_dense, weights))
     for index, name in enumerate(MODELS[extent]):
         config = published(name)
         # "key" has what takes longest once: the ops and 8-bit pages of its first model only.
@@ -111,6 +115,17 @@ def cases(extent: str) -> Iterator[Case]:
         for weights in FORMATS[extent]:
             label = f"experts {shape.hidden} x {shape.intermediate} {weights}"
             yield Case(label, partial(_experts, shape, weights))
+
+
+def _dense(weights: str) -> None:
+    """A dense layer in panels: one row, some, either tile, weights that are unpacked; a look-up."""
+    form = (PackedPart(weights.removesuffix("_ordered"), 4096),)
+    memory = torch.zeros(packed_bytes(2048, form), dtype=torch.uint8)
+    parts = panel_parts(2048, form)
+    for rows in (1, 2, 16, 64, UNPACK_FROM_ROWS):
+        hidden_states = torch.zeros(rows, 2048, dtype=BF16)
+        IMPLEMENTATIONS["panel_linear"].function(hidden_states, memory, parts, None)
+    IMPLEMENTATIONS["panel_rows"].function(torch.zeros(3, dtype=torch.int64), memory, parts, BF16)
 
 
 def _fetching() -> None:

@@ -18,10 +18,12 @@ import torch
 from gpu_service.device.virtual_memory import PhysicalPool, VirtualRange
 from gpu_service.experts.local_client import EXPERT_ACTIVATIONS
 from gpu_service.experts.resident.content import SlotContent, content_of
-from gpu_service.experts.resident.panels import LayerFormat, PanelViews, views
+from gpu_service.experts.resident.panels import LayerFormat
 from gpu_service.experts.resident.source import PackedExpertSource
-from gpu_service.experts.resident.unpack import UnpackedMatrix, unpack_expert
+from gpu_service.experts.resident.unpack import unpack_expert
 from gpu_service.ops.linear import linear
+from gpu_service.ops.panels import PanelViews, views
+from gpu_service.ops.unpack_panels import UnpackedMatrix
 from moebius.checkpoint.reader import SliceReader
 from moebius.models.geometry import MoeGeometry
 

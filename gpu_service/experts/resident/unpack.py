@@ -2,26 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
-from gpu_service.experts.resident.panels import LayerFormat, PanelFormat, PanelViews, views
-from moebius.kernels.weight_formats import CODE_MIDDLES, CODEBOOKS, PANEL_COLUMNS
-
-# By bits of an element: element i of a word's k, k+1, ... lies in bits shift[i] ... shift[i] + bits - 1.
-WORD_SHIFTS = {32: (0,), 16: (0, 16), 8: (0, 8, 16, 24), 4: (0, 16, 4, 20, 8, 24, 12, 28)}
-# The k, of eight, that a vector of planes has in its four bytes: of even vectors, and of odd ones.
-_VECTOR_BYTES = ((0, 4, 1, 5), (2, 6, 3, 7))
-FLOAT4_VALUES = (0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6)
-
-
-@dataclass(frozen=True, slots=True)
-class UnpackedMatrix:
-    """float32 `[out, in]`, and float32 `[out]` where there are biases; filled by `unpack_panels`."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
+from gpu_service.experts.resident.panels import LayerFormat
+from gpu_service.ops.unpack_panels import UnpackedMatrix, unpack_panels
 
 
 def unpack_expert(layer: LayerFormat, packed: torch.Tensor) -> tuple[UnpackedMatrix, ...]:
@@ -41,114 +25,3 @@ def unpack_expert(layer: LayerFormat, packed: torch.Tensor) -> tuple[UnpackedMat
         places = torch.argsort(order)
         gate_up = [UnpackedMatrix(matrix.weight[:, places], matrix.bias) for matrix in gate_up]
     return *gate_up, unpack_panels(layer.down, down.contiguous(), layer.hidden_size)
-
-
-def unpack_panels(panels: PanelFormat, packed: torch.Tensor, rows: int) -> UnpackedMatrix:
-    """Returns the first `rows` output features of uint8 `[panels, panel_bytes]`, contiguous."""
-    weights = _code_values(panels, _codes(panels, packed))
-    count = packed.shape[0]
-    group = torch.arange(panels.k, device=packed.device) // max(panels.group_size, 1)
-    if panels.zeros:
-        zeros = packed[:, panels.zeros_offset : panels.zeros_offset + panels.groups * PANEL_COLUMNS]
-        weights -= zeros.reshape(count, panels.groups, PANEL_COLUMNS)[:, group].float()
-    elif panels.code in CODE_MIDDLES and not panels.mins:
-        weights -= CODE_MIDDLES[panels.code]
-    if panels.scale:
-        weights *= _group_values(panels, packed, panels.scales_offset)[:, group]
-    if panels.mins:
-        weights += _group_values(panels, packed, panels.mins_offset)[:, group]
-    floats = views(packed, panels)
-    if panels.column_scale:
-        weights *= _columns(floats, count, panels.column_scale_offset)[:, None]
-    matrix = weights.permute(0, 2, 1).reshape(count * PANEL_COLUMNS, panels.k)[:rows].contiguous()
-    bias = _columns(floats, count, panels.bias_offset).reshape(-1)[:rows] if panels.has_bias else None
-    return UnpackedMatrix(matrix, bias)
-
-
-def _group_values(panels: PanelFormat, packed: torch.Tensor, offset: int) -> torch.Tensor:
-    """Returns scales or mins, float32 `[panels, groups, 16]`, or `[panels, groups, 1]` of whole panels."""
-    count, columns = packed.shape[0], 1 if panels.panel_scale else PANEL_COLUMNS
-    groups = panels.groups
-    typed = views(packed, panels).scales.view(count, -1)
-    begin = offset * typed.shape[1] // packed.shape[1]
-    if panels.scale == "products":
-        factors = packed[:, offset : offset + -(-groups // panels.factor_groups) * 32].contiguous()
-        begin = (panels.scales_offset if panels.joined else offset) + panels.whole_offset
-        stored = packed[:, begin : begin + groups * PANEL_COLUMNS].contiguous()
-        if panels.joined:
-            stored = stored >> 4 if offset == panels.mins_offset else stored & 15
-        whole = stored.view(torch.int8).float()
-        shared = torch.arange(groups, device=packed.device) // panels.factor_groups
-        factors = factors.view(torch.float16).float().view(count, -1, PANEL_COLUMNS)[:, shared]
-        return factors * whole.view(count, -1, PANEL_COLUMNS)
-    values = typed[:, begin : begin + groups * columns].reshape(count, groups, columns)
-    return _scale_values(panels, values)
-
-
-def _columns(typed: PanelViews, count: int, offset: int) -> torch.Tensor:
-    """Returns float32 `[panels, 16]` at a byte offset."""
-    return typed.floats.view(count, -1)[:, offset // 4 : offset // 4 + PANEL_COLUMNS]
-
-
-def _codes(panels: PanelFormat, packed: torch.Tensor) -> torch.Tensor:
-    """Returns the elements' bits, int32 `[panels, k, 16]`."""
-    if panels.bits not in WORD_SHIFTS:
-        return _plane_codes(panels, packed)
-    shifts = torch.tensor(WORD_SHIFTS[panels.bits], dtype=torch.int32, device=packed.device)
-    words = packed[:, : panels.scales_offset].contiguous().view(torch.int32)
-    lines = words.view(packed.shape[0], -1, 1, PANEL_COLUMNS)
-    codes = lines >> shifts[None, None, :, None]
-    if panels.bits < 32:
-        codes &= (1 << panels.bits) - 1
-    return codes.reshape(packed.shape[0], panels.k_padded, PANEL_COLUMNS)[:, : panels.k].contiguous()
-
-
-def _plane_codes(panels: PanelFormat, packed: torch.Tensor) -> torch.Tensor:
-    """`_codes` of elements of 2, 3, 5 and 6 bits."""
-    count, low = packed.shape[0], 2 if panels.bits < 4 else 4
-    lines = packed[:, : panels.scales_offset].reshape(count, -1, panels.bits, 64).int()
-
-    def plane(begin: int, width: int) -> torch.Tensor:
-        places = torch.arange(0, 8, width, dtype=torch.int32, device=packed.device)[:, None]
-        fields = lines[:, :, begin : begin + width, None] >> places & ((1 << width) - 1)
-        return fields.view(count, -1, 4, 2, PANEL_COLUMNS, 4)
-
-    vectors = plane(0, low)
-    if panels.bits > low:
-        vectors |= plane(low, panels.bits - low) << low
-    codes = torch.empty_like(vectors).view(count, -1, 4, 8, PANEL_COLUMNS)
-    for vector, places in enumerate(_VECTOR_BYTES):
-        codes[:, :, :, list(places)] = vectors[:, :, :, vector].movedim(-1, 3)
-    return codes.reshape(count, panels.k_padded, PANEL_COLUMNS)[:, : panels.k].contiguous()
-
-
-def _code_values(panels: PanelFormat, codes: torch.Tensor) -> torch.Tensor:
-    """Returns float32 of the same shape."""
-    match panels.code:
-        case "float32":
-            return codes.view(torch.float32).clone()
-        case "bfloat16":
-            return (codes << 16).view(torch.float32)
-        case "float16":
-            return codes.to(torch.int16).view(torch.float16).float()
-        case "float8":
-            return codes.to(torch.uint8).view(torch.float8_e4m3fn).float()
-        case "int8":
-            return codes.to(torch.int8).float()
-        case "int2" | "int3" | "int4" | "int5" | "int6":
-            return codes.float()
-        case "iq4" | "iq3_xxs" | "iq3_s" | "iq2" | "iq1":
-            return torch.tensor(CODEBOOKS[panels.code], dtype=torch.float32, device=codes.device)[codes]
-        case "float4":
-            return torch.tensor(FLOAT4_VALUES, dtype=torch.float32, device=codes.device)[codes]
-    raise ValueError(f"weights of type {panels.code} cannot be unpacked")
-
-
-def _scale_values(panels: PanelFormat, scales: torch.Tensor) -> torch.Tensor:
-    match panels.scale:
-        case "e8m0":
-            powers = torch.ldexp(torch.ones_like(scales, dtype=torch.float32), scales.int() - 127)
-            return torch.where(scales == 255, torch.nan, powers)
-        case "e4m3":
-            return scales.view(torch.float8_e4m3fn).float()
-    return scales.float()

@@ -1,4 +1,7 @@
-"""A GEMM whose 8-bit weights are widened on chip: they are read once, at their stored size."""
+"""A GEMM whose 8-bit weights are widened on chip: they are read once, at their stored size.
+
+With many rows some outputs at a time are widened once, for torch's own product.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,14 @@ import torch
 import triton.language as tl
 
 from gpu_service.ops.linear import GROUP
+from gpu_service.ops.panel_linear import UNPACK_FROM_ROWS, UNPACKED_BYTES
 from gpu_service.ops.triton.e4m3 import as_loadable, widened
 from gpu_service.ops.triton.jit import jit, next_power_of_2
 
 # Rows of a GEMM: tensor cores take at least 16; more than that many are multiplied in several programs.
 _FEWEST_ROWS, _MOST_ROWS = 16, 64
+# Columns that a program widens.
+_COLUMNS = 1024
 # Outputs of a program: narrow ones spread a decode step over all processors.
 _NARROW, _WIDE = 16, 64
 
@@ -56,6 +62,27 @@ def fp8_linear_kernel(
     tl.store(target, total.to(output_ptr.dtype.element_ty), mask=mask)
 
 
+@jit
+def widen_kernel(
+    weight_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    values_ptr: tl.tensor,
+    num_columns: int,
+    first_column: int,
+    GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """Program (output, block of COLUMNS columns): weights times their scales, rounded once."""
+    output, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < num_columns
+    stored = tl.load(weight_ptr + output * num_columns + column, mask=inside, other=0.0)
+    scale_at = scales_ptr + output * GROUPS + (first_column + column) // GROUP
+    value = widened(stored, tl.float32) * tl.load(scale_at, mask=inside, other=0.0)
+    target = values_ptr + output * num_columns + column
+    tl.store(target, value.to(values_ptr.dtype.element_ty), mask=inside)
+
+
 def fp8_linear(
     hidden_states: torch.Tensor,
     weight: torch.Tensor,
@@ -68,6 +95,9 @@ def fp8_linear(
     rows, (outputs, columns) = x.shape[0], weight.shape
     result = x.new_empty((rows, outputs))
     if not result.numel():
+        return result
+    if rows >= UNPACK_FROM_ROWS:
+        _widened_product(x, weight, scales, first_column, bias, result)
         return result
     block_rows = min(_MOST_ROWS, max(_FEWEST_ROWS, next_power_of_2(rows)))
     block_outputs = _NARROW if rows <= _FEWEST_ROWS else _WIDE
@@ -90,3 +120,34 @@ def fp8_linear(
         BLOCK_N=block_outputs,
     )
     return result
+
+
+def _widened_product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    first_column: int,
+    bias: torch.Tensor | None,
+    result: torch.Tensor,
+) -> None:
+    outputs, columns = weight.shape
+    step = max(1, UNPACKED_BYTES // (columns * x.element_size()))
+    values = x.new_empty((min(step, outputs), columns))
+    for first in range(0, outputs, step):
+        own = slice(first, min(first + step, outputs))
+        count = own.stop - first
+        widen_kernel[(count, -(-columns // _COLUMNS))](
+            as_loadable(weight[own]),
+            scales[own],
+            values,
+            columns,
+            first_column,
+            GROUPS=scales.shape[1],
+            GROUP=GROUP,
+            COLUMNS=_COLUMNS,
+            num_warps=4,
+        )
+        if bias is None:
+            torch.mm(x, values[:count].t(), out=result[:, own])
+        else:
+            torch.addmm(bias[own].to(x.dtype), x, values[:count].t(), out=result[:, own])

@@ -37,6 +37,7 @@ from gpu_service.ops.triton.ngrams import ngram_rows, table_rows
 from gpu_service.ops.triton.norm import fused_add_rms_norm, rms_norm
 from gpu_service.ops.triton.norm_route import add_norm_route, can_add_norm_route
 from gpu_service.ops.triton.overflow import note_overflow
+from gpu_service.ops.triton.panel_linear import panel_linear, panel_rows
 from gpu_service.ops.triton.rope import (
     apply_rope,
     can_rotate_and_append,
@@ -97,6 +98,8 @@ IMPLEMENTATIONS = {
     "add_norm_linear": Implementation(add_norm_linear, can_add_norm_linear),
     "add_norm_route": Implementation(add_norm_route, can_add_norm_route),
     "fp8_linear": Implementation(fp8_linear),
+    "panel_linear": Implementation(panel_linear),
+    "panel_rows": Implementation(panel_rows),
     "argmax_and_finite": Implementation(argmax_and_finite),
     "mask_logits": Implementation(mask_logits),
     "note_overflow": Implementation(note_overflow),

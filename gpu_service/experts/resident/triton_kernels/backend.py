@@ -15,8 +15,11 @@ from gpu_service.device.graphs import is_capturing
 from gpu_service.experts.resident.experts import LayerSlots, ResidentKernels
 from gpu_service.experts.resident.panels import LayerFormat, pair_bytes
 from gpu_service.experts.resident.triton_kernels import dense, gemm, launch, routing
-from gpu_service.experts.resident.triton_kernels.rows import EXPONENT, down_rows, gate_up_rows
+from gpu_service.experts.resident.triton_kernels.rows import down_rows, gate_up_rows
+from gpu_service.ops.triton import panel_sizes
 from gpu_service.ops.triton.jit import launch_fitting, next_power_of_2, overlap
+from gpu_service.ops.triton.panel_lines import EXPONENT
+from gpu_service.ops.triton.panel_unpack import unpack
 from moebius.models.geometry import MoeGeometry
 from moebius.process.progress import counted
 
@@ -24,8 +27,6 @@ _IDS_BLOCK = 256
 _COMBINE_BLOCK = 512
 # Pairs that a program of the routing kernels looks at together; more of them where there are many.
 _CHUNK, _LARGE_CHUNK, _MANY_PAIRS = 1024, 4096, 16384
-# Words of each column that are unpacked together, in k.
-_UNPACK_K = 256
 
 
 class TritonResidentKernels(ResidentKernels):
@@ -171,7 +172,7 @@ class TritonResidentKernels(ResidentKernels):
     ) -> None:
         kind, gate_up = slots.kind, slots.gate_up
         pairs, top_k = topk_ids.numel(), topk_ids.shape[1]
-        lines, prefetched = launch.lines(kind.gate_up), launch.prefetched_lines(kind, pairs)
+        lines, prefetched = panel_sizes.lines(kind.gate_up), launch.prefetched_lines(kind, pairs)
         intermediate = hidden_states.new_empty((pairs, kind.intermediate_columns))
         gate_up_rows[(pairs, kind.layout.intermediate_blocks)](
             hidden_states,
@@ -193,10 +194,10 @@ class TritonResidentKernels(ResidentKernels):
             PANEL=kind.gate_up,
             ACTIVATION=self._geometry.activation,
             LINES=lines,
-            AHEAD=launch.ahead(kind.gate_up, lines),
+            AHEAD=panel_sizes.ahead(kind.gate_up, lines),
             PREFETCHED=prefetched,
             BLOCK=next_power_of_2(prefetched),
-            num_warps=launch.warps(lines),
+            num_warps=panel_sizes.warps(lines),
             **overlap(hidden_states.device),
         )
         self._down_by_rows(slots, intermediate, topk_ids, topk_weights, partial, result)
@@ -212,7 +213,7 @@ class TritonResidentKernels(ResidentKernels):
     ) -> None:
         kind, down, (num_rows, top_k) = slots.kind, slots.down, topk_ids.shape
         choices = next_power_of_2(top_k)
-        lines = launch.lines(kind.down, choices)
+        lines = panel_sizes.lines(kind.down, choices)
         down_rows[(num_rows, kind.layout.down_panels)](
             intermediate,
             down.words,
@@ -234,8 +235,8 @@ class TritonResidentKernels(ResidentKernels):
             HAS_PARTIAL=partial is not None,
             CHOICES=choices,
             LINES=lines,
-            AHEAD=launch.ahead(kind.down, lines),
-            num_warps=launch.warps(choices * lines),
+            AHEAD=panel_sizes.ahead(kind.down, lines),
+            num_warps=panel_sizes.warps(choices * lines),
             **overlap(intermediate.device),
         )
 
@@ -251,7 +252,7 @@ class TritonResidentKernels(ResidentKernels):
         kind, count = slots.kind, topk_ids.numel()
         gate_up, down = slots.gate_up, slots.down
         pairs, block_slots = align(slots, topk_ids, tile.rows, 0, slots.count)
-        type_, precision = launch.multiplies_in(kind.gate_up, hidden_states.dtype)
+        type_, precision = panel_sizes.multiplies_in(kind.gate_up, hidden_states.dtype)
         gemm.gate_up_tiles[(block_slots.shape[0], -(-kind.intermediate_columns // tile.columns))](
             hidden_states,
             gate_up.words,
@@ -272,12 +273,12 @@ class TritonResidentKernels(ResidentKernels):
             ACTIVATION=self._geometry.activation,
             M=tile.rows,
             N=tile.columns,
-            CHUNK=launch.chunk(kind.gate_up),
+            CHUNK=panel_sizes.chunk(kind.gate_up),
             TYPE=type_,
             PRECISION=precision,
             num_warps=tile.warps,
         )
-        type_, precision = launch.multiplies_in(kind.down, hidden_states.dtype)
+        type_, precision = panel_sizes.multiplies_in(kind.down, hidden_states.dtype)
         gemm.down_tiles[(block_slots.shape[0], -(-kind.hidden_size // tile.columns))](
             intermediate,
             down.words,
@@ -295,7 +296,7 @@ class TritonResidentKernels(ResidentKernels):
             PANEL=kind.down,
             M=tile.rows,
             N=tile.columns,
-            CHUNK=launch.chunk(kind.down),
+            CHUNK=panel_sizes.chunk(kind.down),
             TYPE=type_,
             PRECISION=precision,
             num_warps=tile.warps,
@@ -395,12 +396,11 @@ def _unpack(
         panel = kinds[number]
         shape = (count, 16 * panels[number], panel.k_padded)
         matrix = torch.empty(shape, dtype=dtype, device=slots.weights.device)
-        per_word = 32 // panel.low_bits
-        k = min(_UNPACK_K, panel.k_padded & -panel.k_padded)
-        dense.unpack[(count, panels[number])](
+        unpack[(count, panels[number])](
             typed[number].words,
             typed[number].scales,
             typed[number].bytes,
+            typed[number].floats,
             matrix,
             first,
             EXPERT_BYTES=kind.expert_bytes,
@@ -409,7 +409,8 @@ def _unpack(
             GATED=number == 0 and kind.layout.gated,
             PANEL=panel,
             PANELS=panels[number],
-            LINES=k // per_word,
+            LINES=panel_sizes.unpacked_lines(panel),
+            SCALED=False,
             num_warps=4,
         )
         matrices.append(matrix)

@@ -3,32 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import triton.language as tl
 
-from gpu_service.experts.resident.panels import (
-    PAIRS_BYTES,
-    UNPACK_FROM,
-    UNPACKED_BYTES,
-    LayerFormat,
-    PanelFormat,
-)
-from moebius.kernels.weight_formats import CODE_MIDDLES, CODEBOOKS
+from gpu_service.experts.resident.panels import PAIRS_BYTES, UNPACK_FROM, UNPACKED_BYTES, LayerFormat
+from gpu_service.ops.triton.panel_sizes import EXACT_IN_BFLOAT16
 
 # Up to this many token rows, a program per pair reads its expert's panels itself, in any model.
 _FEWEST_ROWS = 8
-# Lines of 64 bytes that a program of the row kernels loads at once, of one panel and of all its panels.
-MAX_LINES, MAX_LINES_OF_ALL = 128, 256
-# Tiles of lines that a program loads before it multiplies the first one: what its registers hold.
-MAX_AHEAD = 3
 # Bytes of down products' weights that are prefetched: of the cache that devices with one for them have.
 MAX_PREFETCHED = 16 << 20
-# k that a tile unpacks at once, of at most 8 bits.
-MAX_CHUNK = 128
-# Elements that tensor cores multiply exactly in bfloat16.
-_EXACT_IN_BFLOAT16 = frozenset({"bfloat16", "float8", "int8", "float4", *CODE_MIDDLES, *CODEBOOKS})
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,38 +34,12 @@ def few_rows(kind: LayerFormat, num_experts: int, top_k: int) -> int:
     return max(_FEWEST_ROWS, per_expert * num_experts // top_k)
 
 
-def lines(panels: PanelFormat, num_panels: int = 1) -> int:
-    """Returns the number of lines of each panel that a program of the row kernels loads at once: as many as
-    divide it evenly.
-    """
-    total = panels.k_padded * panels.low_bits // 32
-    return max(1, min(MAX_LINES, MAX_LINES_OF_ALL // num_panels, total & -total))
-
-
-def ahead(panels: PanelFormat, lines_at_once: int) -> int:
-    """Returns the number of tiles of `lines` that are loaded together: at most MAX_AHEAD, and a number that
-    divides all.
-    """
-    tiles = panels.k_padded * panels.low_bits // 32 // lines_at_once
-    return max(count for count in range(1, MAX_AHEAD + 1) if tiles % count == 0)
-
-
 def prefetched_lines(kind: LayerFormat, pairs: int) -> int:
     """Returns cache lines of down that a program of the gate and up products prefetches; 0: there are too
     many.
     """
     down = kind.layout.down_panels * kind.down.panel_bytes
     return 0 if pairs * down > MAX_PREFETCHED else down // kind.layout.intermediate_blocks // 128
-
-
-def warps(lines_at_once: int) -> int:
-    """Returns the number of warps: two threads for each line, of eight words each."""
-    return max(1, lines_at_once // 16)
-
-
-def chunk(panels: PanelFormat) -> int:
-    """Returns the k that a tile takes at once: many, since each time it waits for scales."""
-    return min(MAX_CHUNK if panels.bits <= 8 else 64, panels.k_padded & -panels.k_padded)
 
 
 # Highest first.
@@ -152,7 +110,7 @@ def dense_tiles(pairs: int, num_experts: int) -> tuple[DenseTile, ...]:
 def unpacks(kind: LayerFormat, rows: torch.dtype, pairs: int, num_experts: int) -> bool:
     """Returns whether a call unpacks weights: only to 16 bits, which rows have and codes are exact in."""
     codes = {kind.gate_up.code, kind.down.code}
-    return rows.itemsize == 2 and codes <= _EXACT_IN_BFLOAT16 and pairs >= UNPACK_FROM * num_experts
+    return rows.itemsize == 2 and codes <= EXACT_IN_BFLOAT16 and pairs >= UNPACK_FROM * num_experts
 
 
 def unpacked_bytes(kind: LayerFormat) -> int:
@@ -174,17 +132,3 @@ def parts_of(rows: int, bytes_per_row: int) -> int:
 def max_blocks(pairs: int, slots: int, rows: int) -> int:
     """Returns the number of blocks of `rows` pairs that any routing fits into."""
     return pairs // rows + min(slots, pairs)
-
-
-def multiplies_in(panels: PanelFormat, rows: torch.dtype) -> tuple[Any, str]:
-    """Type of the tensor-core operands, and the precision of its float32 form."""
-    if rows == torch.float32:
-        return tl.float32, "ieee"
-    if rows == torch.float16 and panels.code != "float32":
-        # bfloat16 weights are rounded below 2^-14 only, and become infinite where float16 has no such number:
-        # as dense weights are, and as those of all matrices are in transformers.
-        return tl.float16, "ieee"
-    if panels.code in _EXACT_IN_BFLOAT16:
-        return tl.bfloat16, "ieee"
-    # Ten bits of mantissa: what float16 has.
-    return tl.float32, "tf32"

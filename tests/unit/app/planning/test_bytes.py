@@ -224,7 +224,7 @@ def test_layers_kept_in_fp8_are_planned_so(tmp_path: Path) -> None:
     kind = MODEL_FORMATS["fp8_block"]
     model = quantise(plain, lambda name: kind if stored[name].ndim == 2 else None, kind.config)
     directory = model.write(tmp_path / "fp8")
-    for on_gpu, form in ((False, "packed"), (True, "fp8")):
+    for on_gpu, form in ((False, "packed"), (True, "panels")):
         kept, whole = (
             Forecast(settings(directory, dense_weights=choice), on_gpu=on_gpu).ranks[0].dense_bytes
             for choice in ("keep", "dequantise")

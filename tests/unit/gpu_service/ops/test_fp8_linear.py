@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from gpu_service.core.parallel import ParallelContext
-from gpu_service.layers.linear import Linear
+from gpu_service.layers.linear import Linear, StoredWeight
 from gpu_service.loader.load import load_weights
 from gpu_service.models.common import CausalLM
 from gpu_service.models.compose import build_model
 from gpu_service.ops.linear import dequantise, fp8_linear
-from gpu_service.ops.triton.linear import fp8_linear as triton_fp8_linear
+from gpu_service.ops.panel_weight import PanelWeight
+from gpu_service.ops.triton import linear as triton_linear
 from moebius.models.read import read_model_config
 from tests.helpers.model_formats import MODEL_FORMATS, ModelFormat
 from tests.helpers.paged_runner import PagedRunner
@@ -53,14 +54,36 @@ def test_the_kernel_is_the_reference(
     scales = torch.rand(outputs, -(-(first_column + columns) // 128)) / 50
     bias = torch.randn(outputs).to(dtype) if rows != 3 else None
     arguments = (wide[:, :columns], weight, scales, first_column, bias)
-    found, expected = triton_fp8_linear(*arguments), fp8_linear.reference(*arguments)
+    found, expected = triton_linear.fp8_linear(*arguments), fp8_linear.reference(*arguments)
     assert found.dtype == dtype
     torch.testing.assert_close(found, expected, rtol=0, atol=FP8_LINEAR[dtype] * columns**0.5)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where a GPU is")
+@pytest.mark.parametrize("bias", [True, False])
+def test_many_rows_meet_widened_weights(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some outputs at a time, the last of which are fewer; groups that columns cut at both ends."""
+    columns, first_column = 300, 50
+    monkeypatch.setattr(triton_linear, "UNPACK_FROM_ROWS", 6)
+    monkeypatch.setattr(triton_linear, "UNPACKED_BYTES", 4 * columns * 4)
+    widened: list[int] = []
+    product = triton_linear._widened_product
+    monkeypatch.setattr(
+        triton_linear, "_widened_product", lambda x, *rest: (widened.append(len(x)), product(x, *rest))
+    )
+    weight = (torch.randn(10, columns) * 50).to(torch.float8_e4m3fn)
+    scales = torch.rand(10, -(-(first_column + columns) // 128)) / 50
+    for rows in (5, 6):
+        x, offset = torch.randn(rows, columns), torch.randn(10) if bias else None
+        found = triton_linear.fp8_linear(x, weight, scales, first_column, offset)
+        expected = fp8_linear.reference(x, weight, scales, first_column, offset)
+        torch.testing.assert_close(found, expected, rtol=0, atol=FP8_LINEAR[x.dtype] * columns**0.5)
+    assert widened == [6]
+
+
 def load(directory: Path, parallel: ParallelContext, *, keep_fp8: bool) -> CausalLM:
     model = build_model(read_model_config(directory), parallel=parallel)
-    load_weights(model, directory, "fp8" if keep_fp8 else "dequantised")
+    load_weights(model, directory, "panels" if keep_fp8 else "dequantised")
     return model
 
 
@@ -97,17 +120,27 @@ def test_ranks_keep_their_parts(name: str, models: Models, tmp_path: Path) -> No
             torch.testing.assert_close(weight, expected[path], rtol=DEQUANTISED_FLOAT32, atol=0, msg=path)
 
 
+def in_panels(model: CausalLM) -> set[str]:
+    return {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, StoredWeight) and isinstance(module.packed, PanelWeight)
+    }
+
+
 @pytest.mark.parametrize("name", ["fp8_block_64", "mxfp8"])
-def test_narrow_groups_are_dequantised(name: str, models: Models, tmp_path: Path) -> None:
-    """A scale for 128 columns is what kept layers have; MXFP8 and small blocks have more."""
+def test_narrow_groups_are_kept_in_panels(name: str, models: Models, tmp_path: Path) -> None:
+    """A scale for 128 columns is what layers in fp8 have; MXFP8 and small blocks have more."""
     chosen = MODEL_FORMATS[name]
     quantise(models("deepseek_v3"), lambda _: chosen, chosen.config).write(tmp_path)
-    assert not kept(load(tmp_path, ParallelContext(), keep_fp8=True))
+    model = load(tmp_path, ParallelContext(), keep_fp8=True)
+    assert not kept(model)
+    assert "o_proj" in in_panels(model)
 
 
 @pytest.mark.parametrize("model", list(QUANTISED_MODELS))
 def test_logits_with_layers_kept_in_fp8(model: str, models: Models, tmp_path: Path) -> None:
-    """Layers with a part in another format are dequantised next to those that are kept."""
+    """Layers with a part in another format are in panels next to those that are kept in fp8."""
     plain, fp8, int8 = models(model), MODEL_FORMATS["fp8_channel"], MODEL_FORMATS["int8"]
     assert fp8.config is not None
     assert int8.config is not None
@@ -123,7 +156,7 @@ def test_logits_with_layers_kept_in_fp8(model: str, models: Models, tmp_path: Pa
     reference = write_quantised(plain, tmp_path, choose, config)
     loaded = load(tmp_path, ParallelContext(), keep_fp8=True)
     assert "o_proj" in kept(loaded)
-    assert "gate_up_proj" not in kept(loaded), "its second part is int8"
+    assert "gate_up_proj" in in_panels(loaded) - kept(loaded), "its second part is int8"
     _, logits = PagedRunner(loaded, local_experts(tmp_path)).prefill(PROMPT)
     torch.testing.assert_close(
         logits, reference_logits(reference), rtol=0, atol=LOGITS_FLOAT32_VS_TRANSFORMERS

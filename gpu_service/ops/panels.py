@@ -1,0 +1,77 @@
+"""The packed layout as kernels on a device see it: plain numbers, and typed views of one memory."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import cache
+
+import torch
+
+from moebius.kernels.weight_formats import CODE_MIDDLES, PanelLayout, panel_layout
+
+# Types that a kernel may load scales as; e8m0 and e4m3 are decoded from their bits.
+_SCALE_VIEWS = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "e8m0": torch.uint8,
+    "e4m3": torch.uint8,
+    # Their factors.
+    "products": torch.float16,
+}
+
+
+@dataclass(frozen=True, repr=False)
+class PanelFormat(PanelLayout):
+    """One kind of panel as a compile-time constant of kernels; filled by `layer_format`."""
+
+    def __repr__(self) -> str:
+        """Returns the part of the names of compiled functions."""
+        return f"{self.name}_k{self.k}{'_bias' if self.has_bias else ''}"
+
+    @property
+    def low_bits(self) -> int:
+        """Bits of an element that lie in its word: all, or those of the first plane."""
+        return {2: 2, 3: 2, 5: 4, 6: 4}.get(self.bits, self.bits)
+
+    @property
+    def high_bits(self) -> int:
+        """Bits of an element that lie in a second plane, or 0."""
+        return self.bits - self.low_bits
+
+    @property
+    def is_small_integer(self) -> bool:
+        """Returns whether elements are integers of fewer than 8 bits."""
+        return self.code in CODE_MIDDLES
+
+    @property
+    def middle(self) -> int:
+        """Returns what integer codes of fewer than 8 bits have subtracted, unless by zero points; 0 of
+        others.
+        """
+        return 0 if self.mins else CODE_MIDDLES.get(self.code, 0)
+
+
+@cache
+def panel_format(name: str, k: int, has_bias: bool = False) -> PanelFormat:
+    """Returns the panels of a format for `k` inputs. Raises ValueError for an unknown name, or k < 1."""
+    return PanelFormat(**asdict(panel_layout(name, k, has_bias)))
+
+
+@dataclass(frozen=True, slots=True)
+class PanelViews:
+    """One layer's slots, uint8 `[slots, expert_bytes]`, as the types kernels load; filled by `views`."""
+
+    words: torch.Tensor  # int32
+    # Mins, too. The format's scale type, or its bits; bfloat16, for such codes, where there are no group
+    # scales.
+    scales: torch.Tensor
+    bytes: torch.Tensor
+    floats: torch.Tensor  # float32
+
+
+def views(slots: torch.Tensor, panels: PanelFormat) -> PanelViews:
+    """Returns the same memory as flat tensors; in-place changes of `slots` show in them."""
+    flat = slots.view(-1)
+    scales = flat.view(_SCALE_VIEWS[panels.scale] if panels.scale else torch.bfloat16)
+    return PanelViews(flat.view(torch.int32), scales, flat, flat.view(torch.float32))

@@ -1,0 +1,19 @@
+"""Guards what a weight takes in memory: the table in `docs/gguf.md`, and that files hardly have less."""
+
+from __future__ import annotations
+
+from tests.helpers.format_bits import PAGE, format_bits, page_text
+
+# The most of what the file has, and types that are known to take more.
+ALLOWED = 1.032
+WIDER = {"Q3_K", "IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_M", "IQ1_S", "TQ1_0"}
+
+
+def test_the_table_is_current() -> None:
+    """A format that takes more or fewer bits is in the table once it is written again."""
+    assert PAGE.read_text(encoding="utf-8") == page_text(), "run python -m tests.helpers.format_bits"
+
+
+def test_weights_take_what_they_take_in_the_file() -> None:
+    """On servers and GPUs, in experts and dense layers; a type that no longer takes more is to be struck."""
+    assert {row.type for row in format_bits() if row.most > ALLOWED * row.file} == WIDER
