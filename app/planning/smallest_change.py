@@ -109,7 +109,7 @@ def _axes(config: MoebiusConfig, hardware: Hardware) -> list[Sequence[Settings]]
         smaller = [size for size in (8.0, 4.0, 2.0, 1.0, 0.5, 0.25) if size < (gpu.kv_cache_gib or 1.0)]
         found.append(_values("kv_cache_gib", smaller))
     found.append(_values("kv_cache_dtype", ["fp8_e4m3"] if gpu.kv_cache_dtype == "auto" else []))
-    found.append(_values("dense_weights", ["keep"] if model.dense_weights == "dequantise" else []))
+    found.append(_values("dense_weights", ["keep"] if model.dense_weights != "keep" else []))
     lengths = [n for n in _CONTEXTS if n < (model.max_model_len or 2**30)]
     found.append(_values("max_model_len", lengths))
     dtypes = ("float32", "bfloat16", "int8", "int4")

@@ -249,9 +249,11 @@ DenseForm = Literal["dequantised", "packed", "panels"]
 
 def dense_form(chosen: ModelConfigSection, device: torch.device) -> DenseForm:
     """Returns what `dense_weights` means for a model on a device; one on "meta" is planned for a GPU."""
-    if chosen.dense_weights == "dequantise":
+    on_cpu = device.type == "cpu"
+    # Kernels of panels have run in an interpreter alone: on a GPU they are for those who ask for them.
+    if chosen.dense_weights == "dequantise" or (chosen.dense_weights == "auto" and not on_cpu):
         return "dequantised"
-    return "packed" if device.type == "cpu" else "panels"
+    return "packed" if on_cpu else "panels"
 
 
 def load_weights(model: CausalLM, directory: str | Path, form: DenseForm = "dequantised") -> None:

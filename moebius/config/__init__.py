@@ -54,7 +54,7 @@ class ModelConfigSection(Section):
     dense_weights: Literal["auto", "dequantise", "keep"] = Field(
         default="auto",
         description="Dense layers that are quantised, or bfloat16 on a CPU: convert while loading, or keep "
-        "them as stored, all that packed formats hold; auto: keep",
+        "them as stored, all that packed formats hold; auto: keep on a CPU",
     )
     experts_per_token: int | None = Field(
         default=None, ge=1, description="Routed experts that each token uses; unset: as the checkpoint says"

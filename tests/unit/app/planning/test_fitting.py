@@ -65,7 +65,7 @@ def test_a_refusal_names_settings_that_fit(plan: Plan, name: str, wanted: dict[s
 
     `wanted`: an option that has to be among the proposals on cards of up to that many GiB.
     """
-    everything: dict[str, Any] = {"max_num_seqs": 64, "dense_weights": "dequantise"}
+    everything: dict[str, Any] = {"max_num_seqs": 64}
     for gib in SIZES:
         needed = {option for option, most in wanted.items() if gib <= most}
         change = proposed(plan, name, gib, everything)
