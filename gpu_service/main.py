@@ -425,6 +425,7 @@ def _warm_up(
     if built.recorder is not None and config.placement.expert_recorder != "off":
         # What the warm-up chose is no request's.
         built.recorder.start(config.placement.expert_recorder)
+    built.group.serving()
     built.memory.seal()
     if built.memory.ledger is not None:
         export(built.memory.ledger, name)

@@ -47,7 +47,9 @@ def direct(arguments: Sequence[str]) -> Callable[[], object] | None:
 
 def _is_complete(config: MoebiusConfig) -> bool:
     """Whether the command line would find nothing to add to the model, nor to say against it."""
-    model = config.model.model
+    model, head = config.model.model, config.gpu.speculative_model
+    if head and not os.path.isabs(head):
+        return False
     return os.path.isabs(model) and (os.path.isfile(model) or os.path.isfile(f"{model}/config.json"))
 
 

@@ -165,6 +165,7 @@ class DenseThreads:
         head_dim: int,
         query_weight: int,
         key_weight: int,
+        weights_are_bfloat16: bool,
         eps: float,
         cosine: int,
         sine: int,
@@ -219,6 +220,68 @@ class DenseThreads:
         logits: int,
         num_experts: int,
     ) -> None: ...
+    def convolve(
+        self,
+        is_bfloat16: bool,
+        activates: bool,
+        rows: int,
+        row_stride: int,
+        num_rows: int,
+        channels: int,
+        width: int,
+        states: int,
+        reads: int,
+        writes: int,
+        taps: int,
+        bias: int,
+        output: int,
+    ) -> None: ...
+    def update_delta(
+        self,
+        is_bfloat16: bool,
+        qkv: int,
+        qkv_stride: int,
+        a: int,
+        b: int,
+        gates_stride: int,
+        a_log: int,
+        dt_bias: int,
+        states: int,
+        reads: int,
+        writes: int,
+        output: int,
+        num_rows: int,
+        num_key_heads: int,
+        num_value_heads: int,
+        key_dim: int,
+        value_dim: int,
+    ) -> None: ...
+    def gated_norm(
+        self,
+        is_bfloat16: bool,
+        is_sigmoid: bool,
+        values: int,
+        gates: int,
+        gates_stride: int,
+        weight: int,
+        output: int,
+        eps: float,
+        size: int,
+        num_heads: int,
+        num_rows: int,
+    ) -> None: ...
+    def apply_gate(
+        self,
+        is_bfloat16: bool,
+        is_softplus: bool,
+        values: int,
+        gates: int,
+        gates_stride: int,
+        output: int,
+        size: int,
+        num_gates: int,
+        num_rows: int,
+    ) -> None: ...
     @property
     def num_threads(self) -> int: ...
     @property
@@ -257,14 +320,20 @@ class DenseMatrix:
 class NormWeights:
     def __init__(self, weight: int, is_bfloat16: bool, eps: float) -> None: ...
 
+# A matrix, the address of its bias (0: none), and that of the order of its product's columns (0: as stored).
+_Projection = tuple[DenseMatrix, int, int]
+
 class AttentionWeights:
     def __init__(
         self,
         *,
-        qkv: tuple[DenseMatrix, int],
-        output: tuple[DenseMatrix, int],
+        qkv: _Projection,
+        output: _Projection,
+        gate: _Projection | None,
+        gates_are_softplus: bool,
         query_norm: int,
         key_norm: int,
+        norms_are_bfloat16: bool,
         norm_eps: float,
         sinks: int,
         pages: int,
@@ -277,8 +346,30 @@ class AttentionWeights:
         sight: int,
     ) -> None: ...
 
+class DeltaWeights:
+    def __init__(
+        self,
+        *,
+        input: _Projection,
+        output: _Projection,
+        taps: int,
+        bias: int,
+        width: int,
+        a_log: int,
+        dt_bias: int,
+        norm: int,
+        norm_eps: float,
+        gates_are_sigmoid: bool,
+        recent: int,
+        states: int,
+        num_key_heads: int,
+        num_value_heads: int,
+        key_dim: int,
+        value_dim: int,
+    ) -> None: ...
+
 class MlpWeights:
-    def __init__(self, gate_up: tuple[DenseMatrix, int], down: tuple[DenseMatrix, int]) -> None: ...
+    def __init__(self, gate_up: _Projection, down: _Projection, output_gate: int) -> None: ...
 
 class RouterWeights:
     def __init__(
@@ -289,7 +380,7 @@ class LayerWeights:
     def __init__(
         self,
         input_norm: NormWeights,
-        attention: AttentionWeights,
+        mixer: AttentionWeights | DeltaWeights,
         ffn_norm: NormWeights,
         mlp: MlpWeights | None,
         router: RouterWeights | None,
@@ -319,6 +410,8 @@ class DecoderLayers:
         requests: int,
         rotations: Sequence[tuple[int, int, int, bool]],
         sights: Sequence[tuple[int, int]],
+        state_reads: int,
+        state_writes: int,
     ) -> None: ...
 
 # --- weight formats (kernels/bindings/bind_format.cc) -----------------------------------------------------

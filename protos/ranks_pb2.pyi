@@ -48,8 +48,10 @@ class Welcome(_message.Message):
     def __init__(self, store_port: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("waited_s",)
+    WAITED_S_FIELD_NUMBER: _ClassVar[int]
+    waited_s: float
+    def __init__(self, waited_s: _Optional[float] = ...) -> None: ...
 
 class Goodbye(_message.Message):
     __slots__ = ()

@@ -7,22 +7,11 @@ from typing import Annotated
 
 import typer
 
-from app.cli_options import (
-    ApiKey,
-    ApiKeyFile,
-    BaseUrl,
-    CaFile,
-    ClientCertFile,
-    ClientKeyFile,
-    JsonFile,
-    ModelName,
-    parse_counts,
-    with_settings,
-)
+from app.access_options import Access, with_access
+from app.cli_options import BaseUrl, JsonFile, ModelName, parse_counts, with_settings
 from app.commands.bench_serve import serve
 from app.commands.models import with_checkpoint
 from moebius.config import MoebiusConfig
-from moebius.network.api_keys import client_key
 
 app = typer.Typer(
     help="Measure, and compare with the limit measured in the same run.",
@@ -32,14 +21,12 @@ app = typer.Typer(
 
 
 @app.command()
+@with_access
 def decode(
     base_url: BaseUrl = "http://127.0.0.1:8000",
     model: ModelName = "",
-    api_key: ApiKey = "",
-    api_key_file: ApiKeyFile = "",
-    ca_file: CaFile = "",
-    client_cert_file: ClientCertFile = "",
-    client_key_file: ClientKeyFile = "",
+    *,
+    access: Access,
     streams: Annotated[str, typer.Option(help="Numbers of concurrent streams")] = "1,8,32",
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens per stream")] = 128,
     checkpoint: Annotated[
@@ -50,11 +37,9 @@ def decode(
 ) -> None:
     """Decode speed and latencies of a running server."""
     from app.bench.decode import run
-    from app.client import ClientTls
 
-    counts, key = parse_counts(streams, "--streams"), client_key(api_key, api_key_file)
-    tls = ClientTls(ca_file, client_cert_file, client_key_file)
-    run(base_url, model, key, counts, max_tokens, checkpoint, json_file, tls)
+    counts = parse_counts(streams, "--streams")
+    run(base_url, model, access.key, counts, max_tokens, checkpoint, json_file, access.tls)
 
 
 @app.command()

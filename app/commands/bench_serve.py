@@ -7,16 +7,8 @@ from typing import Annotated
 
 import typer
 
-from app.cli_options import (
-    ApiKey,
-    ApiKeyFile,
-    CaFile,
-    ClientCertFile,
-    ClientKeyFile,
-    JsonFile,
-    ModelName,
-)
-from moebius.network.api_keys import client_key
+from app.access_options import Access, with_access
+from app.cli_options import JsonFile, ModelName
 
 Lengths = Annotated[str, typer.Option(help="Prompts and lengths: sharegpt or random")]
 DatasetPath = Annotated[
@@ -40,6 +32,7 @@ SharegptOutput = Annotated[
 IgnoreEos = Annotated[bool, typer.Option(help="Ask for outputs of exactly the length drawn")]
 
 
+@with_access
 def serve(
     url: Annotated[
         str, typer.Argument(metavar="URL", help="OpenAI-compatible server")
@@ -47,11 +40,8 @@ def serve(
     base_url: Annotated[str, typer.Option(help="The same as URL")] = "",
     endpoint: Endpoint = "/v1/chat/completions",
     model: ModelName = "",
-    api_key: ApiKey = "",
-    api_key_file: ApiKeyFile = "",
-    ca_file: CaFile = "",
-    client_cert_file: ClientCertFile = "",
-    client_key_file: ClientKeyFile = "",
+    *,
+    access: Access,
     dataset_name: Lengths = "sharegpt",
     dataset_path: DatasetPath = None,
     sharegpt_output_len: SharegptOutput = None,
@@ -81,11 +71,9 @@ def serve(
     from app.bench.serve.client import EndpointOptions
     from app.bench.serve.dataset import LengthOptions
     from app.cli_options import parse_counts
-    from app.client import ClientTls
 
-    key, tls = client_key(api_key, api_key_file), ClientTls(ca_file, client_cert_file, client_key_file)
     sweep.run(
-        EndpointOptions(base_url or url, endpoint, model, key, tls, temperature, ignore_eos,
+        EndpointOptions(base_url or url, endpoint, model, access.key, access.tls, temperature, ignore_eos,
                         sweep.parse_extra_body(extra_body), timeout),
         LengthOptions(dataset_name, dataset_path, random_input_len, random_output_len, random_range_ratio,
                       sharegpt_output_len),

@@ -7,20 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
-from app.cli_options import (
-    ApiKey,
-    ApiKeyFile,
-    BaseUrl,
-    CaFile,
-    ClientCertFile,
-    ClientKeyFile,
-    ModelName,
-    with_settings,
-)
+from app.access_options import Access, with_access
+from app.cli_options import BaseUrl, ModelName, with_settings
 from app.server_address import server_url
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
-from moebius.network.api_keys import client_key
 
 MaxTokens = Annotated[
     int | None,
@@ -42,6 +33,7 @@ def register(app: typer.Typer) -> None:
 
 def _add_chat(app: typer.Typer) -> None:
     @app.command()
+    @with_access
     def chat(
         server: Annotated[
             str, typer.Argument(metavar="URL|PORT", help="Running server, as --base-url", show_default=False)
@@ -51,11 +43,8 @@ def _add_chat(app: typer.Typer) -> None:
         model: ModelName = "",
         system: System = "",
         image: Images = None,
-        api_key: ApiKey = "",
-        api_key_file: ApiKeyFile = "",
-        ca_file: CaFile = "",
-        client_cert_file: ClientCertFile = "",
-        client_key_file: ClientKeyFile = "",
+        *,
+        access: Access,
         max_tokens: MaxTokens = None,
         temperature: Temperature = 0.7,
     ) -> None:
@@ -63,11 +52,9 @@ def _add_chat(app: typer.Typer) -> None:
         from app.chat.answer import stream_answer
         from app.chat.conversation import Conversation, image_url
         from app.chat.terminal import converse
-        from app.client import ApiClient, ClientTls
 
         images = [image_url(place) for place in image or ()]
-        tls = ClientTls(ca_file, client_cert_file, client_key_file)
-        client = ApiClient(_address(server, base_url), client_key(api_key, api_key_file), tls=tls)
+        client = access.client(_address(server, base_url))
         name = model or client.first_model().name
         conversation = Conversation(_body(name, max_tokens, temperature), system, images=images)
         if prompt:

@@ -11,19 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from app.cli_options import (
-    ApiKey,
-    ApiKeyFile,
-    CaFile,
-    ClientCertFile,
-    ClientKeyFile,
-    LiveServer,
-    LookInterval,
-    ReplicaIndex,
-    SecurityFile,
-)
+from app.access_options import Access, with_access
+from app.cli_options import LiveServer, LookInterval, ReplicaIndex, SecurityFile
 from moebius.errors import UserError
-from moebius.network.api_keys import client_key
 
 if TYPE_CHECKING:
     from moebius.experts.placement import FileFormat
@@ -36,28 +26,24 @@ _TIMEOUT_S = 60.0
 
 
 @app.command()
+@with_access
 def show(
     server: LiveServer = "",
     interval: LookInterval = 2.0,
     json: Annotated[bool, typer.Option("--json", help="As JSON")] = False,
     replica: ReplicaIndex = 0,
-    api_key: ApiKey = "",
-    api_key_file: ApiKeyFile = "",
-    ca_file: CaFile = "",
-    client_cert_file: ClientCertFile = "",
-    client_key_file: ClientKeyFile = "",
+    *,
+    access: Access,
     config: SecurityFile = None,
 ) -> None:
     """Print by layer who computes its experts, and what limits a step.
 
     What is on the GPU and copied there, hits, exchanges, bandwidth; and what experts cost now.
     """
-    from app.client import ClientTls
     from app.commands.watch import live_source
     from app.top.run import print_layers
 
-    tls = ClientTls(ca_file, client_cert_file, client_key_file)
-    with live_source(server, config, replica, client_key(api_key, api_key_file), tls) as source:
+    with live_source(server, config, replica, access) as source:
         print_layers(source, interval, json)
 
 

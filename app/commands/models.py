@@ -59,7 +59,26 @@ def with_checkpoint(config: MoebiusConfig, needs_weights: bool = True) -> Moebiu
     if config.model.expert_checkpoint:
         changed["expert_checkpoint"] = str(_expert_checkpoint(config, needs_weights))
     section = config.model.model_copy(update=changed)
-    return config.model_copy(update={"model": section, "experts": experts})
+    gpu = config.gpu
+    if gpu.speculative_model:
+        gpu = gpu.model_copy(update={"speculative_model": str(_speculative_model(config))})
+    return config.model_copy(update={"model": section, "experts": experts, "gpu": gpu})
+
+
+def _speculative_model(config: MoebiusConfig) -> Path:
+    """Returns an absolute path, downloaded where a head of the hub is named. Raises UserError."""
+    given = config.gpu.speculative_model
+    named = hub_model(given)
+    path = Path(given).expanduser().absolute()
+    if named is not None:
+        with _download_progress() as progress:
+            path = fetch_model(named, "", config.model.offline, progress)
+    if not (path / "config.json").is_file():
+        raise UserError(
+            f"speculative_model {given!r}: no config.json in it; allowed: the directory of an EAGLE-3 head, "
+            "or its name on the Hugging Face hub (owner/name)"
+        )
+    return path
 
 
 def _expert_checkpoint(config: MoebiusConfig, needs_weights: bool) -> Path:

@@ -11,24 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from app.cli_options import (
-    ApiKey,
-    ApiKeyFile,
-    CaFile,
-    ClientCertFile,
-    ClientKeyFile,
-    GatewayServer,
-    LiveServer,
-    LookInterval,
-    ReplicaIndex,
-    SecurityFile,
-)
+from app.access_options import Access, with_access
+from app.cli_options import GatewayServer, LiveServer, LookInterval, ReplicaIndex, SecurityFile
 from app.server_address import server_url
 from moebius.errors import UserError
-from moebius.network.api_keys import client_key
 
 if TYPE_CHECKING:
-    from app.client import ClientTls
     from app.top.run import Source
 
 
@@ -41,30 +29,26 @@ def register(app: typer.Typer) -> None:
 
 def _add_top(app: typer.Typer) -> None:
     @app.command()
+    @with_access
     def top(
         server: LiveServer = "",
         interval: LookInterval = 2.0,
         once: Annotated[bool, typer.Option("--once", help="Print the figures of one interval, end")] = False,
         json: Annotated[bool, typer.Option("--json", help="With --once: as JSON, with all layers")] = False,
         replica: ReplicaIndex = 0,
-        api_key: ApiKey = "",
-        api_key_file: ApiKeyFile = "",
-        ca_file: CaFile = "",
-        client_cert_file: ClientCertFile = "",
-        client_key_file: ClientKeyFile = "",
+        *,
+        access: Access,
         config: SecurityFile = None,
     ) -> None:
         """Watch a running server in the terminal. q: end.
 
         Tokens/s, queue, KV cache, experts by layer, what limits a step.
         """
-        from app.client import ClientTls
         from app.top import run
 
         if json and not once:
             raise UserError("--json is for one print: add --once")
-        tls = ClientTls(ca_file, client_cert_file, client_key_file)
-        with live_source(server, config, replica, client_key(api_key, api_key_file), tls) as source:
+        with live_source(server, config, replica, access) as source:
             if once or not sys.stdout.isatty():
                 run.print_once(source, interval, json)
             else:
@@ -73,23 +57,19 @@ def _add_top(app: typer.Typer) -> None:
 
 def _add_status(app: typer.Typer) -> None:
     @app.command()
+    @with_access
     def status(
         server: GatewayServer = "",
         as_json: Annotated[bool, typer.Option("--json", help="As JSON")] = False,
         replica: ReplicaIndex = 0,
-        api_key: ApiKey = "",
-        api_key_file: ApiKeyFile = "",
-        ca_file: CaFile = "",
-        client_cert_file: ClientCertFile = "",
-        client_key_file: ClientKeyFile = "",
+        *,
+        access: Access,
     ) -> None:
         """Say whether a server is ready, and what it does, in ten lines. Exit status 1: it is not ready."""
-        from app.client import ApiClient, ClientTls
         from app.top.status import ask, lines
 
-        tls = ClientTls(ca_file, client_cert_file, client_key_file)
         server = server_url(server)
-        client = ApiClient(server, client_key(api_key, api_key_file), tls=tls)
+        client = access.client(server)
         try:
             found = ask(client, replica)
         finally:
@@ -139,11 +119,10 @@ def _add_profile(app: typer.Typer) -> None:
 
 
 @contextmanager
-def live_source(server: str, config: str | None, replica: int, key: str, tls: ClientTls) -> Iterator[Source]:
+def live_source(server: str, config: str | None, replica: int, access: Access) -> Iterator[Source]:
     """Yields the source of figures at a gateway's URL or port, or at an engine's gRPC address, reached as
     `config` says; empty: of the gateway that runs here.
     """
-    from app.client import ApiClient
     from app.top.run import EngineSource, GatewaySource
 
     if not server or server.isdecimal():
@@ -152,7 +131,7 @@ def live_source(server: str, config: str | None, replica: int, key: str, tls: Cl
         with _engine(server, config) as engine:
             yield EngineSource(engine, server)
         return
-    client = ApiClient(server, key, tls=tls)
+    client = access.client(server)
     try:
         yield GatewaySource(client, replica)
     finally:

@@ -16,6 +16,7 @@ from moebius.checkpoint.weight_schemes import PLAIN, WeightScheme
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
 from moebius.experts.placement import keeps_residents, left_out, make_placement
+from moebius.experts.rank_division import chosen_split, rank_residents
 from moebius.experts.slices import REQUANTISED, ExpertSlice, SliceRequest, plan_slice, rank_intermediate_range
 from moebius.kernels.weight_formats import PackedExpertLayout, expert_layout, ordered_format
 from moebius.mailbox.plan import mailbox_geometry
@@ -381,23 +382,37 @@ def _even(config: MoebiusConfig, geometry: MoeGeometry, each: int) -> Residency:
     return Residency(make_placement(chosen, geometry).resident, geometry.num_experts, True, flags)
 
 
+def with_split(
+    config: MoebiusConfig, geometry: MoeGeometry, stored: Mapping[int, StoredExperts]
+) -> MoebiusConfig:
+    """Returns the settings with `gpu_expert_split` auto decided, as an engine decides it."""
+    if not stored:
+        return config
+    group = math.lcm(*(found.group for found in stored.values()))
+    return chosen_split(config, geometry.moe_intermediate_size, group)
+
+
 def resident_bytes(
     config: MoebiusConfig,
     geometry: MoeGeometry,
     stored: Mapping[int, StoredExperts],
-    counts: Mapping[int, int],
+    resident: Mapping[int, Sequence[int]],
     layers: Sequence[int],
     tp_rank: int,
     widest: str,
 ) -> tuple[int, int]:
-    """Returns experts on one rank's GPU, and bytes of all of them; `layers` are the rank's MoE layers."""
-    count = total = 0
-    size, dtype = geometry.moe_intermediate_size, config.experts.expert_dtype
-    ranks = config.parallel.tensor_parallel_size
+    """Returns the experts that are resident on the rank's GPU or, of whole ones, on those of the ranks of its
+    stage, and the bytes of what one rank holds of them; `layers` are the rank's MoE layers.
+    """
+    own, ranks = resident, config.parallel.tensor_parallel_size
+    if config.parallel.gpu_expert_split == "expert":
+        of_stage = {layer: resident[layer] for layer in layers}
+        own, tp_rank, ranks = rank_residents(of_stage, tp_rank, ranks), 0, 1
+    total, size, dtype = 0, geometry.moe_intermediate_size, config.experts.expert_dtype
     for layer in layers:
-        if counts[layer]:
+        if own[layer]:
             found = stored[layer]
             begin, end = rank_intermediate_range(size, found.group, REQUANTISED.get(dtype), tp_rank, ranks)
             packed = packed_expert(found, geometry.hidden_size, end - begin, dtype, widest)
-            count, total = count + counts[layer], total + counts[layer] * packed.expert_bytes
-    return count, total
+            total += len(own[layer]) * packed.expert_bytes
+    return sum(len(resident[layer]) for layer in layers), total

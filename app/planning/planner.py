@@ -41,7 +41,9 @@ from app.planning.memory import (
     resident_bytes,
     stored_experts,
     total_bytes,
+    with_split,
 )
+from app.planning.prefixes import prefix_bytes
 from app.planning.sequences import with_num_seqs
 from app.planning.speed import make_work, predict_decode, predict_prefill, server_threads, windows_of
 from app.planning.start import predict_start
@@ -68,7 +70,6 @@ class Planner:
         """Raises CheckpointError, ModelConfigError or ConfigError: what `moebius serve` would refuse."""
         from gpu_service.assembly.forecast import Forecast
 
-        self.config = config = with_drafts(config)
         self.asked = config.placement  # Before `drop_resident` auto is decided.
         # Outputs of a step that leave room for experts; None: as an engine chooses.
         self.seqs_beside_experts: int | None = None
@@ -77,6 +78,7 @@ class Planner:
         self.stored: Mapping[int, StoredExperts] = stored_experts(
             config.model.model, self.geometry, config.model.expert_checkpoint
         )
+        self.config = config = with_split(with_drafts(config), self.geometry, self.stored)
         self.forecast = Forecast(config, on_gpu)
         self.model = self.forecast.model_config
 
@@ -318,7 +320,7 @@ class Planner:
             self.config,
             self.geometry,
             self.stored,
-            residency.by_layer,
+            residency.resident,
             found.moe_layers,
             found.tp_rank,
             widest,
@@ -375,7 +377,7 @@ class Planner:
                     "activations": rank.activation_bytes,
                 }
                 engine += [Component(RAM, of + name, size) for name, size in parts.items() if size]
-            others = {"table of n-grams": rank.host_bytes, "evicted prefixes": config.gpu.kv_offload_bytes}
+            others = {"table of n-grams": rank.host_bytes, "evicted prefixes": prefix_bytes(config)}
             engine += [Component(RAM, of + name, size) for name, size in others.items() if size]
             process = GPU_ENGINE_BYTES if self.on_gpu else ENGINE_BYTES
             engine.append(Component(RAM, of + "process", process))
@@ -432,14 +434,14 @@ class Planner:
         """Returns what decides the plan, for its head."""
         formats = {layer.gate_up or "no packed format" for layer in self.stored.values()}
         stored = ", ".join(sorted(formats)) or "none"
-        target = REQUANTISED.get(self.config.experts.expert_dtype)
         parallel = self.config.parallel
         return {
-            "experts": target or stored,
+            "experts": REQUANTISED.get(self.config.experts.expert_dtype, stored),
             "experts stored": stored,
             "dense weights": self.model.dtype,
             "tensor_parallel_size": str(parallel.tensor_parallel_size),
             "pipeline_parallel_size": str(parallel.pipeline_parallel_size),
+            "gpu_expert_split": parallel.gpu_expert_split,
             "max_num_seqs": str(self.config.gpu.num_seqs),
             "max_num_batched_tokens": str(self.config.gpu.num_batched_tokens),
         }

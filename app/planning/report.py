@@ -23,6 +23,7 @@ from app.planning.capacity import CapacityPlan, DoesNotFit, Wish
 from app.planning.chart_values import chart_values, write_values
 from app.planning.fill import with_free_memory
 from app.planning.hardware import Hardware, HardwareOptions, hardware
+from app.planning.measured_products import with_measured_products
 from app.planning.planner import plan_capacity
 from app.planning.smallest_change import smaller_quantisation, smallest_change
 from app.planning.speed import ASSUMED_EXPERT_BANDWIDTH_SHARE, Speed
@@ -86,6 +87,9 @@ def summary(plan: CapacityPlan) -> list[str]:
         lines.append(f"{size} are read by the next {window} only, and kept as long as the rest")
     everything = held.num_experts * len(held.by_layer)
     how = "as many as fit" if held.is_filled else "as set"
+    ranks, split = plan.settings["tensor_parallel_size"], plan.settings["gpu_expert_split"]
+    if ranks != "1" and held.count:
+        how += f", {'each rank other ones' if split == 'expert' else 'each rank channels of all'}"
     lines.append(f"experts on GPUs: {held.count} of {everything} ({held.share:.1%}, {how})")
     lines.append(f"times of the expert kernels: {plan.expert_kernels}")
     return lines
@@ -207,6 +211,8 @@ def run(
             if options.gpus == "auto" and options.gpu_memory_gib is None:
                 host = with_free_memory(host, config.gpu)
             _refuse_incomplete(config)
+            if options.measure:
+                host = with_measured_products(config, host)
             found = plan_capacity(config, host, wish, fill)
     except DoesNotFit as error:
         with quiet():

@@ -5,12 +5,21 @@ Formulas, where the constants come from and how predictions compared with measur
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from app.bench.bounds import expected_distinct
 from app.planning.hardware import Hardware
+from app.planning.host_engine import (
+    WOKEN_HAND_OFF_SECONDS,
+    HostEngine,
+    attention_seconds,
+    call_seconds,
+    host_engine,
+    product_seconds,
+)
 from app.planning.memory import Residency, StoredExperts, expert_format, num_servers
 from app.supervisor.core_division import known_cores
 from app.supervisor.expert_placement import place_experts
@@ -37,19 +46,15 @@ LINK_SHARE = 0.86
 PAIRS_BANDWIDTH_SHARE, TILES_BANDWIDTH_SHARE = 0.42, 0.2
 # What servers lose to a link that copies from the same memory, and the divisions of a layer that are tried.
 SHARED_MEMORY, STREAMED_SHARES = 1.12, 32
-# Of bandwidth and peak, by torch's dense products on a CPU that expert servers compete for; chosen, as
-# CPU_LAYER_SECONDS, from "Decode over HTTP" of docs/benchmarks.md.
-CPU_DENSE_SHARE = 0.35
 # Of bandwidth and peak, by the expert kernels where no server has measured them; by int4 experts in the same
 # sections. AMX multiplies decoded weights, and few rows of an expert leave its tiles waiting: the share grows
 # by as much again with every ASSUMED_AMX_ROWS rows, up to that of others.
 ASSUMED_EXPERT_BANDWIDTH_SHARE, ASSUMED_EXPERT_PEAK_SHARE = 0.78, 0.3
 ASSUMED_AMX_PEAK_SHARE, ASSUMED_AMX_ROWS = 0.085, 750
-# Between the GEMMs of a layer: kernels of a replayed graph, an eager step's launches, which prompts have, and
-# torch's calls on a CPU. Seconds.
+# Between the GEMMs of a layer: kernels of a replayed graph, and an eager step's launches, which prompts have.
+# Seconds.
 GPU_LAYER_SECONDS = 45e-6
 GPU_EAGER_LAYER_SECONDS = 500e-6
-CPU_LAYER_SECONDS = 500e-6
 # Of an all-reduce of few rows; two a layer.
 ALL_REDUCE_SECONDS = 12e-6
 # "Mailbox round trip" of docs/benchmarks.md, host B: a request, a server, and bytes both ways.
@@ -88,7 +93,10 @@ class Work:
     top_k: float  # Experts of a token, choices without weights left out: `MoeGeometry.mean_top_k`.
     hidden_size: int
     dense_bytes: int
-    dense_elements: int
+    # By the packed format in which a CPU keeps them, "" for values; the head's only tokens pass that are
+    # sampled after.
+    layer_elements: Mapping[str, int]
+    head_elements: Mapping[str, int]
     kv_token_bytes: float
     # Of a rank, over all layers: elements of a score, and of a weighted sum, of each token attended to.
     attention_width: int
@@ -106,6 +114,7 @@ class Work:
     # Rows that one request to the expert servers carries at most.
     request_rows: int
     item_bytes: int
+    engine: HostEngine  # How it computes where there is no GPU.
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +194,8 @@ def _prefill(work: Work, chunk: int, context: int, seconds: StepSeconds) -> Spee
 
 def _eager(work: Work, hardware: Hardware, rows: int, attended: int) -> StepSeconds:
     """Returns a step of a prompt, which no graph holds."""
-    seconds = step_seconds(work, hardware, rows, attended, attended)
+    # One token follows the prompt, and only what it needs passes the head.
+    seconds = step_seconds(work, hardware, rows, attended, attended, outputs=1)
     if hardware.gpu is None:
         return seconds
     more = work.num_layers * (GPU_EAGER_LAYER_SECONDS - GPU_LAYER_SECONDS)
@@ -214,30 +224,41 @@ def _streamed(work: Work, hardware: Hardware, rows: int, eager: StepSeconds) -> 
 
 
 def step_seconds(
-    work: Work, hardware: Hardware, rows: int, kv_tokens: int, attended: int | None = None
+    work: Work,
+    hardware: Hardware,
+    rows: int,
+    kv_tokens: int,
+    attended: int | None = None,
+    outputs: int | None = None,
 ) -> StepSeconds:
     """Returns a step of `rows` tokens that reads the KV of `kv_tokens`, each row attending to `attended` of
-    them.
+    them, and after `outputs` of which a token is sampled; None: after each.
     """
     per_row = kv_tokens / rows if attended is None else attended
+    outputs = rows if outputs is None else outputs
     in_ram = work.moe_layers and work.resident_share < 1.0
     return StepSeconds(
-        _dense_seconds(work, hardware, rows, kv_tokens, per_row),
+        _dense_seconds(work, hardware, rows, kv_tokens, per_row, outputs),
         _cpu_expert_seconds(work, hardware, rows) if in_ram else 0.0,
         _gpu_expert_seconds(work, hardware, rows),
         _hand_off_seconds(work, hardware, rows) if in_ram else 0.0,
-        _overhead_seconds(work, hardware),
+        _overhead_seconds(work, hardware, rows, outputs),
     )
 
 
-def _dense_seconds(work: Work, hardware: Hardware, rows: int, kv_tokens: int, attended: float) -> float:
+def _dense_seconds(
+    work: Work, hardware: Hardware, rows: int, kv_tokens: int, attended: float, outputs: int
+) -> float:
     seen = _seen_share(work, attended)
-    nbytes = work.dense_bytes + seen * kv_tokens * work.kv_token_bytes
-    operations = rows * (2 * work.dense_elements + 4 * seen * attended * work.attention_width)
+    kv_bytes = seen * kv_tokens * work.kv_token_bytes
+    attention = rows * 4 * seen * attended * work.attention_width
+    layers, head = sum(work.layer_elements.values()), sum(work.head_elements.values())
     if hardware.gpu is None:
-        share = CPU_DENSE_SHARE
-        return max(nbytes / (hardware.bandwidth * share), operations / (hardware.cpu_flops * share))
-    gpu = hardware.gpu
+        elements = work.layer_elements, work.head_elements
+        products = product_seconds(work.engine, hardware, elements, work.dense_bytes, rows, outputs)
+        return products + attention_seconds(work.engine, hardware, kv_bytes, attention)
+    gpu, nbytes = hardware.gpu, work.dense_bytes + kv_bytes
+    operations = 2 * (rows * layers + outputs * head) + attention
     return max(nbytes / (gpu.bandwidth * GPU_BANDWIDTH_SHARE), operations / (gpu.flops * GPU_FLOPS_SHARE))
 
 
@@ -311,13 +332,14 @@ def _hand_off_seconds(work: Work, hardware: Hardware, rows: int) -> float:
     speed = HAND_OFF_BANDWIDTH
     if hardware.gpu is not None:
         speed = hardware.gpu.link * LINK_SHARE * work.ranks
-    each = HAND_OFF_SECONDS + HAND_OFF_SERVER_SECONDS * work.servers
+    woken = hardware.gpu is None and work.engine.wakes_servers
+    each = WOKEN_HAND_OFF_SECONDS if woken else HAND_OFF_SECONDS + HAND_OFF_SERVER_SECONDS * work.servers
     return work.moe_layers * (requests * each + nbytes / speed)
 
 
-def _overhead_seconds(work: Work, hardware: Hardware) -> float:
+def _overhead_seconds(work: Work, hardware: Hardware, rows: int, outputs: int) -> float:
     if hardware.gpu is None:
-        return work.num_layers * CPU_LAYER_SECONDS
+        return call_seconds(work.engine, work.num_layers, rows, outputs)
     reduces = 2 * ALL_REDUCE_SECONDS if work.ranks > 1 else 0.0
     return work.num_layers * (GPU_LAYER_SECONDS + reduces)
 
@@ -344,7 +366,8 @@ def make_work(
         dense_bytes=sum(
             rank.read_bytes + (0 if hardware.multiplies_bfloat16 else rank.widened_bytes) for rank in busiest
         ),
-        dense_elements=sum(rank.read_elements for rank in busiest),
+        layer_elements=_sum_of(rank.layer_elements for rank in busiest),
+        head_elements=_sum_of(rank.head_elements for rank in busiest),
         kv_token_bytes=sum(rank.page_bytes for rank in busiest) / config.gpu.page_size,
         windows=windows_of(model),
         attention_width=sum(mixer.score_width for mixer in mixers(model.layers)) // ranks,
@@ -357,6 +380,7 @@ def make_work(
         ranks=ranks,
         request_rows=request_rows(config) if mailbox else config.gpu.num_batched_tokens,
         item_bytes=model.dtype_bytes,
+        engine=host_engine(config, model, busiest, hardware),
     )
 
 
@@ -395,6 +419,13 @@ def server_threads(config: MoebiusConfig, hardware: Hardware) -> tuple[int, ...]
     count = num_servers(config, hardware.sockets)
     placed = place_experts(cores.nodes, count, cores.quota, engines if hardware.gpu else 0, threads)
     return tuple(server.threads for server in placed)
+
+
+def _sum_of(elements: Iterable[Mapping[str, int]]) -> Mapping[str, int]:
+    found: Counter[str] = Counter()
+    for counted in elements:
+        found.update(counted)
+    return found
 
 
 def _busiest_of_stages(forecast: Forecast) -> list[RankForecast]:

@@ -378,7 +378,8 @@ def _shared_settings(config: MoebiusConfig, directory: Path, num_experts: int) -
     )
     gpu_address = _socket(directory, "gpu")
     kept = config.gpu.kv_offload_dir or str(directory)
-    config = _replace(config, "gpu", gpu_address=gpu_address, kv_offload_dir=kept)
+    head = _absolute(config.gpu.speculative_model)
+    config = _replace(config, "gpu", gpu_address=gpu_address, kv_offload_dir=kept, speculative_model=head)
     config = _replace(config, "parallel", rank=0, rank_address=rank_address(config))
     config = _replace(
         config,
@@ -447,9 +448,10 @@ def _weight_files(
 
 def _prefix_files(config: MoebiusConfig, directory: Path) -> tuple[WeightFile, ...]:
     """Returns the memory for the engine's prefixes in RAM; none where the user gave a directory for it, or
-    wants none.
+    wants none, and for several ranks, whose parts end with them.
     """
-    if config.gpu.kv_offload_dir != str(directory) or config.gpu.kv_offload_gib == 0:
+    wants = config.gpu.kv_offload_gib > 0 and config.parallel.num_ranks == 1
+    if config.gpu.kv_offload_dir != str(directory) or not wants:
         return ()
     return (WeightFile(ram_tier_path(str(directory)), 0, -1),)
 

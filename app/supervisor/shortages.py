@@ -37,7 +37,7 @@ class Needs:
     segments: tuple[int, ...]
     # The engine's part of the model; 0 where address space is not limited, so that nothing asks for it.
     engine: int = 0
-    # The engine's RAM for prefixes that its KV cache evicts.
+    # RAM for prefixes that the KV cache evicts, of all ranks.
     prefixes: int = 0
 
 
@@ -60,6 +60,7 @@ def needs_of(given: MoebiusConfig, config: MoebiusConfig, model: MoeGeometry) ->
     Raises CheckpointError or UserError for what cannot be packed.
     """
     from app.planning.memory import segment_bytes
+    from app.planning.prefixes import prefix_bytes
     from moebius.mailbox.plan import mailbox_geometry
 
     count = config.experts.expert_servers
@@ -67,7 +68,7 @@ def needs_of(given: MoebiusConfig, config: MoebiusConfig, model: MoeGeometry) ->
         mailbox_geometry(config, model).regions().total if config.experts.mailbox else 0,
         tuple(segment_bytes(config, model, count)) if count else (),
         _engine_bytes(given) if _address_space_limit() is not None else 0,
-        config.gpu.kv_offload_bytes,
+        prefix_bytes(config) * config.parallel.num_ranks,
     )
 
 
@@ -179,6 +180,7 @@ def _memory(needs: Needs, root: Path) -> Iterator[Shortage]:
     needed = sum(needs.segments) + needs.prefixes + needs.mailbox
     if needed > allowed:
         prefixes = f", {needs.prefixes / GIB:.1f} GiB of evicted prefixes" if needs.prefixes else ""
+        smaller = "Allowed: less --kv-offload-gib, or --kv-disk-gib in memory. " if prefixes else ""
         whose = "this machine has" if allowed == machine else "the cgroup (container, batch job) allows"
         remedy = (
             "Smaller experts (--expert-dtype int4), experts on GPUs (--gpu-experts-ratio), or expert servers "
@@ -188,7 +190,7 @@ def _memory(needs: Needs, root: Path) -> Iterator[Shortage]:
             "RAM",
             f"packed experts{prefixes} and mailbox take {needed / GIB:.1f} GiB of RAM, but {whose} "
             f"{allowed / GIB:.1f} GiB",
-            f"Allowed: less --kv-offload-gib. {remedy}" if needs.prefixes else remedy,
+            f"{smaller}{remedy}",
         )
 
 

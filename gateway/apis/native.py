@@ -41,6 +41,7 @@ class NativeReply:
     is_scored: bool = False  # whether log-probabilities were asked for
     has_texts: bool = False  # whether log-probabilities have the tokens' texts
     num_top: int = 0  # alternatives of each token
+    slot: int = 0  # of llama-server, whose context the prompt and the output become
     num_outputs: int = 1  # of each prompt
     first_scored: int | None = None  # first prompt token with a log-probability; None: none has
 
@@ -58,7 +59,8 @@ def translate_completion(body: LlamaCompletionRequest, context: Context) -> Tran
     if is_list and len({type(prompt) for prompt in given}) > 1:
         raise bad_request("'prompt' has texts or lists of token ids, not both", "prompt")
     texts = [given] if isinstance(given, str) else [one if isinstance(one, str) else "" for one in given]
-    reply = NativeReply(prompts=tuple(texts) if is_list else (texts[0],), is_list=is_list)
+    prompts = tuple(texts) if is_list else (texts[0],)
+    reply = NativeReply(prompts, is_list=is_list, slot=max(0, body.id_slot or 0))
     request = {**_llama_fields(body), "prompt": given}
     return Translation(without_none(request), _LLAMA_NAMES, reply, fits_limit=True, is_text=True)
 
@@ -76,7 +78,11 @@ def translate_infill(body: InfillRequest, context: Context) -> Translation:
     prompt = files + body.input_prefix + body.prompt
     request = {**_llama_fields(body), "prompt": prompt, "suffix": body.input_suffix or "\n"}
     return Translation(
-        without_none(request), _LLAMA_NAMES, NativeReply((prompt,)), fits_limit=True, is_text=True
+        without_none(request),
+        _LLAMA_NAMES,
+        NativeReply((prompt,), slot=max(0, body.id_slot or 0)),
+        fits_limit=True,
+        is_text=True,
     )
 
 
@@ -221,7 +227,7 @@ class LlamaFormat(ResponseFormat):
         decode_s = max(usage.total_s - usage.prompt_s, 0.0)
         return {
             "stop": True,
-            "id_slot": 0,
+            "id_slot": self._reply.slot,
             "model": self._model,
             "prompt": prompt,
             "tokens_predicted": usage.completion_tokens,

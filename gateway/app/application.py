@@ -32,6 +32,7 @@ from gateway.app.openapi import install_openapi
 from gateway.app.response_routes import router as response_router
 from gateway.app.routes import create_chat_completion, create_completion, live_router, router
 from gateway.app.sleep_routes import router as sleep_router
+from gateway.app.slot_routes import router as slot_router
 from gateway.app.state import Gateway
 from gateway.app.translated_routes import router as api_router
 from gateway.processes.shared import Shared
@@ -81,6 +82,7 @@ _ROUTERS = (
     conversation_router,
     embedding_router,
     native_router,
+    slot_router,
     cache_router,
     sleep_router,
     file_router,

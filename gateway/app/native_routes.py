@@ -10,10 +10,12 @@ from fastapi import APIRouter, Request, Response
 
 from gateway.apis.native import LlamaFormat, SglangFormat
 from gateway.apis.registry import Kind
+from gateway.apis.saved_slots import SlotFormat
 from gateway.app.openapi import refuses, takes
 from gateway.app.serving import respond
+from gateway.app.slot_routes import num_slots, saved_slots
 from gateway.app.state import gateway_of
-from gateway.schemas.errors import ApiError
+from gateway.schemas.errors import ApiError, bad_request
 from gateway.schemas.native import AbortRequest, InfillRequest, LlamaCompletionRequest, SglangGenerateRequest
 from gateway.transport.keys import client_of
 from moebius import __version__
@@ -27,10 +29,16 @@ _FIRST = -(2**31)  # the priority before all others
 async def _completed(request: Request, kind: Kind) -> Response:
     gateway = gateway_of(request)
     prepared = await gateway.generation(request, kind)
-    model = gateway.model()
-    return await respond(
-        request, prepared, LlamaFormat(model.name, model.tokenizer, prepared.logprobs, prepared.reply)
-    )
+    model, kept = gateway.model(), saved_slots(gateway, request)
+    parts = model.name, model.tokenizer, prepared.logprobs, prepared.reply
+    if kept is None or prepared.reply.is_list:
+        return await respond(request, prepared, LlamaFormat(*parts))
+    count = await num_slots(gateway)
+    if prepared.reply.slot >= count:
+        raise bad_request(f"'id_slot' is not allowed; allowed: 0 to {count - 1}, and -1 for any", "id_slot")
+    form = SlotFormat(*parts)
+    form.keep_in(kept, prepared.reply.slot, prepared.jobs[0].prompt_ids)
+    return await respond(request, prepared, form)
 
 
 @router.post("/completions", **takes(LlamaCompletionRequest))
@@ -68,18 +76,6 @@ async def props(request: Request) -> dict[str, Any]:
 async def lora_adapters() -> list[dict[str, Any]]:
     """Lists no adapters: none are served."""
     return []
-
-
-@router.get("/slots", **refuses(401, 503))
-async def slots(request: Request) -> list[dict[str, Any]]:
-    """Lists as many slots as requests can run at once, those of running requests first."""
-    gateway = gateway_of(request)
-    length = gateway.model().max_context_length
-    load = await gateway.engine.load()
-    return [
-        {"id": number, "n_ctx": length, "is_processing": number < load.num_running_reqs}
-        for number in range(max(load.max_running_requests, load.num_running_reqs))
-    ]
 
 
 def _engine_id(request: Request, rid: str) -> str:

@@ -34,7 +34,9 @@ class LlamaFields(StrictModel):
     json_schema: dict[str, Any] | None = None
     stream: bool | None = None
     cache_prompt: Any = Field(None, description=f"{_NO_EFFECT}: prefixes are always cached")
-    id_slot: Any = Field(None, description=_NO_EFFECT)
+    id_slot: int | None = Field(
+        None, ge=-1, le=2**31, description="Slot whose context can be saved afterwards; -1: 0"
+    )
     return_tokens: bool | None = Field(None, description=f"{_NO_EFFECT}: they are always returned")
     samplers: Any = Field(None, description=_NO_EFFECT)
     timings_per_token: Any = Field(None, description=_NO_EFFECT)
@@ -99,6 +101,12 @@ class SglangGenerateRequest(StrictModel):
     top_logprobs_num: int | None = Field(None, ge=0, le=20)
     return_text_in_logprobs: bool | None = None
     priority: int | None = Field(None, ge=INT64_MIN, le=INT64_MAX)
+
+
+class SlotFile(StrictModel):
+    """Which file a slot's context is saved to, or restored from."""
+
+    filename: str | None = Field(None, description="Needed, but for erasing")
 
 
 class AbortRequest(StrictModel):

@@ -27,7 +27,7 @@ from gpu_service.assembly.experts import (
 )
 from gpu_service.assembly.identity import EngineIdentity, read_identity
 from gpu_service.assembly.kv_memory import KvMemory, cache_shape, scheduler_limits
-from gpu_service.assembly.kv_tiers import check_tiers, make_tiers
+from gpu_service.assembly.kv_tiers import OPEN_TIERS, check_tiers, make_tiers
 from gpu_service.assembly.placement import known_routing, make_adaptive, routing_record
 from gpu_service.assembly.process import prepare_process
 from gpu_service.assembly.rank_plan import has_room_to_stream, make_kv_memory
@@ -82,6 +82,7 @@ from gpu_service.parallel.group import RankGroup
 from gpu_service.parallel.join import join_group
 from gpu_service.scheduler.scheduler import Scheduler
 from moebius.config import MoebiusConfig
+from moebius.experts.rank_division import with_expert_split
 from moebius.grammar.process import BudgetedCompiler
 from moebius.models.config import ModelConfig
 from moebius.models.registry import family_of
@@ -101,7 +102,7 @@ def build_engine(
     On a GPU everything happens on the stream that steps run on later: what torch's allocator holds belongs
     to the stream it was made on.
     """
-    config = with_drafts(config)
+    config = with_expert_split(with_drafts(config))
     device = prepare_process(config)
     identity = read_identity(config)
     model_config = read_served_model(config)
@@ -342,9 +343,8 @@ def _engine(
 
     operations[MEASURE_AGAIN] = measure_again
     cache, inbox = make_request_cache(gpu, runner.states, kv.num_pages, kv.absent), group.inbox(compiler)
-    operations |= make_tiers(
-        config, identity.text, cache, kv.cache, runner.states, inbox, check, group.parallel
-    )
+    operations |= make_tiers(config, identity.text, cache, kv.cache, runner.states, inbox, check, group)
+    operations[OPEN_TIERS] = lambda _: cache.open_tiers()
     scheduler = Scheduler(limits, cache, make_speculation(gpu, limits, runner))
     scheduler.supply = make_page_supply(kv, cache, runner.placement, stream, check)
     builder = InputBuilder(limits, gpu.page_size, has_mrope=runner.has_mrope)

@@ -5,7 +5,7 @@ Weights are those that layers declare, and the same functions plan with them as 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ from gpu_service.cache.request_states import all_states_bytes
 from gpu_service.core.parallel import ParallelContext
 from gpu_service.core.partition import check_divisible, stage_layers
 from gpu_service.device import TORCH_DTYPES
-from gpu_service.loader.held import HeldWeights
+from gpu_service.loader.held import HeldParameter, HeldWeights
 from gpu_service.loader.load import plan_weights
 from gpu_service.memory.device_memory import MemoryUse
 from gpu_service.memory.plan import (
@@ -32,6 +32,7 @@ from gpu_service.ops.linear import can_pack
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
 from moebius.models.served import read_served_model
+from moebius.models.weights import HEAD
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +46,10 @@ class RankForecast:
     dense_bytes: int
     read_bytes: int
     host_bytes: int  # Parameters that stay in the host's memory next to a GPU.
-    # Elements of the latter: a token costs two operations for each.
-    read_elements: int
+    # Elements of the latter: a token costs two operations for each. By the packed format in which a CPU
+    # keeps them, "" for values: of layers, and of the head, which only tokens that are sampled after pass.
+    layer_elements: Mapping[str, int]
+    head_elements: Mapping[str, int]
     largest_tensor_bytes: int
     page_bytes: int  # One page of the KV cache over this rank's layers.
     # Of linear attention, all requests' and prefixes'.
@@ -57,6 +60,11 @@ class RankForecast:
     # On a CPU that does not multiply bfloat16: what linear layers and that copy take more, packed as float32.
     widened_bytes: int
     activation_bytes: int
+
+    @property
+    def read_elements(self) -> int:
+        """Returns the elements that a token which is sampled after is multiplied with."""
+        return sum(self.layer_elements.values()) + sum(self.head_elements.values())
 
 
 class Forecast:
@@ -72,7 +80,11 @@ class Forecast:
         tp, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
         # Sizes do not depend on which GPU it is.
         device = torch.device("meta" if on_gpu else "cpu")
-        contexts = [ParallelContext(rank, tp, stage, stages) for stage in range(stages) for rank in range(tp)]
+        # The caller has decided `auto`, as an engine does before ranks meet.
+        whole = tp > 1 and parallel.gpu_expert_split == "expert"
+        contexts = [
+            ParallelContext(rank, tp, stage, stages, whole) for stage in range(stages) for rank in range(tp)
+        ]
         for context in contexts:
             check_divisible(self.model_config, context)
         self._held = [plan_weights(chosen, self.model_config, context, device) for context in contexts]
@@ -164,7 +176,8 @@ def _forecast(config: MoebiusConfig, rank: int, held: HeldWeights, shape: CacheS
         dense_bytes=held.device_bytes,
         read_bytes=sum(one.nbytes for one in read),
         host_bytes=held.host_bytes,
-        read_elements=sum(one.num_elements for one in read),
+        layer_elements=_by_format(one for one in read if not _is_head(one, tied)),
+        head_elements=_by_format(one for one in read if _is_head(one, tied)),
         largest_tensor_bytes=max(one.largest_part for one in held.parameters),
         page_bytes=shape.page_bytes,
         state_bytes=all_states_bytes(config.gpu, held.rank_layers, TORCH_DTYPES[model.dtype]),
@@ -175,6 +188,21 @@ def _forecast(config: MoebiusConfig, rank: int, held: HeldWeights, shape: CacheS
             model, StepSize.largest(config.gpu), parallel, has_resident_experts=False
         ),
     )
+
+
+def _is_head(held: HeldParameter, tied: bool) -> bool:
+    """Returns whether logits are products with it, `tied` being whether those with the embedding are."""
+    return held.weights[0].parameter.startswith(f"{HEAD}.") or (tied and held.use == "lookup")
+
+
+def _by_format(parameters: Iterable[HeldParameter]) -> Mapping[str, int]:
+    """Returns the elements of all by their packed format, "" for those that are values."""
+    found: dict[str, int] = {}
+    for held in parameters:
+        parts = [(part.format, part.rows) for part in held.parts] or [("", sum(held.rows))]
+        for name, rows in parts:
+            found[name] = found.get(name, 0) + held.num_elements * rows // sum(held.rows)
+    return found
 
 
 def _can_pack(dtype: torch.dtype) -> bool:

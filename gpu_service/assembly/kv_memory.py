@@ -19,7 +19,7 @@ from gpu_service.cache.kv_cache import Allocate, PagedCache, make_cache, page_by
 from gpu_service.cache.state_cache import StateSlots
 from gpu_service.core.request import SchedulerLimits
 from gpu_service.device import TORCH_DTYPES
-from gpu_service.device.stream import DeviceStream
+from gpu_service.device.stream import DeviceStream, stream_of
 from gpu_service.device.virtual_memory import PhysicalPool
 from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.experts.streaming.step import StreamedExperts
@@ -195,12 +195,11 @@ class DeviceKvMemory(KvMemory):
         config, gpu, shape = self._config, self._config.gpu, self._shape
         memory = make_device_memory(shape.device)
         assert memory is not None
-
-        stream: Any = torch.cuda.current_stream(shape.device)
+        on_this_stream = stream_of(shape.device)
 
         def make_cache(num_pages: int) -> PagedCache:
             # Its memory is the main stream's again afterwards, or the pool's.
-            with torch.cuda.stream(stream):
+            with on_this_stream():
                 return (
                     shape.make(num_pages) if self.pool is None else mapped_cache(shape, self.pool, num_pages)
                 )

@@ -17,20 +17,20 @@ from moebius.errors import UserError
 
 
 def check_speculation(gpu: GpuConfig, parallel: ParallelConfig) -> None:
-    """Before anything is loaded. Raises UserError where the model's MTP layers cannot be run."""
-    if "mtp" in gpu.speculative_method and parallel.pipeline_parallel_size > 1:
+    """Before anything is loaded. Raises UserError where layers that propose draft tokens cannot be run."""
+    if gpu.has_draft_layers and parallel.pipeline_parallel_size > 1:
         raise UserError(
             f"speculative_method: {gpu.speculative_method!r} is not supported with pipeline_parallel_size "
-            f"{parallel.pipeline_parallel_size}: an MTP layer needs the embedding, which the first stage has,"
-            " and the last stage's hidden states; allowed: 1, or speculative_method off or ngram"
+            f"{parallel.pipeline_parallel_size}: its layer needs the embedding, which the first stage has, "
+            "and hidden states of the last stage; allowed: 1, or speculative_method off or ngram"
         )
 
 
 def make_drafter(model: CausalLM, token_pool: TokenPool, parallel: ParallelContext) -> DeviceDrafter | None:
-    """Returns the drafter of a model whose MTP layers are served; None: drafts come from elsewhere, if at
-    all.
+    """Returns the drafter of a model with layers that propose draft tokens; None: drafts come from elsewhere,
+    if at all.
     """
-    if not model.config.num_mtp_heads:
+    if not model.config.num_draft_layers:
         return None
     return MtpDrafter(model, token_pool, parallel)
 

@@ -6,6 +6,7 @@ import threading
 
 import torch
 
+from gpu_service.assembly.kv_tiers import OPEN_TIERS
 from gpu_service.core.interface import OutputDelta
 from gpu_service.core.request import Request, SamplingParams
 from gpu_service.engine.engine import Engine
@@ -82,4 +83,4 @@ class WarmUpGate:
                 raise UserError(f"a warm-up step failed: {request.error_message}")
         engine.flush().result(timeout_s)
         # Not before: what the warm-up computed is no prefix of a request, and a flush goes through all tiers.
-        engine.scheduler.cache.open_tiers()
+        engine.call(OPEN_TIERS).result(timeout_s)

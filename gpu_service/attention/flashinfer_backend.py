@@ -2,7 +2,7 @@
 
 | step | wrapper | captured |
 |---|---|---|
-| few requests, one token each, where `fused_decode.py` is on | none | yes |
+| few requests, one token each, of layers that `fused_decode.py` knows | none | yes |
 | every request computes one token | BatchDecodeWithPagedKVCache | yes, one wrapper per batch size |
 | first chunks only, pages hold what is computed in | BatchPrefillWithRaggedKVCache, reads no page | no |
 | anything else | BatchPrefillWithPagedKVCache, every request a chunk | no |

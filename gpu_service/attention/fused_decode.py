@@ -20,9 +20,6 @@ from gpu_service.ops.rope import Unrotated
 from gpu_service.ops.triton.counters import MAX_COUNTERS, stream_counters
 from gpu_service.ops.triton.jit import jit, jit_for_any, next_power_of_2, overlap, wait_for_previous
 
-# Its results were compared in Triton's interpreter only; on a GPU it has been timed. Off until
-# tests/gpu/test_attention_gpu.py (test_decode_in_one_launch) has passed on one.
-IS_ON = False
 # Requests of a step; for more of them, FlashInfer balances long and short ones better.
 MAX_REQUESTS = 32
 MAX_SPLITS = 32
@@ -189,8 +186,7 @@ def can_decode(unrotated: Unrotated, value: torch.Tensor, slots: torch.Tensor) -
     heads, table = unrotated.heads, unrotated.table
     num_requests, head_dim = heads.shape[0], heads.shape[2]
     return (
-        IS_ON
-        and 0 < num_requests <= MAX_REQUESTS
+        0 < num_requests <= MAX_REQUESTS
         and num_requests * value.shape[1] <= MAX_COUNTERS
         and head_dim == next_power_of_2(head_dim) >= MIN_ROWS
         and table.cos.shape[-1] <= head_dim

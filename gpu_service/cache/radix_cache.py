@@ -68,6 +68,9 @@ class LowerTiers(Protocol):
     def kept(self, node: Node) -> None:
         """The tree has a new node, or a state at the end of one."""
 
+    def keeping(self, node: Node) -> None:
+        """The prefix that ends with a node is kept until the node's `keep_until_s`."""
+
     def evicting(self, node: Node) -> None:
         """A node is about to go, with its pages."""
 
@@ -182,12 +185,22 @@ class RadixCache:
         """Sets what `keep` counts from, unless it is later already; equal on all ranks, so no clock."""
         self._now_s, self._kept_pages = max(self._now_s, now_s), None
 
+    @property
+    def now_s(self) -> float:
+        """What was set by `advance` last, seconds."""
+        return self._now_s
+
     def keep(self, handle: PrefixHandle, seconds: float) -> None:
         """From now on `evict` gives up the prefix after those that are not kept, for a time."""
-        until_s = self._now_s + seconds
+        self.keep_until(handle, self._now_s + seconds)
+
+    def keep_until(self, handle: PrefixHandle, until_s: float) -> None:
+        """Keeps the prefix as `keep` does, until a time of `advance`."""
         self._last_kept_s, self._kept_pages = max(self._last_kept_s, until_s), None
         for node in _ancestry(handle.node):
             node.keep_until_s = max(node.keep_until_s, until_s)
+        if self.tiers is not None:
+            self.tiers.keeping(handle.node)
 
     @property
     def kept_pages(self) -> int:

@@ -63,6 +63,8 @@ class ParallelContext:
     tp_size: int = 1
     stage: int = 0
     num_stages: int = 1
+    # Each of the stage's ranks holds other resident experts, whole ones; else all hold channels of each.
+    holds_whole_experts: bool = False
     tensor_group: Collectives = field(default_factory=SoloCollectives)  # Over the ranks of this stage.
     world_group: Collectives = field(default_factory=SoloCollectives)  # Over all ranks.
 
@@ -75,6 +77,11 @@ class ParallelContext:
     def size(self) -> int:
         """Number of ranks."""
         return self.tp_size * self.num_stages
+
+    @property
+    def expert_channel_ranks(self) -> int:
+        """The number of ranks over which the channels of a resident expert are divided."""
+        return 1 if self.holds_whole_experts else self.tp_size
 
     @property
     def sampling_rank(self) -> int:

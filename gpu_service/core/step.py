@@ -23,7 +23,7 @@ import dataclasses
 import enum
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -455,7 +455,7 @@ def graph_plan(rows: Mapping[str, Tensor], size: int, input_ids: Tensor) -> Step
 
 def tensors_of(tree: object) -> list[Tensor]:
     """Returns all tensors of a record, a list or a tuple of them, in the order of fields and elements."""
-    return list(_walk(tree))
+    return _walk(tree, [])
 
 
 def with_tensors(tree: Tree, tensors: list[Tensor]) -> Tree:
@@ -483,15 +483,16 @@ def _holds(hint: Any) -> bool:
     return any(_holds(argument) for argument in get_args(hint))
 
 
-def _walk(tree: Any) -> Iterator[Tensor]:
+def _walk(tree: Any, found: list[Tensor]) -> list[Tensor]:
     if isinstance(tree, Tensor):
-        yield tree
+        found.append(tree)
     elif isinstance(tree, (list, tuple)):
         for element in tree:
-            yield from _walk(element)
+            _walk(element, found)
     elif tree is not None:
         for name in _holders(tree.__class__):
-            yield from _walk(getattr(tree, name))
+            _walk(getattr(tree, name), found)
+    return found
 
 
 def _map(tree: Any, replace: Callable[[Tensor], Tensor]) -> Any:

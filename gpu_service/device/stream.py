@@ -226,8 +226,12 @@ def packed_offsets(tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:
 def packed_views(buffer: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Returns contiguous views of a uint8 buffer with the tensors' shapes and types, at `packed_offsets`."""
     offsets, _ = packed_offsets(tensors)
+    # The buffer as elements of each type: every step makes dozens of views, so each is one operation.
+    typed = {dtype: buffer.view(dtype) for dtype in {tensor.dtype for tensor in tensors}}
     return [
-        buffer[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        typed[tensor.dtype].as_strided(
+            tensor.shape, tensor.contiguous().stride(), offset // tensor.element_size()
+        )
         for offset, tensor in zip(offsets, tensors, strict=True)
     ]
 

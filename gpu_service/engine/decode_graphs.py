@@ -4,12 +4,19 @@ A graph holds a whole step whose requests compute one token each: gather of the 
 the greedy token and its way into the token pool. So a greedy batch needs one copy, one graph and one copy
 back; other sampling runs on the graph's logits. Rows of padding are a token at position 0 of a slot that no
 request has, with the dummy page as their cache, and choose no experts.
+
+The first pass of a drafter with one layer is a graph of its own after it, because tokens that are not the
+likeliest are drawn between the two; it reads the same inputs and the same plan of attention. Passes for
+further draft tokens are launched one by one. Where steps copy experts it is no graph: what was copied for
+the step is there once.
 """
 
 from __future__ import annotations
 
 import bisect
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import structlog
 import torch
@@ -20,6 +27,7 @@ from gpu_service.device.stream import Uploader, packed_offsets
 from gpu_service.engine.model_runner import ModelRunner
 from gpu_service.engine.sampler import StepOutputs
 from gpu_service.experts.fetching.fetcher import MOST_ROWS
+from gpu_service.speculation.drafter import FirstPass
 from moebius.process.progress import counted
 
 _log = structlog.get_logger(__name__)
@@ -41,6 +49,7 @@ class DecodeGraph:
     size: int
     inputs: StepPlan  # its tensors are the graph's
     captured: CapturedGraph | None = None
+    first_pass: CapturedGraph | None = None  # A drafter's; None: it is launched by the host.
 
 
 class DecodeGraphs:
@@ -80,6 +89,10 @@ class DecodeGraphs:
         notes, drafter = runner.notes_overflow, runner.drafter
         self._first_overflow = torch.zeros(largest, dtype=torch.int32, device=device) if notes else None
         self._hidden_states = None if drafter is None else drafter.make_buffer(largest)
+        # What the drafter's first pass makes, and its tokens; None: no graph has it.
+        self._first_pass: FirstPass | None = None
+        if drafter is not None and drafter.captures and runner.fetcher is None:
+            self._first_pass = FirstPass(drafter.make_buffer(largest), torch.zeros_like(self._token_ids))
         self._graphs: dict[int, DecodeGraph] = {}
 
     @property
@@ -136,13 +149,22 @@ class DecodeGraphs:
             self._finite[:count] if is_greedy else None,
             streamed=fetched,
             first_overflow=None if overflow is None else overflow[:count],
+            replay_first_pass=None if graph.first_pass is None else partial(self._replay_pass, graph, count),
         )
+
+    def _replay_pass(self, graph: DecodeGraph, count: int) -> FirstPass:
+        """Launches the drafter's first pass after its step, of `count` rows; valid until the next replay."""
+        assert graph.first_pass is not None
+        assert self._first_pass is not None
+        graph.first_pass.replay()
+        return FirstPass(*(buffer[:count] for buffer in self._first_pass))
 
     def close(self) -> None:
         """Gives up all graphs."""
         for graph in self._graphs.values():
-            if graph.captured is not None:
-                graph.captured.close()
+            for captured in (graph.captured, graph.first_pass):
+                if captured is not None:
+                    captured.close()
         self._graphs = {}
 
     def _capture(self, size: int) -> DecodeGraph:
@@ -151,15 +173,22 @@ class DecodeGraphs:
             del rows["valid_rows"]
         graph = DecodeGraph(size, graph_plan(rows, size, self._input_ids[:size]))
         self._runner.attention.plan_capture(graph.inputs)
-        for _ in range(_WARM_UP_RUNS):
-            self._begin_step()
-            self._step(graph.inputs)
-        graph.captured = self._backend.capture(lambda: self._step(graph.inputs))
+        graph.captured = self._recorded(lambda: self._step(graph.inputs))
+        if self._first_pass is not None:
+            graph.first_pass = self._recorded(lambda: self._draft(graph.inputs))
         # Once before any request depends on it.
         self._begin_step()
         self._runner.attention.plan_replay(graph.inputs)
         graph.captured.replay()
+        if graph.first_pass is not None:
+            graph.first_pass.replay()
         return graph
+
+    def _recorded(self, work: Callable[[], None]) -> CapturedGraph:
+        for _ in range(_WARM_UP_RUNS):
+            self._begin_step()
+            work()
+        return self._backend.capture(work)
 
     def _upload(self, rows: dict[str, torch.Tensor], size: int) -> dict[str, torch.Tensor]:
         """Refills the memory that graphs of this size read; returns it."""
@@ -193,8 +222,19 @@ class DecodeGraphs:
         self._finite[:size].copy_(sampled.finite)
         if self._first_overflow is not None and first_overflow is not None:
             self._first_overflow[:size].copy_(first_overflow)
-        if self._hidden_states is not None:
-            self._hidden_states[:size].copy_(hidden_states)
+        if self._hidden_states is not None and runner.drafter is not None:
+            self._hidden_states[:size].copy_(runner.drafter.inputs(hidden_states, context))
+
+    def _draft(self, plan: StepPlan) -> None:
+        """The recorded work of a drafter's first pass, after that of the step."""
+        runner, size, buffers = self._runner, plan.num_requests, self._first_pass
+        assert runner.drafter is not None
+        assert self._hidden_states is not None
+        assert buffers is not None
+        next_ids = runner.token_pool.gather(plan.token_slots, plan.positions + 1)
+        found = runner.drafter.first_pass(runner.context(plan), self._hidden_states[:size], next_ids)
+        buffers.made[:size].copy_(found.made)
+        buffers.token_ids[:size].copy_(found.token_ids)
 
     def _is_ever_padded(self, size: int) -> bool:
         """Returns whether smaller batches use this graph; else masking would waste a kernel a layer."""

@@ -163,7 +163,7 @@ class ModelRunner:
             logits = self.model.compute_logits(hidden_states[plan.logits_indices])
         return StepOutputs(
             logits,
-            None if self.drafter is None else hidden_states,
+            None if self.drafter is None else self.drafter.inputs(hidden_states, context),
             prompt_logprobs=prompt_logprobs,
             pooled=pooled,
             streamed=context.streamed,
@@ -183,6 +183,7 @@ class ModelRunner:
             outputs,
             logits=None,
             hidden_states=None,
+            replay_first_pass=None,
             token_ids=token_ids,
             finite=finite,
             logprobs=logprobs,
@@ -269,11 +270,13 @@ class ModelRunner:
         pool = self.token_pool
         staged = replace(plan, input_ids=pool.gather(plan.token_slots, plan.positions))
         context = self.context(staged, outputs.streamed)
-        self.attention.plan(staged)
+        first = None if outputs.replay_first_pass is None else outputs.replay_first_pass()
+        if first is None:
+            self.attention.plan(staged)
         next_ids = pool.gather(plan.token_slots, plan.positions + 1)
         rows = plan.logits_indices[:0] if token_ids is None else last_rows(plan, token_ids)
         try:
-            return drafter.propose(context, staged, outputs.hidden_states, next_ids, rows)
+            return drafter.propose(context, staged, outputs.hidden_states, next_ids, rows, first)
         except ExpertUnavailable as error:
             _log.warning("no drafts: an expert server is lost", error=str(error))
             return None

@@ -28,6 +28,7 @@ from gpu_service.core.step import BadWords, PenaltyRows, SamplingPlan, StepPlan,
 from gpu_service.experts.streaming.step import StreamedExperts
 from gpu_service.ops.overflow import EMBEDDING, FINAL_NORM, NO_OVERFLOW
 from gpu_service.ops.sampling import argmax_and_finite, mask_logits, truncate_probabilities
+from gpu_service.speculation.drafter import FirstPass
 from gpu_service.speculation.rows import fold
 
 # Of an image's rows, what comes before all layers.
@@ -69,6 +70,8 @@ class StepOutputs:
     has_copies: bool | None = False
     # What a device drafter proposes for each request that samples; None: it proposes nothing.
     drafts: Annotated[Tensor | None, TensorField("Q K", int64)] = None
+    # Runs the drafter's first pass, once the tokens are in the token pool; None: no graph has it.
+    replay_first_pass: Callable[[], FirstPass] | None = None
 
 
 def to_result(plan: StepPlan, outputs: StepOutputs) -> StepResult:

@@ -290,12 +290,16 @@ def make_check(
     def busy_seconds() -> float:
         return 0.0 if experts is None else experts.busy_seconds()
 
+    # Without a placement residents stay: counted once, since every step asks, and of all layers that takes
+    # longer than launching a step.
+    held = 0 if resident is None else sum(len(resident.experts(layer)) for layer in slots)
+
     def resident_share() -> float:
-        if resident is None or not slots:
+        if not slots:
             return 0.0
         if runner.placement is not None:
             return runner.placement.hit_share * len(slots) / len(layers)
-        return sum(len(resident.experts(n)) for n in slots) / (len(layers) * geometry.num_experts)
+        return held / (len(layers) * geometry.num_experts)
 
     def hit_share() -> float:
         found = resident_share()

@@ -14,16 +14,17 @@ from gpu_service.cache.kv_cache import KVCache
 from gpu_service.core.step import ForwardInputs
 from gpu_service.layers.composition import Composition
 from gpu_service.layers.context import ForwardContext
+from gpu_service.layers.host_mixer import HostPlaces
 from gpu_service.layers.linear import Linear, RowParallelLinear, Seam, gated_query_order
 from gpu_service.layers.norm import FullWidthNorm, Norm, RMSNorm, make_norm, make_rms_norm, norm_full_width
 from gpu_service.layers.rank_weights import RankWeights
-from gpu_service.ops.activation import GATE_ACTIVATIONS
+from gpu_service.ops.activation import apply_gate
 from gpu_service.ops.kv import mean_index_keys
 from gpu_service.ops.norm import rms_norm
 from gpu_service.ops.rope import RopeTable, Unrotated, apply_rope, qk_norm_rope, query_scales
 from moebius import _kernels
 from moebius.models.layers import gqa as blocks
-from moebius.models.layers.gqa import GQA, FullWidthQkNorm
+from moebius.models.layers.gqa import GQA, FullWidthQkNorm, GateActivation
 from moebius.models.layers.layer import Places
 
 
@@ -138,7 +139,7 @@ class GQAttention(nn.Module):
             self.q_norm = make_norm(spec.qk_norm.norm, own.under("q_norm"))
             self.k_norm = make_norm(spec.qk_norm.norm, own.under("k_norm"))
         self._norm_after_rope = spec.qk_norm is not None and spec.qk_norm.after_rope
-        self._gate_weights = GATE_ACTIVATIONS["sigmoid" if spec.gate is None else spec.gate.activation]
+        self._gate_activation: GateActivation = "sigmoid" if spec.gate is None else spec.gate.activation
         self._group, self._dtype = made.parallel.tensor_group, made.dtype
         # As `host_weights` gives them away.
         self._wide_sinks: torch.Tensor | None = None
@@ -202,35 +203,43 @@ class GQAttention(nn.Module):
             by_head = attended.view(-1, self.num_heads, self.head_dim)
             attended = by_head[..., : self._value_dim].flatten(1)
         if gate.shape[1]:
-            attended = attended * self._gate_weights(gate)
+            attended = apply_gate(attended, gate, self._gate_activation)
         if self.g_proj is not None:
-            weights = self._gate_weights(self.g_proj(hidden_states))
-            attended = attended.view(*weights.shape, self._value_dim).mul_(weights.unsqueeze(-1)).flatten(1)
+            attended = apply_gate(attended, self.g_proj(hidden_states), self._gate_activation)
         output: torch.Tensor = self.o_proj(attended)
         return output
 
-    def host_weights(self, cache: KVCache, rotation: int, sight: int) -> _kernels.AttentionWeights | None:
+    def host_weights(self, places: HostPlaces) -> _kernels.AttentionWeights | None:
         """Returns the layer as `_kernels.DecoderLayers` computes it; None: there is more to do than it does.
 
-        `rotation` and `sight`: the indices of the rotary table and of what rows see among those of a step.
+        See `HostMixer`.
         """
-        spec, norms = self._spec, self._fused_norms()
+        spec, norms, cache = self._spec, self._fused_norms(), places.cache
         qkv, output = self.qkv_proj.projection, self.o_proj.projection
+        gate = None if self.g_proj is None else self.g_proj.projection
         plain_values = spec.value_dim == spec.head_dim and spec.value_scale == 1.0 and not spec.value_norm
-        is_plain = plain_values and spec.gate is None and spec.blocks is None and not spec.keys_are_values
-        if spec.rope is None or spec.rope.query_growth or norms is None or not is_plain:
+        is_plain = plain_values and spec.blocks is None and not spec.keys_are_values
+        rotates = spec.rope is not None and not spec.rope.query_growth
+        if not rotates or places.rotation is None or norms is None or not is_plain:
+            return None
+        if self.g_proj is not None and gate is None:
             return None
         weights = [weight for weight in norms[:2] if weight is not None]
-        if qkv is None or output is None or any(weight.dtype != self._dtype for weight in weights):
+        kinds = {weight.dtype for weight in weights}
+        if qkv is None or output is None or kinds not in ({self._dtype}, {torch.float32}, set()):
             return None
         if self.sinks is not None:
             self._wide_sinks = self.sinks.float().contiguous()
         addresses = [0 if weight is None else weight.data_ptr() for weight in (*norms[:2], self._wide_sinks)]
+        assert isinstance(cache, KVCache), "the cache of this model holds keys and values"
         return _kernels.AttentionWeights(
             qkv=qkv,
             output=output,
+            gate=gate,
+            gates_are_softplus=self._gate_activation == "softplus",
             query_norm=addresses[0],
             key_norm=addresses[1],
+            norms_are_bfloat16=torch.bfloat16 in kinds,
             norm_eps=norms[2],
             sinks=addresses[2],
             pages=cache.pages(self.layer_id).data_ptr(),
@@ -239,8 +248,8 @@ class GQAttention(nn.Module):
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             scale=spec.scale,
-            rotation=rotation,
-            sight=sight,
+            rotation=places.rotation,
+            sight=places.sight,
         )
 
     @property

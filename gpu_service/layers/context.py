@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -40,5 +40,7 @@ class ForwardContext:
     first_overflow: Tensor | None = None
     # What is under way between two layers; None: every layer adds all that its experts answer.
     deferral: Deferral | None = None
+    # The residual stream `[T, H]` at the beginning of each layer that a draft head reads, by the model.
+    read_streams: list[Tensor] = field(default_factory=list)
     # Called between layers, and wherever a layer's launch takes long: who launches the step has other work.
     between_layers: Callable[[], None] | None = None

@@ -9,12 +9,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from gpu_service.cache.kv_cache import KVCache
 from gpu_service.core.parallel import ParallelContext
 from gpu_service.core.step import ForwardInputs
-from gpu_service.layers.attention import GQAttention
 from gpu_service.layers.composition import Composition, LayerParts
 from gpu_service.layers.context import ForwardContext
+from gpu_service.layers.host_mixer import HostMixer, HostPlaces
 from gpu_service.layers.linear import ReadsSeam, Seam, StoredWeight
 from gpu_service.layers.moe import MLP, MoE, MoEWithOwnNorms
 from gpu_service.layers.norm import Norm, RMSNorm, make_norm
@@ -187,6 +186,12 @@ class ResidualStream:
             self._pending = None
         return self._total
 
+    def copied(self) -> torch.Tensor:
+        """Returns the sum `[T, N]` in memory of its own; the addition that waits goes on waiting."""
+        if self._pending is None:
+            return self._total.clone()
+        return (self._total + self._pending).to(self._total.dtype)
+
     def restart(self, total: torch.Tensor, update: torch.Tensor, kept: float, added: float) -> None:
         """The stream becomes `kept * total + added * update`, both `[T, H]`, whose memory is its own now."""
         self._total = total if kept == 1.0 else total.mul_(kept)
@@ -232,33 +237,30 @@ class DecoderLayer(nn.Module):
         self._scale = residual.scale
 
     @property
-    def sight(self) -> tuple[int | None, int | None] | None:
-        """The window and the chunk of a layer that attends with grouped queries; None: it does not."""
-        attention = self._modules[self._attention_name]
-        return attention.sight if isinstance(attention, GQAttention) else None
+    def host_mixer(self) -> HostMixer | None:
+        """The layer's mixer, if one call may compute it with its neighbours."""
+        mixer = self._modules[self._attention_name]
+        return mixer if isinstance(mixer, HostMixer) else None
 
-    def host_weights(self, cache: KVCache, rotation: int, sight: int) -> _kernels.LayerWeights | None:
-        """Returns the layer as `_kernels.DecoderLayers` computes it; None: it is another kind of layer.
-
-        Arguments as `GQAttention.host_weights`.
-        """
-        attention, mlp = self._modules[self._attention_name], self.mlp
+    def host_weights(self, places: HostPlaces) -> _kernels.LayerWeights | None:
+        """Returns the layer as `_kernels.DecoderLayers` computes it; None: it is another kind of layer."""
+        mixer, mlp = self.host_mixer, self.mlp
         norms = self.input_layernorm, self.post_attention_layernorm
         after = self.post_self_attn_layernorm, self.post_mlp_layernorm, self.layer_scalar
         if self._scale != 1.0 or any(part is not None for part in after):
             return None
-        if not isinstance(attention, GQAttention) or not all(isinstance(norm, RMSNorm) for norm in norms):
+        if mixer is None or not all(isinstance(norm, RMSNorm) for norm in norms):
             return None
-        attends = attention.host_weights(cache, rotation, sight)
+        mixes = mixer.host_weights(places)
         dense, router, layer_id = None, None, 0
         if isinstance(mlp, MoE) and (found := mlp.host_weights()) is not None:
             (dense, router), layer_id = found, mlp.layer_id
         elif isinstance(mlp, MLP):
             dense = mlp.host_weights()
-        if attends is None or (dense is None and router is None):
+        if mixes is None or (dense is None and router is None):
             return None
         first, second = (norm.host_weights() for norm in norms if isinstance(norm, RMSNorm))
-        return _kernels.LayerWeights(first, attends, second, dense, router, layer_id)
+        return _kernels.LayerWeights(first, mixes, second, dense, router, layer_id)
 
     def forward(
         self, stream: ResidualStream, rope: RopeTable | None, context: ForwardContext

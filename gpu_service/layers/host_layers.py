@@ -9,20 +9,20 @@ own `forward`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import nn
 
 from gpu_service.attention.cpu_backend import AttendingRows, CpuAttention
+from gpu_service.cache.state_cache import StateSlots
 from gpu_service.layers.context import ForwardContext
 from gpu_service.layers.decoder import DecoderLayer, ResidualStream
+from gpu_service.layers.host_mixer import HostPlaces, Sight
 from gpu_service.layers.moe import MoE
 from gpu_service.ops.host_kernels import MOST_SCORED_ROWS
 from gpu_service.ops.rope import RopeTable
 from moebius import _kernels
-
-Sight = tuple[int | None, int | None]
 
 
 class HostLayers:
@@ -36,9 +36,10 @@ class HostLayers:
         attention: CpuAttention,
         end: int,
     ) -> None:
-        """`end`: the number of the layer after the last one."""
+        """`sights`: those of the layers that attend; `end`: the number of the layer after the last one."""
         self.end = end
         self._sights, self._attention, self._dtype = list(sights), attention, attention.kv_cache.dtype
+        self._has_states = any(_keeps_state(layer) for layer in layers)
         self._moes = [layer.mlp for layer in layers if isinstance(layer.mlp, MoE)]
         # Sums over experts are float32.
         self._update_dtype = torch.float32 if isinstance(layers[-1].mlp, MoE) else self._dtype
@@ -56,6 +57,9 @@ class HostLayers:
         rows = [self._attention.lone_rows(*sight) for sight in self._sights]
         seen = [row for row in rows if row is not None]
         if len(seen) < len(rows) or any(moe.on_routed is not None for moe in self._moes):
+            return False
+        inputs = context.inputs
+        if self._has_states and not (inputs.is_uniform_decode or inputs.depths):
             return False
         if not self._moes:
             self._run(stream, ropes, context, seen, None)
@@ -77,6 +81,7 @@ class HostLayers:
         experts: _kernels.RoutedExperts | None,
     ) -> None:
         inputs, residual = context.inputs, stream.sum()
+        slots = (inputs.state_reads, inputs.state_writes) if self._has_states else (None, None)
         update = torch.empty(residual.shape, dtype=self._update_dtype)
         tables = [(t.cos.data_ptr(), t.sin.data_ptr(), t.cos.shape[-1], t.interleaved) for t in ropes]
         self._kernel.run(
@@ -87,11 +92,17 @@ class HostLayers:
             inputs.slot_mapping.data_ptr(),
             inputs.block_table.data_ptr(),
             inputs.block_table.stride(0),
-            seen[0].requests.data_ptr(),
+            seen[0].requests.data_ptr() if seen else 0,
             tables,
             [(rows.begins.data_ptr(), rows.ends.data_ptr()) for rows in seen],
+            *(0 if part is None else part.data_ptr() for part in slots),
         )
         stream.add(update)
+
+
+def _keeps_state(layer: DecoderLayer) -> bool:
+    mixer = layer.host_mixer
+    return mixer is not None and mixer.sight is None
 
 
 _NONE: Mapping[int, HostLayers] = {}
@@ -101,13 +112,19 @@ class HostRuns:
     """Which of a stage's layers are computed together, once it is known what they attend with."""
 
     def __init__(
-        self, layers: Sequence[nn.Module], first_layer: int, rotary_of: Sequence[int | None]
+        self,
+        layers: Sequence[nn.Module],
+        first_layer: int,
+        rotary_of: Sequence[int | None],
+        begins: Collection[int] = (),
     ) -> None:
         """`layers`: those that every token passes, from number `first_layer` on; `rotary_of`: by number, the
-        index of its rotary table.
+        index of its rotary table; `begins`: layers before which a run ends, because the stream is read there.
         """
         self._layers, self._first_layer, self._rotary_of = layers, first_layer, rotary_of
+        self._begins = begins
         self._attention: CpuAttention | None = None
+        self._states: StateSlots | None = None
         self._runs: Mapping[int, HostLayers] = _NONE
 
     def of_step(self, context: ForwardContext) -> Mapping[int, HostLayers]:
@@ -119,8 +136,9 @@ class HostRuns:
         devices = context.resident, context.streamed, inputs.image_features, inputs.valid_rows
         if any(part is not None for part in (*watchers, *devices)):
             return _NONE
-        if attention is not self._attention:
-            self._attention, self._runs = attention, self._found(attention)
+        if attention is not self._attention or context.states is not self._states:
+            self._attention, self._states = attention, context.states
+            self._runs = self._found(attention)
         return self._runs
 
     def _found(self, attention: CpuAttention) -> Mapping[int, HostLayers]:
@@ -139,12 +157,18 @@ class HostRuns:
         layers: list[DecoderLayer] = []
         sights: list[Sight] = []
         for number, layer in enumerate(self._layers[begin - self._first_layer :], begin):
-            rotary = self._rotary_of[number]
-            if not isinstance(layer, DecoderLayer) or rotary is None or layer.sight is None:
+            if weights and number in self._begins:
                 break
-            if layer.sight not in sights:
-                sights.append(layer.sight)
-            found = layer.host_weights(attention.kv_cache, rotary, sights.index(layer.sight))
+            mixer = layer.host_mixer if isinstance(layer, DecoderLayer) else None
+            if mixer is None:
+                break
+            assert isinstance(layer, DecoderLayer)
+            sight = mixer.sight
+            if sight is not None and sight not in sights:
+                sights.append(sight)
+            place = 0 if sight is None else sights.index(sight)
+            places = HostPlaces(attention.kv_cache, self._states, self._rotary_of[number], place)
+            found = layer.host_weights(places)
             if found is None:
                 break
             weights.append(found)

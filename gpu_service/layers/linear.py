@@ -22,8 +22,9 @@ from gpu_service.ops.packed_weight import PackedPart, PackedWeight, packed_bytes
 from moebius import _kernels
 from moebius.models.layers.recurrent import GatedDeltaNet
 
-# A weight as `_kernels.DecoderLayers` multiplies by it, and the address of its bias, 0: none.
-Projection = tuple[_kernels.DenseMatrix, int]
+# A weight as `_kernels.DecoderLayers` multiplies by it, the address of its bias, 0: none, and that of the
+# order of its outputs, 0: as they are stored.
+Projection = tuple[_kernels.DenseMatrix, int, int]
 
 
 @runtime_checkable
@@ -124,10 +125,12 @@ class Linear(StoredWeight):
 
     @property
     def projection(self) -> Projection | None:
-        """The kept weight and its bias; None: it is not kept, or its outputs have another order."""
-        if self.packed is None or self._output_order is not None:
+        """The kept weight, its bias and the order of its outputs; None: it is not kept."""
+        if self.packed is None:
             return None
-        return self.packed.matrix, 0 if self._wide_bias is None else self._wide_bias.data_ptr()
+        parts = self._wide_bias, self._output_order
+        bias, order = (0 if part is None else part.data_ptr() for part in parts)
+        return self.packed.matrix, bias, order
 
     def after_seam(self, seam: Seam) -> tuple[torch.Tensor, ...] | None:
         """Returns what `add_norm_linear` returns, the product being `forward`'s; None: of weights kept as
@@ -175,6 +178,12 @@ class RowParallelLinear(Linear):
         super().__init__(own)
         self._adds_bias = parallel.tp_rank == 0
         self._group = parallel.tensor_group if reduce else None
+        self._num_ranks = parallel.tp_size
+
+    @property
+    def projection(self) -> Projection | None:
+        """As `Linear.projection`; None also where what it computes is a part of a sum over ranks."""
+        return super().projection if self._num_ranks == 1 else None
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Returns `[T, in_features]` of this rank to `[T, out_features]`, summed over ranks unless

@@ -23,7 +23,12 @@ from gpu_service.layers.deferral import Collect, add_late
 from gpu_service.layers.linear import Linear, RowParallelLinear, Seam
 from gpu_service.layers.norm import ScaledRMSNorm, make_norm
 from gpu_service.layers.rank_weights import RankWeights
-from gpu_service.ops.activation import CLAMPED_ACTIVATIONS, GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
+from gpu_service.ops.activation import (
+    CLAMPED_ACTIVATIONS,
+    GATED_ACTIVATIONS,
+    PLAIN_ACTIVATIONS,
+    apply_gate,
+)
 from gpu_service.ops.host_kernels import routing_rule
 from gpu_service.ops.linear import add_norm_linear, add_norm_route, linear
 from gpu_service.ops.router import choose_by_kind, route, weigh_chosen, zero_experts
@@ -58,12 +63,15 @@ class MLP(nn.Module):
         elif spec.limit != math.inf:
             self._activation = partial(CLAMPED_ACTIVATIONS[activation], limit=spec.limit)
 
-    def host_weights(self) -> _kernels.MlpWeights | None:
-        """Returns the block as `_kernels.DecoderLayers` computes it; None: that computes another one."""
+    def host_weights(self, output_gate: torch.Tensor | None = None) -> _kernels.MlpWeights | None:
+        """Returns the block as `_kernels.DecoderLayers` computes it; None: that computes another one.
+
+        `output_gate` `[1, H]`: of the products by whose sigmoids it is weighed, if it is.
+        """
         gate_up, down = self.gate_up_proj.projection, self.down_proj.projection
         if gate_up is None or down is None or self._activation is not GATED_ACTIVATIONS["silu"]:
             return None
-        return _kernels.MlpWeights(gate_up, down)
+        return _kernels.MlpWeights(gate_up, down, 0 if output_gate is None else output_gate.data_ptr())
 
     def read_seam(self, seam: Seam, inputs: ForwardInputs) -> tuple[torch.Tensor, ...] | None:
         """With gate and up, see `ReadsSeam`."""
@@ -80,6 +88,18 @@ class MLP(nn.Module):
             projected = self.gate_up_proj(hidden_states)
         output: torch.Tensor = self.down_proj(self._activation(projected))
         return output
+
+
+class ExpertGate(nn.Module):
+    """One product of the hidden states, by whose sigmoid the always active experts count."""
+
+    def __init__(self, own: RankWeights) -> None:
+        super().__init__()
+        self.weight = own.parameter("weight")
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Maps `[T, H]` to `[T, 1]`."""
+        return linear(hidden_states, self.weight, None)
 
 
 class Router(nn.Module):
@@ -216,10 +236,13 @@ class MoE(nn.Module):
         self.shared_experts: MLP | None = None
         if spec.shared is not None:
             self.shared_experts = MLP(spec.shared, own.under("shared_experts"), parallel, reduce=False)
-        self.shared_expert_gate, self.fc1_latent_proj, self.fc2_latent_proj = (
+        self.fc1_latent_proj, self.fc2_latent_proj = (
             Linear(declared) if (declared := own.under(name)) else None
-            for name in ("shared_expert_gate", "fc1_latent_proj", "fc2_latent_proj")
+            for name in ("fc1_latent_proj", "fc2_latent_proj")
         )
+        self.shared_expert_gate: ExpertGate | None = None
+        if gate := own.under("shared_expert_gate"):
+            self.shared_expert_gate = ExpertGate(gate)
         self._weighs_inputs, self._output_scale = router.weighs_inputs, spec.output_scale
         # Experts with weights, where a router also chooses others.
         self._num_experts = router.num_experts if router.num_zero_experts else None
@@ -234,11 +257,12 @@ class MoE(nn.Module):
         `_kernels.DecoderLayers` computes them; None: the block does more than it.
         """
         spaces = self.fc1_latent_proj is not None or self._num_experts is not None or self._weighs_inputs
-        gated = self.shared_expert_gate is not None or self._output_scale != 1.0
-        if type(self) is not MoE or spaces or gated or not isinstance(self.gate, Router):
+        scaled = self._output_scale != 1.0
+        if type(self) is not MoE or spaces or scaled or not isinstance(self.gate, Router):
             return None
         router = self.gate.host_weights()
-        shared = None if self.shared_experts is None else self.shared_experts.host_weights()
+        gate = None if self.shared_expert_gate is None else self.shared_expert_gate.weight
+        shared = None if self.shared_experts is None else self.shared_experts.host_weights(gate)
         if router is None or (shared is None) != (self.shared_experts is None):
             return None
         return shared, router
@@ -349,8 +373,7 @@ class MoE(nn.Module):
         output: torch.Tensor = experts(hidden_states, context)
         if self.shared_expert_gate is None:
             return output
-        gate: torch.Tensor = self.shared_expert_gate(hidden_states)
-        return output * gate.sigmoid()
+        return apply_gate(output, self.shared_expert_gate(hidden_states))
 
 
 class MoEWithOwnNorms(MoE):

@@ -50,6 +50,13 @@ class ConvTaps(nn.Module):
             for name, rows in list(self.named_parameters()):
                 setattr(self, name, nn.Parameter(rows[self._kept], requires_grad=False))
 
+    def host_taps(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Returns taps float32 `[width, channels]` and the bias float32 `[channels]`, if there is one, as
+        `_kernels.DecoderLayers` reads them.
+        """
+        bias = self.bias
+        return self.taps.t().float().contiguous(), None if bias is None else bias.float().contiguous()
+
     @property
     def taps(self) -> torch.Tensor:
         """View `[channels, width]`, the newest token's last."""

@@ -100,6 +100,7 @@ class HeldParameter:
     nbytes: int
     num_elements: int
     is_kept: bool  # Whether it is held in a `KeptForm`.
+    parts: tuple[PackedPart, ...] = ()  # Of a weight held in a `PackedForm`.
 
     @property
     def on_host(self) -> bool:
@@ -168,4 +169,6 @@ def _held(
     if form is None:
         return HeldParameter(tuple(weights), rows, dtype, elements * dtype.itemsize, elements, False)
     sizes = sum(rows), math.prod(rest)
-    return HeldParameter(tuple(weights), rows, dtype, form.nbytes(*sizes), form.num_elements(*sizes), True)
+    parts = form.parts if isinstance(form, PackedForm) else ()
+    nbytes, elements = form.nbytes(*sizes), form.num_elements(*sizes)
+    return HeldParameter(tuple(weights), rows, dtype, nbytes, elements, True, parts)

@@ -27,7 +27,7 @@ from gpu_service.device.stream import stream_of
 from gpu_service.layers.linear import StoredWeight
 from gpu_service.loader.held import HeldWeights, KeptForm, KeptForms, ScaledForm, held_weights
 from gpu_service.loader.names import Target, expected_names, module_of, wanted_name
-from gpu_service.loader.packed_sources import PackedSource, keep_packed
+from gpu_service.loader.packed_sources import PackedSource, RoundedSource, keep_packed
 from gpu_service.loader.sources import (
     INTEGERS,
     LoadContext,
@@ -50,6 +50,7 @@ from moebius.checkpoint.reader import SliceReader, read_slice
 from moebius.checkpoint.stored_values import check_values
 from moebius.checkpoint.weight_schemes import FLOATS, WeightScheme
 from moebius.config import ModelConfigSection
+from moebius.models import eagle3
 from moebius.models.checkpoint import check_mtp_layers, open_index
 from moebius.models.config import ModelConfig
 from moebius.models.layers.ranks import ShardRange
@@ -300,7 +301,7 @@ def _fill_all(
     """
     device = model.device
     threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
-    is_kept = any(isinstance(source, PackedSource) for _, source in work)
+    is_kept = any(isinstance(source, PackedSource | RoundedSource) for _, source in work)
     dense_threads = host_kernels.dense_threads(torch.get_num_threads()) if is_kept else None
     sizes = {id(target): target.rows.size * rows[target.parameter] for target, _ in work}
     left = iter(sorted(work, key=lambda pair: -sizes[id(pair[0])]))
@@ -371,11 +372,17 @@ def _find(config: ModelConfig, parallel: ParallelContext, directory: str | Path,
         scale = Weight(target.weight.scale, (1,), "float32")
         expected[scale.name] = Target(scale, ShardRange.whole(1), None, 0)
     forms: dict[str, KeptForm] = {target.parameter: ScaledForm() for target in scaled}
-    sources = find_sources(index.directory, present, expected, read_schemes(directory))
+    of_head = eagle3.head_tensors(config) if config.draft_model else {}
+    head = f"model.layers.{config.num_decoder_layers}."
+    apart = {name: expected[name] for name in expected if of_head and name.startswith(head)}
+    own = {name: expected[name] for name in expected if name not in apart}
+    sources = find_sources(index.directory, present, own, read_schemes(directory))
+    if apart:
+        sources |= find_sources(Path(config.draft_model), of_head, apart, ())
     if form == "fp8":
         forms |= keep_stored_fp8(expected, sources)
     elif form == "packed":
-        forms |= keep_packed(expected, sources, (parallel.tp_rank, parallel.tp_size))
+        forms |= keep_packed(expected, sources, (parallel.tp_rank, parallel.tp_size), config.dtype)
     return _Found(expected, sources, forms)
 
 
@@ -389,8 +396,10 @@ def _scaled(expected: Mapping[str, Target], present: Mapping[str, TensorInfo]) -
 def _present(index: CheckpointIndex, config: ModelConfig, parallel: ParallelContext) -> dict[str, TensorInfo]:
     """Returns the checkpoint's tensors that this process reads, by canonical name."""
     present: dict[str, TensorInfo] = {}
-    check_mtp_layers(index, config.model_type, config.num_layers)
-    swapped = config.tie_word_embeddings and is_stored_as_head(index, config.model_type, config.num_layers)
+    check_mtp_layers(index, config.model_type, config.num_stored_layers)
+    swapped = config.tie_word_embeddings and is_stored_as_head(
+        index, config.model_type, config.num_stored_layers
+    )
     for name, info in index.tensors.items():
         canonical = wanted_name(name, config, parallel, head_is_embedding=swapped)
         if canonical is None:

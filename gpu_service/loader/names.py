@@ -62,7 +62,7 @@ def wanted_name(
     one, which is stored under the head's name alone.
     """
     canonical = family_of(config.model_type).names.canonical_name(
-        name, config.num_layers, config.num_mtp_heads
+        name, config.num_stored_layers, config.num_mtp_heads
     )
     if canonical is not None and config.tie_word_embeddings and _module(canonical) == HEAD:
         canonical = EMBEDDING + canonical.removeprefix(HEAD) if head_is_embedding else None

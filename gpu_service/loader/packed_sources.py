@@ -7,9 +7,13 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+from torch import nn
 
+from gpu_service.device import TORCH_DTYPES
 from gpu_service.layers.linear import StoredWeight
+from gpu_service.layers.rank_weights import empty_parameter
 from gpu_service.loader.held import KeptForm, PackedForm
 from gpu_service.loader.names import Target
 from gpu_service.loader.sources import (
@@ -21,8 +25,11 @@ from gpu_service.loader.sources import (
 )
 from gpu_service.ops.packed_weight import PackedPart
 from moebius.checkpoint.kept_matrix import KeptMatrix, kept_floats, kept_matrix
+from moebius.kernels.source import SourceMatrix
 from moebius.kernels.weight_formats import PANEL_COLUMNS
+from moebius.models.config import DTypeName
 from moebius.models.layers.ranks import ShardRange
+from moebius.models.layers.weights import Weight
 
 # Elements that are read and packed at a time.
 _BLOCK_ELEMENTS = 1 << 24
@@ -51,26 +58,73 @@ class PackedSource:
             packed.pack(self.part, first, self.kept.read(context.reader, wanted, cols.slice))
 
 
+@dataclass(frozen=True, slots=True)
+class RoundedSource:
+    """Values of the activations' type that fill one part of a module's packed weight."""
+
+    values: WeightSource
+    part: int
+    dtype: torch.dtype
+
+    def fill(self, target: Target, context: LoadContext, device: torch.device) -> None:
+        """Packs the target's rows and columns, which are in memory as values meanwhile.
+
+        Raises CheckpointError as reading does.
+        """
+        holder = nn.Module()
+        cols = target.cols or ShardRange.whole(target.shape[1])
+        holder.weight = empty_parameter(target.rows.size, cols.size, dtype=self.dtype)
+        own = replace(target, weight=replace(target.weight, name="weight", into=""), begin=0)
+        self.values.fill(own, replace(context, module_of=lambda _: holder), device)
+        module = context.module_of(target.parameter)
+        assert isinstance(module, StoredWeight)
+        assert context.dense_threads is not None, "the load has threads where weights are kept"
+        with _making:
+            packed = module.make_packed(context.dense_threads)
+        values = holder.weight.data
+        # numpy has no bfloat16.
+        codes = (
+            values.view(torch.int16).numpy().view(np.uint16)
+            if self.dtype == torch.bfloat16
+            else values.numpy()
+        )
+        packed.pack(self.part, 0, SourceMatrix(codes))
+
+
 def keep_packed(
-    expected: Mapping[str, Target], sources: dict[str, WeightSource], rank: tuple[int, int]
+    expected: Mapping[str, Target], sources: dict[str, WeightSource], rank: tuple[int, int], dtype: DTypeName
 ) -> dict[str, KeptForm]:
-    """Replaces the sources of weights all of whose parts a packed format holds as they are stored; returns
-    their forms by parameter. `rank`: its index, and the number of ranks.
+    """Replaces the sources of weights that packed formats hold; returns their forms by parameter.
+
+    Where formats hold some weights as they are stored, the other products of the model are kept as values of
+    `dtype`, the activations' type, so that one kind of kernel computes all of them. `rank`: its index, and
+    the number of ranks.
     """
     forms: dict[str, KeptForm] = {}
-    for parameter, names in names_of_parameters(expected, "product", "lookup").items():
-        found = [_kept(sources[name], expected[name]) for name in names]
-        kept = [one for one in found if one is not None]
-        sizes = [expected[name].rows.size for name in names]
-        # Rows that no tensor fills (a vocabulary padded for several ranks) have no format.
-        held = sum(expected[name].weight.held_shape(*rank)[0] for name in names)
-        if len(kept) < len(names) or sum(sizes) != held:
+    used = names_of_parameters(expected, "product", "lookup")
+    kept = {name: _kept(sources[name], expected[name]) for names in used.values() for name in names}
+    rounds = dtype != "float16" and any(kept.values())
+    for parameter, names in used.items():
+        targets = [expected[name] for name in names]
+        if not all(kept[name] or (rounds and _is_rounded(expected[name].weight)) for name in names):
             continue
-        parts = (PackedPart(one.format, size) for one, size in zip(kept, sizes, strict=True))
+        sizes = [target.rows.size for target in targets]
+        # Rows that no tensor fills (a vocabulary padded for several ranks) have no format.
+        if sum(sizes) != sum(target.weight.held_shape(*rank)[0] for target in targets):
+            continue
+        found = [kept[name] for name in names]
+        formats = [dtype if one is None else one.format for one in found]
+        parts = (PackedPart(form, size) for form, size in zip(formats, sizes, strict=True))
         forms[parameter] = PackedForm(tuple(parts))
-        for part, (name, one) in enumerate(zip(names, kept, strict=True)):
-            sources[name] = PackedSource(one, part)
+        for part, (name, one) in enumerate(zip(names, found, strict=True)):
+            rounded = RoundedSource(sources[name], part, TORCH_DTYPES[dtype])
+            sources[name] = rounded if one is None else PackedSource(one, part)
     return forms
+
+
+def _is_rounded(weight: Weight) -> bool:
+    """Returns whether a weight that no format holds may be kept as values."""
+    return weight.use == "product" and weight.dtype == "activation" and len(weight.shape) == 2
 
 
 def _kept(source: WeightSource, target: Target) -> KeptMatrix | None:

@@ -123,7 +123,7 @@ def activation_bytes(
     attending = step.tokens * row + 8 * min(scores, MAX_BLOCK_SCORES)
     if has_resident_experts:
         routed = [ffn for ffn in ffns if isinstance(ffn, Routed)]
-        sizes = step.tokens, parallel.tp_size, hidden, item
+        sizes = step.tokens, parallel.expert_channel_ranks, hidden, item
         mlp += max((_experts_bytes(ffn, *sizes) for ffn in routed), default=0)
     return step.tokens * stream + max(attending, mlp) + logits_bytes(config, step)
 

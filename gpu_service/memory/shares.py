@@ -33,6 +33,6 @@ def share_figures(shares: Callable[[], MemoryShares]) -> Callable[[], list[Figur
             "free": now.free,
         }
         text = "Device memory of KV pages and experts, by who has it now"
-        return [Figure("gpu_memory_bytes", text, parts, is_counter=False, by="part")]
+        return [Figure("gpu_pool_bytes", text, parts, is_counter=False, by="part")]
 
     return figures

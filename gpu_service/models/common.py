@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
 
@@ -21,6 +22,7 @@ from gpu_service.layers.decoder import (
     gather_logits,
 )
 from gpu_service.layers.deferral import DeferralRule
+from gpu_service.layers.eagle3 import Eagle3Layer
 from gpu_service.layers.gated_streams import StreamMixer
 from gpu_service.layers.host_layers import HostRuns
 from gpu_service.layers.hyper_connections import HyperHead, HyperStreams
@@ -55,7 +57,7 @@ class Backbone(nn.Module):
         """`own`: what belongs to no layer."""
         super().__init__()
         size, last = config.hidden_size, parallel.is_last_stage
-        first, final = config.layers[0].residual, config.layers[-1].norm
+        first, final = config.layers[0].residual, config.layers[config.num_decoder_layers - 1].norm
         self._parallel = parallel
         self._first_layer = stage_layers(config, parallel).start
         self._dtype, self._hidden_size = dtype, size
@@ -90,9 +92,15 @@ class Backbone(nn.Module):
         self._embedding_scale = config.embedding_scale
         if config.rounds_embedding_scale:
             self._embedding_scale = torch.tensor(config.embedding_scale, device="cpu").to(dtype).item()
-        # Of this stage's layers, those that every token passes: layers of multi-token prediction are last.
-        self._num_passed = len(layers) - (config.num_mtp_heads if last else 0)
-        self._host_runs = HostRuns(layers[: self._num_passed], self._first_layer, self._rotary_of)
+        # Of this stage's layers, those that every token passes: those that propose draft tokens are last.
+        self._num_passed = len(layers) - (config.num_draft_layers if last else 0)
+        # Tables that those layers need.
+        used = self._rotary_of[self._first_layer : self._first_layer + self._num_passed]
+        self._num_tables = 1 + max((index for index in used if index is not None), default=-1)
+        head = layers[-1]
+        self._read_layers = head.read_layers if isinstance(head, Eagle3Layer) else ()
+        passed = layers[: self._num_passed]
+        self._host_runs = HostRuns(passed, self._first_layer, self._rotary_of, self._read_layers)
         # Which experts are added a layer late; None: none. Set before the first step.
         self.deferral: DeferralRule | None = None
 
@@ -105,8 +113,9 @@ class Backbone(nn.Module):
             context = replace(context, deferral=self.deferral.begin())
         by_axis = inputs.mrope_positions
         positions = inputs.positions if by_axis is None else by_axis
-        ropes = [rotary.table(positions) for rotary in self._rotaries]
+        ropes = [rotary.table(positions) for rotary in self._rotaries[: self._num_tables]]
         stream = self._begin(inputs)
+        context.read_streams.clear()
         overflow = context.first_overflow
         if overflow is not None and self._parallel.is_first_stage:
             _note(overflow, stream, EMBEDDING)
@@ -114,6 +123,8 @@ class Backbone(nn.Module):
         for index, layer in enumerate(islice(self.layers, self._num_passed), self._first_layer):
             if index < done:
                 continue
+            if index in self._read_layers:
+                context.read_streams.append(stream.copied())
             run = runs.get(index)
             if run is not None and run.forward(stream, ropes, context):
                 done = run.end
@@ -126,6 +137,8 @@ class Backbone(nn.Module):
                 _note(overflow, stream, index)
             if context.between_layers is not None:
                 context.between_layers()
+        if self._num_passed in self._read_layers:
+            context.read_streams.append(stream.copied())
         if self.norm is None:
             hidden_states = stream.sum()
             self._parallel.send_to_next_stage(hidden_states)
@@ -167,13 +180,27 @@ class Backbone(nn.Module):
     ) -> torch.Tensor:
         """Computes what `CausalLM.predict_further` says."""
         index = self._num_passed + head
-        layer, rotary = self.layers[index], self._rotary_of[self._first_layer + index]
-        assert isinstance(layer, MtpLayer)
+        layer, rotary = self._draft_layer(head), self._rotary_of[self._first_layer + index]
         inputs = context.inputs
         positions = inputs.positions if inputs.mrope_positions is None else inputs.mrope_positions
         rope = None if rotary is None else self._rotaries[rotary].table(positions)
-        stream = layer.begin(self._embedded(next_ids), hidden_states)
-        return layer.ended(layer(stream, rope, context))
+        return layer.predict(self._embedded, next_ids, hidden_states, rope, context)
+
+    def _draft_layer(self, head: int) -> MtpLayer | Eagle3Layer:
+        layer = self.layers[self._num_passed + head]
+        assert isinstance(layer, MtpLayer | Eagle3Layer)
+        return layer
+
+    def draft_inputs(self, hidden_states: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """Computes what `CausalLM.draft_inputs` says."""
+        layer = self._draft_layer(0)
+        return layer.combined(context.read_streams) if isinstance(layer, Eagle3Layer) else hidden_states
+
+    def best_drafts(
+        self, head: int, made: torch.Tensor, compute_logits: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """Computes what `CausalLM.best_drafts` says, `compute_logits` being the model's."""
+        return self._draft_layer(head).best_ids(made, compute_logits)
 
 
 class CausalLM(nn.Module):
@@ -221,16 +248,27 @@ class CausalLM(nn.Module):
     def predict_further(
         self, head: int, hidden_states: torch.Tensor, next_ids: torch.Tensor, context: ForwardContext
     ) -> torch.Tensor:
-        """Returns what a layer of multi-token prediction (`head`, from 0) makes of a step's rows, `[T, H]`,
-        normed.
+        """Returns what a layer that proposes draft tokens (`head`, from 0) makes of a step's rows, `[T, H]`;
+        of multi-token prediction it is normed.
 
-        A row at position p has the hidden state of p after the final norm (or what the head before made of
-        it) and the id, int64 `[T]`, of the token at p + 1; with `compute_logits` its output predicts the
-        token at p + 2, and once more with another head, or the same, the one after. The layer's cache holds
-        the row in the slot of position p, and rotates it by p: transformers rotates by p + 1, which turns
-        queries and keys alike.
+        A row at position p has what `draft_inputs` gives of p (or what the head before made of it) and the
+        id, int64 `[T]`, of the token at p + 1; `best_drafts` of its output is the token at p + 2, and once
+        more with another head, or the same, the one after. The layer's cache holds the row in the slot of
+        position p, and rotates it by p: transformers rotates by p + 1, which turns queries and keys alike.
         """
         return self.model.predict_further(head, hidden_states, next_ids, context)
+
+    def draft_inputs(self, hidden_states: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """Returns what the first such layer reads of a step, `[T, H]`, whose `forward` had this context.
+
+        Of multi-token prediction the hidden states themselves, of an EAGLE-3 head what it makes of several
+        layers' streams.
+        """
+        return self.model.draft_inputs(hidden_states, context)
+
+    def best_drafts(self, head: int, made: torch.Tensor) -> torch.Tensor:
+        """Returns the likeliest ids int64 `[L]` by `[L, H]` that `predict_further` made."""
+        return self.model.best_drafts(head, made, self.compute_logits)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Maps hidden states `[L, H]` to logits, float32 `[L, vocab_size]`, the same on all ranks of the

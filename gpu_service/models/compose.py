@@ -22,6 +22,7 @@ from gpu_service.layers.decoder import (
     ShortcutLayer,
     SingleLayer,
 )
+from gpu_service.layers.eagle3 import Eagle3Layer
 from gpu_service.layers.gated_streams import GatedStreamLayer
 from gpu_service.layers.hyper_connections import HyperDecoderLayer
 from gpu_service.layers.kimi_delta import KimiDeltaAttention
@@ -39,6 +40,7 @@ from moebius.models.layers.layer import Layer, Places, places
 from moebius.models.layers.mixer import Mixer
 from moebius.models.layers.recurrent import KDA, GatedDeltaNet, Lightning, Mamba2, SelectiveScan, ShortConv
 from moebius.models.layers.residual import (
+    Eagle3,
     GatedStreams,
     HyperConnections,
     NextToken,
@@ -76,6 +78,7 @@ RESIDUALS: dict[type, Callable[[Layer, LayerParts, Composition], nn.Module]] = {
     HyperConnections: HyperDecoderLayer,
     GatedStreams: GatedStreamLayer,
     NextToken: MtpLayer,
+    Eagle3: Eagle3Layer,
 }
 
 

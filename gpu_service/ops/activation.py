@@ -57,11 +57,26 @@ def softplus(gate: torch.Tensor) -> torch.Tensor:
     return functional.softplus(gate.float()).to(gate.dtype)
 
 
-# What attention's results are weighed by; by the names of `Gate.activation`.
-GATE_ACTIVATIONS: dict[GateActivation, Callable[[torch.Tensor], torch.Tensor]] = {
+# By the names of `Gate.activation`.
+_GATE_ACTIVATIONS: dict[GateActivation, Callable[[torch.Tensor], torch.Tensor]] = {
     "sigmoid": torch.sigmoid,
     "softplus": softplus,
 }
+
+
+@Op
+def apply_gate(
+    values: torch.Tensor, gates: torch.Tensor, activation: GateActivation = "sigmoid"
+) -> torch.Tensor:
+    """Computes `values * activation(gates)`; the activated gates are rounded to their dtype.
+
+    values `[T, N]`, contiguous; gates `[T, G]` (columns contiguous) of the same dtype, each of which weighs
+    N / G neighbours. Returns `[T, N]`, which may be the values' memory.
+    """
+    weights = _GATE_ACTIVATIONS[activation](gates)
+    if weights.shape == values.shape:
+        return values * weights
+    return values.view(*weights.shape, -1).mul_(weights.unsqueeze(-1)).flatten(1)
 
 
 def silu_of_clamped_and_mul(gate_up: torch.Tensor, limit: float) -> torch.Tensor:

@@ -11,6 +11,7 @@ import structlog
 import torch
 
 from gpu_service.ops.activation import (
+    apply_gate,
     clamped_swiglu_and_mul,
     gelu_and_mul,
     gelu_tanh_and_mul,
@@ -66,6 +67,7 @@ OPS: tuple[Op[..., Any], ...] = (
     gelu_and_mul,
     gelu_tanh_and_mul,
     clamped_swiglu_and_mul,
+    apply_gate,
     block_scores,
     mean_block_scores,
     append_kv,
@@ -149,9 +151,10 @@ def install(
 
 def _install_host_kernels() -> dict[str, str]:
     """Installs the host's kernels as `install`; nothing is to be tried, since nothing is compiled."""
-    from gpu_service.ops.host_kernels import dense_threads, implementations
+    from gpu_service.ops import host_kernels, host_recurrent
 
-    found = implementations(dense_threads(torch.get_num_threads()))
+    threads = host_kernels.dense_threads(torch.get_num_threads())
+    found = {**host_kernels.implementations(threads), **host_recurrent.implementations(threads)}
     for op in OPS:
         own = found.get(op.name)
         op.use("cpu", None if own is None else joined([own], op.reference))

@@ -50,6 +50,10 @@ class _Maker:
     def clamped_gate_up(self) -> tuple[Any, ...]:
         return *self.gate_up(), 1.702, 0.5
 
+    def attended_gates(self) -> tuple[Any, ...]:
+        values, gates = self._random(self._sizes.tokens, 2 * self._sizes.intermediate).chunk(2, dim=1)
+        return values.contiguous(), gates
+
     def append_kv(self) -> tuple[Any, ...]:
         tokens, keys, head_dim = self._sizes.tokens, self._sizes.keys, self._sizes.head_dim
         slots = torch.zeros(2 * tokens + 2, 2 * keys, head_dim, device=self._device, dtype=self._dtype)
@@ -356,6 +360,7 @@ _MAKERS: dict[str, Callable[[_Maker], tuple[Any, ...]]] = {
     "gelu_and_mul": _Maker.gate_up,
     "gelu_tanh_and_mul": _Maker.gate_up,
     "clamped_swiglu_and_mul": _Maker.clamped_gate_up,
+    "apply_gate": _Maker.attended_gates,
     "block_scores": _Maker.block_scores,
     "mean_block_scores": _Maker.mean_block_scores,
     "append_kv": _Maker.append_kv,

@@ -134,6 +134,7 @@ class HostKernels:
             head_dim,
             _address(q_weight),
             _address(k_weight),
+            q_weight is not None and _is_bfloat16(q_weight),
             eps,
             table.cos.data_ptr(),
             table.sin.data_ptr(),
@@ -171,6 +172,24 @@ class HostKernels:
             rule,
         )
         return weights, ids
+
+    def linear(
+        self, hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Computes `ops.linear.linear` of few rows to one output each."""
+        products = torch.empty(hidden_states.shape[0], 1)
+        self._threads.score_experts(
+            hidden_states.data_ptr(),
+            _is_bfloat16(hidden_states),
+            products.shape[0],
+            weight.shape[1],
+            weight.data_ptr(),
+            _is_bfloat16(weight),
+            0,
+            products.data_ptr(),
+            1,
+        )
+        return products.to(hidden_states.dtype)
 
     def add_norm_route(
         self,
@@ -230,9 +249,9 @@ def _rotates(
     *_: object,
 ) -> bool:
     head_dim, dtype = heads.shape[2], heads.dtype
-    same = all(
-        tensor is None or tensor.dtype == dtype for tensor in (q_weight, k_weight, value, kv_slots, table.cos)
-    )
+    same = all(tensor.dtype == dtype for tensor in (value, kv_slots, table.cos))
+    weights = {weight.dtype for weight in (q_weight, k_weight) if weight is not None}
+    same = same and weights in ({dtype}, {torch.float32}, set())
     rows = (heads.stride(1), heads.stride(2), value.stride(1), value.stride(2))
     whole = rows == (head_dim, 1, head_dim, 1) and table.cos.is_contiguous() and table.sin.is_contiguous()
     return same and whole and dtype in _FLOATS and head_dim % 16 == 0
@@ -243,6 +262,13 @@ def _routes(
 ) -> bool:
     bias = correction_bias is None or correction_bias.dtype == torch.float32
     return bias and routing_rule(config) is not None
+
+
+def _is_single(hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    if weight.shape[0] != 1 or hidden_states.dim() != 2 or hidden_states.shape[0] > MOST_SCORED_ROWS:
+        return False
+    whole = hidden_states.is_contiguous() and weight.is_contiguous() and bias is None
+    return whole and weight.dtype == hidden_states.dtype and weight.dtype in _FLOATS
 
 
 def _adds_and_routes(
@@ -272,5 +298,6 @@ def implementations(threads: _kernels.DenseThreads) -> Mapping[str, Implementati
         "silu_and_mul": Implementation(kernels.silu_and_mul, _gates),
         "rotate_and_append": Implementation(kernels.rotate_and_append, _rotates),
         "route": Implementation(kernels.route, _routes),
+        "linear": Implementation(kernels.linear, _is_single),
         "add_norm_route": Implementation(kernels.add_norm_route, _adds_and_routes),
     }

@@ -6,13 +6,14 @@ Every collective must have run once before it is captured, because communicators
 
 Small tensors of the GPUs of one host are added without NCCL: at the sizes of a decode step an all-reduce is
 all latency, and one kernel that writes its part to memory the other GPUs can read, waits for them once and
-adds has the least of it; above some hundred KiB it reads too much. torch's symmetric memory does it; no
-multicast is used.
+adds has the least of it; above some hundred KiB (`crossover`) it reads too much. torch's symmetric memory
+does it; no multicast is used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -20,18 +21,19 @@ import torch.distributed as dist
 
 from gpu_service.core.parallel import Collectives
 
-# Larger tensors are NCCL's.
-MAX_BYTES = 256 * 1024
+# Larger tensors are NCCL's, where nothing was measured; and memory for the largest that ever are not.
+DEFAULT_BYTES = 256 * 1024
+MAX_BYTES = 1024 * 1024
 # Elements are moved in words of this many bytes.
 _WORD_BYTES = 16
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
-def takes_one_shot(tensor: torch.Tensor) -> bool:
-    """Returns whether the kernel takes a tensor of this size, type and place."""
+def takes_one_shot(tensor: torch.Tensor, most_bytes: int = DEFAULT_BYTES) -> bool:
+    """Returns whether the kernel takes a tensor of this size, at most `most_bytes`, type and place."""
     return (
         tensor.dtype in _DTYPES
-        and 0 < tensor.nbytes <= MAX_BYTES
+        and 0 < tensor.nbytes <= most_bytes
         and tensor.nbytes % _WORD_BYTES == 0
         and tensor.data_ptr() % _WORD_BYTES == 0
         and tensor.is_contiguous()
@@ -50,6 +52,8 @@ class OneShotAllReduce:
         import torch.distributed._symmetric_memory as symmetric_memory
 
         module: Any = symmetric_memory
+        # Of tensors that go this way; 0: none.
+        self.most_bytes = DEFAULT_BYTES
         self._name = group.group_name
         self._buffers = {
             dtype: module.empty(MAX_BYTES // dtype.itemsize, dtype=dtype, device=device) for dtype in _DTYPES
@@ -59,7 +63,7 @@ class OneShotAllReduce:
         self._add: Callable[..., torch.Tensor] = torch.ops.symm_mem.one_shot_all_reduce_copy_out
 
     def add(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sums over the group, in place; returns it. For tensors that `takes_one_shot`."""
+        """Sums over the group, in place; returns it. For tensors that `takes_one_shot` up to `MAX_BYTES`."""
         buffer = self._buffers[tensor.dtype][: tensor.numel()].view(tensor.shape)
         self._add(buffer, tensor, "sum", self._name, tensor)
         return tensor
@@ -72,33 +76,48 @@ _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or di
 class TorchCollectives(Collectives):
     """One process group. Errors and timeouts are RuntimeErrors of torch, or its watchdog's abort (NCCL)."""
 
-    def __init__(self, group: dist.ProcessGroup, size: int, one_shot: OneShotAllReduce | None = None) -> None:
-        """`one_shot`: for small sums; None: they go the way of large ones."""
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        size: int,
+        one_shot: OneShotAllReduce | None = None,
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """`one_shot`: for small sums; None: they go the way of large ones.
+
+        `waiting`: entered around each other collective.
+        """
         self._group = group
+        self._waiting = waiting
         self._size = size
         self._one_shot = one_shot
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Ring and tree reductions give all ranks the bits that one of them computed."""
-        if self._one_shot is not None and takes_one_shot(tensor):
+        if self._one_shot is not None and takes_one_shot(tensor, self._one_shot.most_bytes):
             return self._one_shot.add(tensor)
-        dist.all_reduce(tensor, group=self._group)
+        with self._waiting():
+            dist.all_reduce(tensor, group=self._group)
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         gathered = tensor.new_empty((self._size, *tensor.shape))
-        _all_gather(gathered.flatten(0, 1), tensor.contiguous(), group=self._group)
+        with self._waiting():
+            _all_gather(gathered.flatten(0, 1), tensor.contiguous(), group=self._group)
         return gathered.movedim(0, -2).flatten(-2)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
-        dist.broadcast(tensor, group=self._group, group_src=source)
+        with self._waiting():
+            dist.broadcast(tensor, group=self._group, group_src=source)
         return tensor
 
     def send(self, tensor: torch.Tensor, destination: int) -> None:
-        dist.send(tensor.contiguous(), group=self._group, group_dst=destination)
+        with self._waiting():
+            dist.send(tensor.contiguous(), group=self._group, group_dst=destination)
 
     def receive(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
-        dist.recv(tensor, group=self._group, group_src=source)
+        with self._waiting():
+            dist.recv(tensor, group=self._group, group_src=source)
         return tensor
 
 

@@ -24,6 +24,7 @@ from typing import Protocol
 
 from google.protobuf.message import DecodeError
 
+from gpu_service.parallel.waits import CollectiveWaits, late_ranks, late_words
 from moebius.network.tls import handshake_words
 from protos import ranks_pb2
 
@@ -214,7 +215,6 @@ def _reason(error: OSError) -> str:
     return f"the connection was lost ({error.strerror or error})"
 
 
-_HEARTBEAT = ranks_pb2.Frame(heartbeat=ranks_pb2.Heartbeat())
 _GOODBYE = ranks_pb2.Frame(goodbye=ranks_pb2.Goodbye())
 
 # Heartbeats in the time after which a silent rank is given up.
@@ -242,6 +242,10 @@ class RankControl:
         timeout_s: float,
         on_lost: Callable[[str, bool], None],
     ) -> None:
+        # What of this rank's steps waits for others; all ranks send theirs to rank 0.
+        self.waits = CollectiveWaits()
+        self._waited_s = dict.fromkeys(range(size), 0.0)
+        self._timeout_s, self._judges = timeout_s, False
         self.rank = rank
         self.size = size
         self._connections = dict(connections)
@@ -272,6 +276,13 @@ class RankControl:
         if iteration is None:
             raise GroupLost(self._lost)
         return iteration
+
+    def judge_waits(self) -> None:
+        """Rank 0: ends the group from now on when ranks wait longer than the timeout for one that does not.
+
+        Not while kernels are compiled, for which a rank takes as long as it takes.
+        """
+        self._judges = True
 
     def exchange(self, what: str, value: int) -> list[int]:
         """Every rank's number, by rank; returns when all ranks have called it with the same `what`."""
@@ -348,15 +359,24 @@ class RankControl:
             case "fatal":
                 self._lose(frame.fatal)
             case "heartbeat":
-                return
+                self._waited_s[peer] = frame.heartbeat.waited_s
             case _:
                 self._lose(f"rank {peer}: sent {kind}, which has no place here")
 
     def _beat(self, interval_s: float) -> None:
         while not self._closing.wait(interval_s):
+            waited_s = self._waited_s[self.rank] = self.waits.longest_s
+            frame = ranks_pb2.Frame(heartbeat=ranks_pb2.Heartbeat(waited_s=waited_s))
             for connection in self._connections.values():
                 # A connection that cannot carry it is noticed by the thread that receives from it.
-                connection.try_send(_HEARTBEAT)
+                connection.try_send(frame)
+            if self._judges:
+                self._judge()
+
+    def _judge(self) -> None:
+        waited_s = dict(self._waited_s)
+        if late := late_ranks(waited_s, self._timeout_s):
+            self._lose(late_words(late, waited_s), own=late == (self.rank,))
 
     def _left(self, peer: int) -> None:
         """A rank ended in order. A rank that still waits for a message of it waits in vain.

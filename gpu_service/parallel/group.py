@@ -17,9 +17,12 @@ stream order is all the synchronisation there is.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 
+import structlog
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
@@ -34,9 +37,15 @@ from gpu_service.engine.step_runner import StepRunner
 from gpu_service.experts.client import ExpertClient
 from gpu_service.parallel.collectives import LaneCollectives, OneShotAllReduce, TorchCollectives
 from gpu_service.parallel.control import RankControl
+from gpu_service.parallel.crossover import measured_crossover
 from gpu_service.parallel.experts import RankExperts
 from gpu_service.parallel.inbox import FollowerInbox, LeaderInbox
+from gpu_service.parallel.nccl import in_effect
 from gpu_service.parallel.steps import GuardedRunner, RankLaneModelRunner, RankModelRunner, RankSampler
+from gpu_service.parallel.waits import CollectiveWaits
+from moebius.config.division import SmallAllReduce
+
+_log = structlog.get_logger(__name__)
 
 
 class RankGroup(ABC):
@@ -92,6 +101,13 @@ class RankGroup(ABC):
         """This rank cannot go on: ends the group, and this process."""
 
     @abstractmethod
+    def serving(self) -> None:
+        """Kernels are compiled from now on: a rank that the others wait for too long ends the group.
+
+        Rank 0 calls it.
+        """
+
+    @abstractmethod
     def close(self) -> None:
         """Leaves in order. Captured graphs must be gone."""
 
@@ -126,6 +142,9 @@ class SoloGroup(RankGroup):
         """Does nothing: no other rank is concerned."""
         raise RuntimeError(reason)
 
+    def serving(self) -> None:
+        """No rank waits for another."""
+
     def close(self) -> None:
         """Nothing to leave."""
 
@@ -136,8 +155,16 @@ class ProcessRankGroup(RankGroup):
     model_runner = RankModelRunner
     lane_runner = RankLaneModelRunner
 
-    def __init__(self, parallel: ParallelContext, control: RankControl, agreement: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        parallel: ParallelContext,
+        control: RankControl,
+        agreement: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
         self.parallel = parallel
+        # Where a host waits for others: for its GPU, on which collectives run, else in the collectives.
+        self._is_cuda = device.type == "cuda"
         self._control = control
         # Of its own, because it is used from another thread than the step's collectives.
         self._agreement = agreement
@@ -156,7 +183,7 @@ class ProcessRankGroup(RankGroup):
         return RankExperts(client, self.parallel, self.largest, divides_rows)
 
     def guard(self, runner: StepRunner) -> StepRunner:
-        return GuardedRunner(runner, self.fail)
+        return GuardedRunner(runner, self.fail, self._control.waits if self._is_cuda else None)
 
     def open_lane(self, stream: DeviceStream) -> None:
         for group in (self.parallel.tensor_group, self.parallel.world_group):
@@ -169,6 +196,9 @@ class ProcessRankGroup(RankGroup):
 
     def fail(self, reason: str) -> None:
         self._control.fail(reason)
+
+    def serving(self) -> None:
+        self._control.judge_waits()
 
     def close(self) -> None:
         self._control.close()
@@ -185,13 +215,14 @@ def make_process_groups(
     store: TCPStore,
     device: torch.device,
     timeout_s: float,
-    one_shot: bool = False,
+    small_all_reduce: SmallAllReduce = "nccl",
     has_lane: bool = False,
+    waits: CollectiveWaits | None = None,
 ) -> tuple[ParallelContext, dist.ProcessGroup]:
     """Returns the context with its collectives, and a CPU group for agreements. All ranks call it at once.
 
-    `one_shot`: tensor-parallel GPUs add small tensors without NCCL. `has_lane`: there may be a prefill lane,
-    of tensor-parallel ranks only.
+    `small_all_reduce`: how tensor-parallel GPUs add small tensors. `has_lane`: there may be a prefill lane,
+    of tensor-parallel ranks only. `waits` covers the collectives of a host that is the device.
     """
     timeout = timedelta(seconds=timeout_s)
     is_cuda = device.type == "cuda"
@@ -204,6 +235,9 @@ def make_process_groups(
         # Makes the communicator now, rather than inside the first step.
         device_id=device if is_cuda else None,
     )
+    if is_cuda:
+        version: Callable[[], tuple[int, ...]] = torch.cuda.nccl.version
+        _log.info("NCCL", version=".".join(map(str, version())), **in_effect())
     own = _default_group()
     for stage in range(parallel.num_stages if parallel.num_stages > 1 else 0):
         ranks = list(range(stage * parallel.tp_size, (stage + 1) * parallel.tp_size))
@@ -212,16 +246,41 @@ def make_process_groups(
         if stage == parallel.stage:
             own = group
     solo = parallel.tp_size == 1
-    small = OneShotAllReduce(own, device) if one_shot and is_cuda and not solo else None
+    small = _small_all_reduce(small_all_reduce, own, device) if is_cuda and not solo else None
     agreement = dist.new_group(backend="gloo", timeout=timeout)
-    tensor_group = SOLO.tensor_group if solo else TorchCollectives(own, parallel.tp_size, small)
-    world_group: Collectives = TorchCollectives(_default_group(), parallel.size)
+    waiting = nullcontext if is_cuda or waits is None else waits.waiting
+    tensor_group = SOLO.tensor_group if solo else TorchCollectives(own, parallel.tp_size, small, waiting)
+    world_group: Collectives = TorchCollectives(_default_group(), parallel.size, waiting=waiting)
     _touch(replace(parallel, tensor_group=tensor_group, world_group=world_group), device)
     if has_lane:
-        lane = TorchCollectives(dist.new_group(timeout=timeout), parallel.size)
+        lane = TorchCollectives(dist.new_group(timeout=timeout), parallel.size, waiting=waiting)
         _touch(replace(parallel, tensor_group=lane, world_group=lane), device)
         tensor_group, world_group = LaneCollectives(tensor_group, lane), LaneCollectives(world_group, lane)
     return replace(parallel, tensor_group=tensor_group, world_group=world_group), agreement
+
+
+def _small_all_reduce(
+    wanted: SmallAllReduce, group: dist.ProcessGroup, device: torch.device
+) -> OneShotAllReduce | None:
+    """Returns what adds small tensors of GPUs; None: NCCL does. All ranks of the group decide alike."""
+    if wanted == "nccl":
+        return None
+    if wanted == "auto" and not _reach_each_other(group, device):
+        _log.info("NCCL adds tensors of all sizes: GPUs cannot read each other's memory")
+        return None
+    small = OneShotAllReduce(group, device)
+    if wanted == "auto":
+        small.most_bytes = measured_crossover(small.add, group, device)
+    _log.info("GPUs add small tensors without NCCL", up_to_bytes=small.most_bytes, chosen_by=wanted)
+    return small
+
+
+def _reach_each_other(group: dist.ProcessGroup, device: torch.device) -> bool:
+    peers = [number for number in range(torch.cuda.device_count()) if number != device.index]
+    reached = all(torch.cuda.can_device_access_peer(device, number) for number in peers)
+    agreed = torch.tensor([int(reached)], device=device)
+    dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=group)
+    return bool(agreed.item())
 
 
 def _touch(parallel: ParallelContext, device: torch.device) -> None:

@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import TCPStore
 from gpu_service.core.parallel import ParallelContext
 from gpu_service.parallel.control import ConnectionLost, RankConnection, RankControl
 from gpu_service.parallel.group import ProcessRankGroup, RankGroup, SoloGroup, make_process_groups
+from gpu_service.parallel.nccl import set_up
 from moebius.config import MoebiusConfig, ParallelConfig
 from moebius.errors import PEER_LOST_EXIT, ConfigError, UserError
 from moebius.models.identity import changes, identity_parts
@@ -28,7 +29,7 @@ from moebius.network.tls import active_tls
 from protos import ranks_pb2
 
 _log = structlog.get_logger(__name__)
-_PROTOCOL = 3
+_PROTOCOL = 4
 # How long a connection may take to say what it is; scanners and health checks say nothing.
 _HELLO_S = 3.0
 _RETRY_S = 0.1
@@ -201,8 +202,9 @@ def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
-# Collectives wait this many times as long as heartbeats: a rank may compile kernels inside its first steps
-# while the others wait. That it is alive is the heartbeats' business.
+# torch's own limit of a collective, in times of that of heartbeats: a rank may compile kernels inside its
+# first steps while the others wait. While requests are served `RankControl.judge_waits` is faster, and names
+# the rank.
 _COLLECTIVE_PATIENCE = 5
 # Settings that ranks of one group may differ in: a rank's own, and what only rank 0 uses.
 _OWN_LEAVES = {
@@ -230,6 +232,7 @@ def place_of(settings: ParallelConfig) -> ParallelContext:
         tp_size=settings.tensor_parallel_size,
         stage=stage,
         num_stages=settings.pipeline_parallel_size,
+        holds_whole_experts=settings.gpu_expert_split == "expert" and settings.tensor_parallel_size > 1,
     )
 
 
@@ -242,8 +245,9 @@ def check_hosts(settings: ParallelConfig) -> None:
         )
     if settings.host_index >= hosts:
         raise ConfigError(f"host_index: {settings.host_index} is not allowed; allowed: 0 to {hosts - 1}")
-    if hosts > 1 and settings.small_all_reduce == "one-shot":
-        raise ConfigError("small_all_reduce: one-shot is for ranks of one host; allowed with several: nccl")
+    wanted = settings.small_all_reduce
+    if hosts > 1 and wanted != "nccl":
+        raise ConfigError(f"small_all_reduce: {wanted} is for ranks of one host; allowed with several: nccl")
 
 
 def end_process(reason: str, own: bool) -> None:
@@ -283,9 +287,7 @@ def join_group(
         identity=identity,
     )
     host, _ = rendezvous.host_port
-    if host in ("127.0.0.1", "::1", "localhost"):
-        # gloo would otherwise look for the interface that the host's name resolves to, if it does.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    set_up(host, settings.rank_hosts)
     listener = _store_listener(host) if place.rank == 0 else None
     own = ranks_pb2.Welcome(store_port=listener.getsockname()[1] if listener is not None else 0)
     connections, welcome = meet(rendezvous, own)
@@ -296,11 +298,12 @@ def join_group(
         store,
         device,
         settings.rank_timeout_s * _COLLECTIVE_PATIENCE,
-        settings.small_all_reduce == "one-shot",
+        settings.small_all_reduce,
         has_lane,
+        control.waits,
     )
     _log.info("joined the group of ranks", rank=place.rank, ranks=place.size, device=str(device))
-    return ProcessRankGroup(parallel, control, agreement)
+    return ProcessRankGroup(parallel, control, agreement, device)
 
 
 def _store_listener(host: str) -> socket.socket:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from typing import cast
 
 import torch
@@ -17,6 +18,7 @@ from gpu_service.experts.client import ExpertComputeFailed, ExpertUnavailable
 from gpu_service.experts.resident.watch import ResidentDamaged
 from gpu_service.layers.context import ForwardContext
 from gpu_service.models.common import CausalLM
+from gpu_service.parallel.waits import CollectiveWaits
 
 
 class RankSampler(Sampler):
@@ -151,12 +153,19 @@ class RankLaneModelRunner(LaneModelRunner, RankModelRunner):
 _AGREED = (ExpertUnavailable, ExpertComputeFailed)
 
 
+Waiting = Callable[[], AbstractContextManager[None]]
+
+
 class GuardedRunner(StepRunner):
     """Passes steps on; an error that is this rank's own ends the group through `fail`."""
 
-    def __init__(self, inner: StepRunner, fail: Callable[[str], None]) -> None:
+    def __init__(
+        self, inner: StepRunner, fail: Callable[[str], None], waits: CollectiveWaits | None = None
+    ) -> None:
+        """`waits`: of a device on which steps wait for other ranks, and the host for the device."""
         self._inner = inner
         self._fail = fail
+        self._waiting = nullcontext if waits is None else waits.waiting
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         try:
@@ -167,7 +176,7 @@ class GuardedRunner(StepRunner):
         # Not only when somebody waits for it: before that, a launch may wait for the other ranks.
         if isinstance(step, StepInFlight) and isinstance(step.error, Exception):
             self._judge(step.error)
-        return _GuardedStep(step, self._judge)
+        return _GuardedStep(step, self._judge, self._waiting)
 
     def _judge(self, error: Exception) -> None:
         if not isinstance(error, _AGREED) or isinstance(error, ResidentDamaged):
@@ -199,9 +208,10 @@ class GuardedRunner(StepRunner):
 
 
 class _GuardedStep(LaunchedStep):
-    def __init__(self, inner: LaunchedStep, judge: Callable[[Exception], None]) -> None:
+    def __init__(self, inner: LaunchedStep, judge: Callable[[Exception], None], waiting: Waiting) -> None:
         self._inner = inner
         self._judge = judge
+        self._waiting = waiting
 
     def query(self) -> bool:
         return self._inner.query()
@@ -214,7 +224,8 @@ class _GuardedStep(LaunchedStep):
 
     def wait(self) -> StepResult:
         try:
-            return self._inner.wait()
+            with self._waiting():
+                return self._inner.wait()
         except Exception as error:
             self._judge(error)
             raise

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from gpu_service.cache.tiers.digests import is_state
+from gpu_service.cache.tiers.disk_tier import DiskTier
 from gpu_service.cache.tiers.prefix_tiers import PrefixTiers
+from gpu_service.cache.tiers.ram_tier import RamTier
 from gpu_service.core.interface import EngineLoad
 from protos import engine_pb2 as pb
 
@@ -28,14 +30,27 @@ def cache_tiers(
     if below is None:
         return
     if (ram := below.ram) is not None:
-        yield _tier("ram", _tokens(ram.keys, page_size), ram.used_bytes, ram.total_bytes, below)
+        yield _tier("ram", ram, ram.used_bytes, ram.total_bytes, below.hit_tokens, page_size)
     if (disk := below.disk) is not None:
-        yield _tier("disk", _tokens(disk.keys, page_size), disk.held_bytes, disk.budget, below)
+        yield _tier("disk", disk, disk.held_bytes, disk.budget, below.hit_tokens, page_size)
 
 
-def _tier(name: str, tokens: int, nbytes: int, total_bytes: int, below: PrefixTiers) -> pb.CacheTier:
-    hits = below.hit_tokens[name]
-    return pb.CacheTier(name=name, tokens=tokens, bytes=nbytes, total_bytes=total_bytes, hit_tokens=hits)
+def _tier(
+    name: str,
+    tier: RamTier | DiskTier,
+    nbytes: int,
+    total_bytes: int,
+    hit_tokens: Mapping[str, int],
+    page_size: int,
+) -> pb.CacheTier:
+    return pb.CacheTier(
+        name=name,
+        tokens=_tokens(tier.keys, page_size),
+        bytes=nbytes,
+        total_bytes=total_bytes,
+        hit_tokens=hit_tokens[name],
+        kept_tokens=_tokens(tier.kept_keys, page_size),
+    )
 
 
 def _tokens(keys: Sequence[bytes], page_size: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -19,6 +19,13 @@ class HostDrafter(Protocol):
         """At most `count` ids that may follow the known tokens; may be empty. Changes no length."""
 
 
+class FirstPass(NamedTuple):
+    """What a drafter's first layer makes of a step."""
+
+    made: Tensor  # [T, H]
+    token_ids: Tensor  # int64 [T], the likeliest token after the one after each row.
+
+
 class DeviceDrafter(Protocol):
     """Called by the model runner in steps that say so, in stream order, waiting for nothing.
 
@@ -31,6 +38,19 @@ class DeviceDrafter(Protocol):
     def make_buffer(self, num_rows: int) -> Tensor:
         """Returns memory `[num_rows, H]` that captured graphs leave the hidden states of decode steps in."""
 
+    def inputs(self, hidden_states: Tensor, context: ForwardContext) -> Tensor:
+        """Returns what `propose` reads of a step, `[T, H]`; captured graphs hold it.
+
+        `hidden_states` `[T, H]`: after the final norm; `context`: with which the model made them.
+        """
+
+    @property
+    def captures(self) -> bool:
+        """Whether `first_pass` may be recorded in a graph, and all else works with what such a graph made."""
+
+    def first_pass(self, context: ForwardContext, hidden_states: Tensor, next_ids: Tensor) -> FirstPass:
+        """Returns the first pass over a step's rows, arguments as those of `propose`."""
+
     def propose(
         self,
         context: ForwardContext,
@@ -38,12 +58,14 @@ class DeviceDrafter(Protocol):
         hidden_states: Tensor,
         next_ids: Tensor,
         last_rows: Tensor,
+        first: FirstPass | None = None,
     ) -> Tensor | None:
         """Drafts int64 `[Q, k]` for the Q requests that sample, in batch order; None: there are none.
 
         `context`: of the step, whose attention is planned for `plan` (on the device); `hidden_states`
-        `[T, H]`: after the final norm; `next_ids` int64 `[T]`: the token after each row, by now in the token
-        pool: the prompt's, or what the row sampled; `last_rows` int64 `[Q]`: the row of each request whose
-        next token is its newest, accepted drafts counted, those after it are of no use.
+        `[T, H]`: what `inputs` returned; `next_ids` int64 `[T]`: the token after each row, by now in the
+        token pool: the prompt's, or what the row sampled; `last_rows` int64 `[Q]`: of each request the row
+        whose next token is its newest, accepted drafts counted, those after it are of no use.
+        `first`: the first pass, where a graph has run it; the attention is not planned for `plan` then.
         k is at most `plan.num_drafts`; 0: no drafts will be read, only the drafter's own KV is to be kept.
         """

@@ -1,10 +1,11 @@
-"""Drafts from the model's own layers of multi-token prediction.
+"""Drafts from layers after the model's last: of multi-token prediction, or an EAGLE-3 head.
 
 In every step, once its tokens are sampled, the first head runs over all rows: prompts' too, since it attends
-to what it made of earlier tokens. A row at position p has the model's hidden state and the token at p + 1,
-and is kept in the slot of p, in the head's own layer of the model's cache; what it predicts is the token at
-p + 2, which of each request's last row is the first draft. Further drafts come from the heads after it, over
-the same rows; a single head goes on with what it made itself, a position a pass.
+to what it made of earlier tokens. A row at position p has the model's hidden state (for an EAGLE-3 head what
+the step itself made of several layers' streams) and the token at p + 1, and is kept in the slot of p, in the
+head's own layer of the model's cache; what it predicts is the token at p + 2, which of each request's last
+row is the first draft. Further drafts come from the heads after it, over the same rows; a single head goes on
+with what it made itself, a position a pass.
 
 None of this decides a token: a wrong draft is refused when it is verified. That leaves three places where
 what a head attends to is not exactly its own, at the cost of drafts alone:
@@ -26,6 +27,7 @@ from gpu_service.core.parallel import SOLO, ParallelContext
 from gpu_service.core.step import ForwardInputs, StepPlan, TokenPool
 from gpu_service.layers.context import ForwardContext
 from gpu_service.models.common import CausalLM
+from gpu_service.speculation.drafter import FirstPass
 
 
 class MtpDrafter:
@@ -34,12 +36,29 @@ class MtpDrafter:
     def __init__(self, model: CausalLM, token_pool: TokenPool, parallel: ParallelContext = SOLO) -> None:
         """`model` serves its heads; `token_pool`: of the runner that calls."""
         self._model, self._pool, self._parallel = model, token_pool, parallel
-        self._num_heads = model.config.num_mtp_heads
+        self._num_heads = model.config.num_draft_layers
 
     def make_buffer(self, num_rows: int) -> torch.Tensor:
         """Returns zeros `[num_rows, H]`."""
         shape = num_rows, self._model.config.hidden_size
         return torch.zeros(shape, dtype=self._model.dtype, device=self._pool.tokens.device)
+
+    def inputs(self, hidden_states: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """Returns what the first head reads, `[T, H]`."""
+        return self._model.draft_inputs(hidden_states, context)
+
+    @property
+    def captures(self) -> bool:
+        """Returns whether there is one head: passes of others are planned with the first."""
+        return self._num_heads == 1
+
+    def first_pass(
+        self, context: ForwardContext, hidden_states: torch.Tensor, next_ids: torch.Tensor
+    ) -> FirstPass:
+        """Runs the first head over all rows, and the head of the vocabulary as well."""
+        # Statistics are of the model's own layers.
+        made = self._model.predict_further(0, hidden_states, next_ids, replace(context, recorder=None))
+        return FirstPass(made, self._model.best_drafts(0, made))
 
     def propose(
         self,
@@ -48,31 +67,43 @@ class MtpDrafter:
         hidden_states: torch.Tensor,
         next_ids: torch.Tensor,
         last_rows: torch.Tensor,
+        first: FirstPass | None = None,
     ) -> torch.Tensor | None:
         """Proposes as the protocol says; drafts are the same on all ranks."""
-        # Statistics are of the model's own layers.
         context = replace(context, recorder=None)
-        hidden_states = self._model.predict_further(0, hidden_states, next_ids, context)
         wants_drafts = plan.num_drafts > 0 and last_rows.numel() > 0
+        if first is None:
+            made = self._model.predict_further(0, hidden_states, next_ids, context)
+            # Of a prompt's rows the vocabulary's head reads the last ones alone.
+            best = self._best(made, last_rows) if wants_drafts or self._num_heads > 1 else last_rows
+        else:
+            made, best = first.made, first.token_ids[last_rows]
         if self._num_heads > 1:
-            drafts = self._chain(context, plan, hidden_states, last_rows)
+            drafts = self._chain(context, plan, made, last_rows, best)
         elif wants_drafts:
-            drafts = self._recycle(context, plan, hidden_states, last_rows)
+            drafts = self._recycle(context, plan, made, last_rows, best)
         if not wants_drafts:
             return None
         found = torch.stack(drafts[: plan.num_drafts], dim=1)
         return self._parallel.world_group.broadcast(found, self._parallel.sampling_rank)
 
-    def _best(self, hidden_states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def _best(self, hidden_states: torch.Tensor, rows: torch.Tensor, head: int = 0) -> torch.Tensor:
         """Returns the ids int64 `[Q]` that the head finds most likely after some rows."""
-        return self._model.compute_logits(hidden_states[rows]).argmax(-1)
+        return self._model.best_drafts(head, hidden_states[rows])
 
     def _chain(
-        self, context: ForwardContext, plan: StepPlan, hidden_states: torch.Tensor, last_rows: torch.Tensor
+        self,
+        context: ForwardContext,
+        plan: StepPlan,
+        hidden_states: torch.Tensor,
+        last_rows: torch.Tensor,
+        best: torch.Tensor,
     ) -> list[torch.Tensor]:
-        """Returns a draft of each head, which all see all rows; `hidden_states`: of the first."""
+        """Returns a draft of each head, which all see all rows; `hidden_states` and `best`: the first one's,
+        `[T, H]` and int64 `[Q]`.
+        """
         slots, end = plan.token_slots, self._pool.tokens.shape[1] - 1
-        drafts = [self._best(hidden_states, last_rows)]
+        drafts = [best]
         for head in range(1, self._num_heads):
             ids = self._pool.gather(slots, (plan.positions + 1 + head).clamp(max=end))
             for depth, known in reversed(list(enumerate(reversed(drafts)))):
@@ -82,19 +113,25 @@ class MtpDrafter:
                 is_own = slots[early] == slots[last_rows]
                 ids = ids.scatter(0, early, torch.where(is_own, known, ids[early]))
             hidden_states = self._model.predict_further(head, hidden_states, ids, context)
-            drafts.append(self._best(hidden_states, last_rows))
+            drafts.append(self._best(hidden_states, last_rows, head))
         return drafts
 
     def _recycle(
-        self, context: ForwardContext, plan: StepPlan, hidden_states: torch.Tensor, last_rows: torch.Tensor
+        self,
+        context: ForwardContext,
+        plan: StepPlan,
+        hidden_states: torch.Tensor,
+        last_rows: torch.Tensor,
+        best: torch.Tensor,
     ) -> list[torch.Tensor]:
         """`plan.num_drafts` drafts of a single head, each from what it made of the one before.
 
+        `hidden_states` `[T, H]` and `best` int64 `[Q]`: of the first pass.
         A pass has a row for each entry of the plan, at the position after it, because only the device knows
         which rows of verified drafts are requests' last; all others write to the dummy page and ask for no
         experts.
         """
-        drafts = [self._best(hidden_states, last_rows)]
+        drafts = [best]
         if plan.num_drafts == 1:
             return drafts
         ends = plan.query_start_loc_tensor[1:].long()
@@ -152,7 +189,10 @@ class WithHeads:
     def forward(self, context: ForwardContext) -> torch.Tensor:
         """Returns the model's hidden states `[T, H]`."""
         hidden_states = made = self._model.forward(context)
-        for head in range(self._model.config.num_mtp_heads):
+        heads = self._model.config.num_draft_layers
+        if heads:
+            made = self._model.draft_inputs(hidden_states, context)
+        for head in range(heads):
             made = self._model.predict_further(head, made, context.inputs.input_ids, context)
         return hidden_states
 

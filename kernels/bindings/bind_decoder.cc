@@ -5,6 +5,7 @@
 #include <optional>
 #include <tuple>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "kernels/bindings/bindings.h"
@@ -20,13 +21,51 @@ namespace {
 
 using namespace dense;
 
-// A matrix (None: there is none) and the address of its bias, 0: none.
-using GivenProjection = std::pair<std::shared_ptr<DenseMatrix>, uintptr_t>;
+// A matrix and the addresses of its bias and of the order of its product's columns, 0: none.
+using GivenProjection = std::tuple<std::shared_ptr<DenseMatrix>, uintptr_t, uintptr_t>;
+using MaybeProjection = std::optional<GivenProjection>;
+using GivenMixer = std::variant<AttentionWeights, DeltaWeights>;
 // Addresses of begins and ends, or of cosines and sines with their width and whether pairs are neighbours.
 using GivenSight = std::pair<uintptr_t, uintptr_t>;
 using GivenRotation = std::tuple<uintptr_t, uintptr_t, uint32_t, bool>;
 
-Projection projection(const GivenProjection& given) { return {given.first, pointer<float>(given.second)}; }
+Projection projection(const MaybeProjection& given) {
+  if (!given) return {};
+  const auto& [matrix, bias, order] = *given;
+  return {matrix, pointer<float>(bias), pointer<int64_t>(order)};
+}
+
+void bind_mixers(py::module_& m) {
+  py::class_<AttentionWeights>(m, "AttentionWeights")
+      .def(py::init([](const GivenProjection& qkv, const GivenProjection& output, const MaybeProjection& gate,
+                       bool gates_are_softplus, uintptr_t query_norm, uintptr_t key_norm, bool norms_are_bfloat16,
+                       float norm_eps,
+                       uintptr_t sinks, uintptr_t pages, uint32_t page_size, uint32_t num_heads,
+                       uint32_t num_kv_heads, uint32_t head_dim, float scale, uint32_t rotation, uint32_t sight) {
+             return AttentionWeights{projection(qkv), projection(output), projection(gate), gates_are_softplus,
+                                     pointer<void>(query_norm), pointer<void>(key_norm), norms_are_bfloat16, norm_eps,
+                                     pointer<float>(sinks), pointer<void>(pages), page_size, num_heads, num_kv_heads,
+                                     head_dim, scale, rotation, sight};
+           }),
+           py::kw_only(), py::arg("qkv"), py::arg("output"), py::arg("gate"), py::arg("gates_are_softplus"),
+           py::arg("query_norm"), py::arg("key_norm"), py::arg("norms_are_bfloat16"), py::arg("norm_eps"),
+           py::arg("sinks"), py::arg("pages"), py::arg("page_size"), py::arg("num_heads"), py::arg("num_kv_heads"),
+           py::arg("head_dim"), py::arg("scale"), py::arg("rotation"), py::arg("sight"));
+  py::class_<DeltaWeights>(m, "DeltaWeights")
+      .def(py::init([](const GivenProjection& input, const GivenProjection& output, uintptr_t taps, uintptr_t bias,
+                       uint32_t width, uintptr_t a_log, uintptr_t dt_bias, uintptr_t norm, float norm_eps,
+                       bool gates_are_sigmoid, uintptr_t recent, uintptr_t states, uint32_t num_key_heads,
+                       uint32_t num_value_heads, uint32_t key_dim, uint32_t value_dim) {
+             return DeltaWeights{projection(input), projection(output), pointer<float>(taps), pointer<float>(bias),
+                                 width, pointer<float>(a_log), pointer<float>(dt_bias), pointer<void>(norm), norm_eps,
+                                 gates_are_sigmoid, pointer<void>(recent), pointer<float>(states), num_key_heads,
+                                 num_value_heads, key_dim, value_dim};
+           }),
+           py::kw_only(), py::arg("input"), py::arg("output"), py::arg("taps"), py::arg("bias"), py::arg("width"),
+           py::arg("a_log"), py::arg("dt_bias"), py::arg("norm"), py::arg("norm_eps"), py::arg("gates_are_sigmoid"),
+           py::arg("recent"), py::arg("states"), py::arg("num_key_heads"), py::arg("num_value_heads"),
+           py::arg("key_dim"), py::arg("value_dim"));
+}
 
 void bind_weights(py::module_& m) {
   py::class_<NormWeights>(m, "NormWeights")
@@ -34,23 +73,13 @@ void bind_weights(py::module_& m) {
              return NormWeights{pointer<void>(weight), is_bfloat16, eps};
            }),
            py::arg("weight"), py::arg("is_bfloat16"), py::arg("eps"));
-  py::class_<AttentionWeights>(m, "AttentionWeights")
-      .def(py::init([](const GivenProjection& qkv, const GivenProjection& output, uintptr_t query_norm,
-                       uintptr_t key_norm, float norm_eps, uintptr_t sinks, uintptr_t pages, uint32_t page_size,
-                       uint32_t num_heads, uint32_t num_kv_heads, uint32_t head_dim, float scale, uint32_t rotation,
-                       uint32_t sight) {
-             return AttentionWeights{projection(qkv), projection(output), pointer<void>(query_norm),
-                                     pointer<void>(key_norm), norm_eps, pointer<float>(sinks), pointer<void>(pages),
-                                     page_size, num_heads, num_kv_heads, head_dim, scale, rotation, sight};
-           }),
-           py::kw_only(), py::arg("qkv"), py::arg("output"), py::arg("query_norm"), py::arg("key_norm"),
-           py::arg("norm_eps"), py::arg("sinks"), py::arg("pages"), py::arg("page_size"), py::arg("num_heads"),
-           py::arg("num_kv_heads"), py::arg("head_dim"), py::arg("scale"), py::arg("rotation"), py::arg("sight"));
+  bind_mixers(m);
   py::class_<MlpWeights>(m, "MlpWeights")
-      .def(py::init([](const GivenProjection& gate_up, const GivenProjection& down) {
-             return MlpWeights{projection(gate_up), projection(down)};
+      .def(py::init([](const GivenProjection& gate_up, const GivenProjection& down,
+                       uintptr_t output_gate) {
+             return MlpWeights{projection(gate_up), projection(down), pointer<void>(output_gate)};
            }),
-           py::arg("gate_up"), py::arg("down"));
+           py::arg("gate_up"), py::arg("down"), py::arg("output_gate"));
   py::class_<RouterWeights>(m, "RouterWeights")
       .def(py::init([](uintptr_t weight, bool is_bfloat16, uintptr_t bias, uintptr_t correction,
                        const RoutingRule& rule) {
@@ -59,21 +88,23 @@ void bind_weights(py::module_& m) {
            }),
            py::arg("weight"), py::arg("is_bfloat16"), py::arg("bias"), py::arg("correction"), py::arg("rule"));
   py::class_<LayerWeights>(m, "LayerWeights")
-      .def(py::init([](const NormWeights& input_norm, const AttentionWeights& attention, const NormWeights& ffn_norm,
+      .def(py::init([](const NormWeights& input_norm, const GivenMixer& mixer, const NormWeights& ffn_norm,
                        const std::optional<MlpWeights>& mlp, const std::optional<RouterWeights>& router,
                        uint32_t layer) {
-             return LayerWeights{input_norm, attention, ffn_norm, mlp.value_or(MlpWeights{}),
+             return LayerWeights{input_norm, mixer, ffn_norm, mlp.value_or(MlpWeights{}),
                                  router.value_or(RouterWeights{}), layer};
            }),
-           py::arg("input_norm"), py::arg("attention"), py::arg("ffn_norm"), py::arg("mlp"), py::arg("router"),
+           py::arg("input_norm"), py::arg("mixer"), py::arg("ffn_norm"), py::arg("mlp"), py::arg("router"),
            py::arg("layer"));
 }
 
 void run(DecoderLayers& layers, RoutedExperts* experts, uintptr_t residual, uintptr_t update, uint32_t num_rows,
          uintptr_t slot_mapping, uintptr_t block_table, size_t table_stride, uintptr_t requests,
-         const std::vector<GivenRotation>& rotations, const std::vector<GivenSight>& sights) {
+         const std::vector<GivenRotation>& rotations, const std::vector<GivenSight>& sights, uintptr_t state_reads,
+         uintptr_t state_writes) {
   StepRows step{num_rows, pointer<void>(residual), pointer<void>(update), pointer<int64_t>(slot_mapping),
-                pointer<int32_t>(block_table), table_stride, pointer<int32_t>(requests), {}, {}};
+                pointer<int32_t>(block_table), table_stride, pointer<int32_t>(requests), {}, {},
+                pointer<int64_t>(state_reads), pointer<int64_t>(state_writes)};
   for (const auto& [cosine, sine, rotary_dim, interleaved] : rotations) {
     step.rotations.push_back({pointer<void>(cosine), pointer<void>(sine), rotary_dim, interleaved});
   }
@@ -102,7 +133,7 @@ void bind_decoder(py::module_& m) {
            py::arg("is_bfloat16"), py::arg("hidden_size"), py::arg("layers"))
       .def("run", &run, py::arg("experts"), py::arg("residual"), py::arg("update"), py::arg("num_rows"),
            py::arg("slot_mapping"), py::arg("block_table"), py::arg("table_stride"), py::arg("requests"),
-           py::arg("rotations"), py::arg("sights"));
+           py::arg("rotations"), py::arg("sights"), py::arg("state_reads"), py::arg("state_writes"));
 }
 
 }  // namespace moebius

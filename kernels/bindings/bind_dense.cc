@@ -11,6 +11,7 @@
 #include "kernels/bindings/source_arrays.h"
 #include "kernels/dense/dense_matrix.h"
 #include "kernels/dense/prompt_attention.h"
+#include "kernels/dense/recurrent.h"
 #include "kernels/dense/row_ops.h"
 
 namespace py = pybind11;
@@ -71,11 +72,11 @@ void gate(DenseThreads& threads, bool is_bfloat16, uintptr_t gate_up, uintptr_t 
 
 void rotate_and_append(DenseThreads& threads, bool is_bfloat16, uintptr_t heads, size_t heads_stride,
                        uint32_t num_heads, uint32_t num_query_heads, uint32_t head_dim, uintptr_t query_weight,
-                       uintptr_t key_weight, float eps, uintptr_t cosine, uintptr_t sine, uint32_t rotary_dim,
-                       bool interleaved, uintptr_t values, size_t values_stride, uintptr_t slots,
+                       uintptr_t key_weight, bool weights_are_bfloat16, float eps, uintptr_t cosine, uintptr_t sine,
+                       uint32_t rotary_dim, bool interleaved, uintptr_t values, size_t values_stride, uintptr_t slots,
                        uintptr_t slot_mapping, uint32_t num_rows) {
   const ReleasedGil release;
-  const dense::RotateWork first{is_bfloat16, pointer<void>(heads), pointer<void>(query_weight),
+  const dense::RotateWork first{is_bfloat16, weights_are_bfloat16, pointer<void>(heads), pointer<void>(query_weight),
                                 pointer<void>(key_weight), pointer<void>(cosine), pointer<void>(sine), nullptr, eps,
                                 num_heads, num_query_heads, head_dim, rotary_dim, interleaved};
   dense::rotate_and_append(threads, {first, heads_stride, num_rows, pointer<void>(values), values_stride,
@@ -110,6 +111,59 @@ void score_experts(DenseThreads& threads, uintptr_t hidden_states, bool is_bfloa
                                  pointer<float>(logits)});
 }
 
+void convolve(DenseThreads& threads, bool is_bfloat16, bool activates, uintptr_t rows, size_t row_stride,
+              uint32_t num_rows, uint32_t channels, uint32_t width, uintptr_t states, uintptr_t reads,
+              uintptr_t writes, uintptr_t taps, uintptr_t bias, uintptr_t output) {
+  const ReleasedGil release;
+  dense::convolve(threads, {is_bfloat16, activates, pointer<void>(rows), row_stride, num_rows, channels, width,
+                            pointer<void>(states), pointer<int64_t>(reads), pointer<int64_t>(writes),
+                            pointer<float>(taps), pointer<float>(bias), pointer<void>(output)});
+}
+
+void update_delta(DenseThreads& threads, bool is_bfloat16, uintptr_t qkv, size_t qkv_stride, uintptr_t a, uintptr_t b,
+                  size_t gates_stride, uintptr_t a_log, uintptr_t dt_bias, uintptr_t states, uintptr_t reads,
+                  uintptr_t writes, uintptr_t output, uint32_t num_rows, uint32_t num_key_heads,
+                  uint32_t num_value_heads, uint32_t key_dim, uint32_t value_dim) {
+  const ReleasedGil release;
+  dense::update_delta(threads, {is_bfloat16, pointer<void>(qkv), qkv_stride, pointer<void>(a), pointer<void>(b),
+                                gates_stride, pointer<float>(a_log), pointer<float>(dt_bias), pointer<float>(states),
+                                pointer<int64_t>(reads), pointer<int64_t>(writes), pointer<void>(output), num_rows,
+                                num_key_heads, num_value_heads, key_dim, value_dim});
+}
+
+void gated_norm(DenseThreads& threads, bool is_bfloat16, bool is_sigmoid, uintptr_t values, uintptr_t gates,
+                size_t gates_stride, uintptr_t weight, uintptr_t output, float eps, uint32_t size, uint32_t num_heads,
+                uint32_t num_rows) {
+  const ReleasedGil release;
+  const dense::GatedNormWork first{is_bfloat16, is_sigmoid, pointer<void>(values), pointer<void>(gates),
+                                   pointer<void>(weight), pointer<void>(output), eps, size};
+  dense::gated_norm(threads, {first, num_rows, num_heads, gates_stride});
+}
+
+void apply_gate(DenseThreads& threads, bool is_bfloat16, bool is_softplus, uintptr_t values, uintptr_t gates,
+                size_t gates_stride, uintptr_t output, uint32_t size, uint32_t num_gates, uint32_t num_rows) {
+  const ReleasedGil release;
+  dense::apply_gate(threads, {is_bfloat16, is_softplus, pointer<void>(values), pointer<void>(gates),
+                              pointer<void>(output), size, num_gates}, gates_stride, num_rows);
+}
+
+void bind_recurrent(py::class_<DenseThreads, std::shared_ptr<DenseThreads>>& threads) {
+  threads
+      .def("convolve", &convolve, py::arg("is_bfloat16"), py::arg("activates"), py::arg("rows"), py::arg("row_stride"),
+           py::arg("num_rows"), py::arg("channels"), py::arg("width"), py::arg("states"), py::arg("reads"),
+           py::arg("writes"), py::arg("taps"), py::arg("bias"), py::arg("output"))
+      .def("update_delta", &update_delta, py::arg("is_bfloat16"), py::arg("qkv"), py::arg("qkv_stride"), py::arg("a"),
+           py::arg("b"), py::arg("gates_stride"), py::arg("a_log"), py::arg("dt_bias"), py::arg("states"),
+           py::arg("reads"), py::arg("writes"), py::arg("output"), py::arg("num_rows"), py::arg("num_key_heads"),
+           py::arg("num_value_heads"), py::arg("key_dim"), py::arg("value_dim"))
+      .def("gated_norm", &gated_norm, py::arg("is_bfloat16"), py::arg("is_sigmoid"), py::arg("values"),
+           py::arg("gates"), py::arg("gates_stride"), py::arg("weight"), py::arg("output"), py::arg("eps"),
+           py::arg("size"), py::arg("num_heads"), py::arg("num_rows"))
+      .def("apply_gate", &apply_gate, py::arg("is_bfloat16"), py::arg("is_softplus"), py::arg("values"),
+           py::arg("gates"), py::arg("gates_stride"), py::arg("output"), py::arg("size"), py::arg("num_gates"),
+           py::arg("num_rows"));
+}
+
 void bind_routing(py::module_& m) {
   py::class_<RoutingRule>(m, "RoutingRule")
       .def(py::init([](uint32_t num_experts, uint32_t top_k, uint32_t num_groups, uint32_t top_groups,
@@ -128,7 +182,9 @@ void bind_routing(py::module_& m) {
 
 void bind_dense(py::module_& m) {
   bind_routing(m);
-  py::class_<DenseThreads, std::shared_ptr<DenseThreads>>(m, "DenseThreads")
+  py::class_<DenseThreads, std::shared_ptr<DenseThreads>> threads(m, "DenseThreads");
+  bind_recurrent(threads);
+  threads
       .def(py::init([](uint32_t num_threads, const std::string& isa) {
              return std::make_shared<DenseThreads>(num_threads, isa);
            }),
@@ -140,7 +196,8 @@ void bind_dense(py::module_& m) {
            py::arg("num_rows"))
       .def("rotate_and_append", &rotate_and_append, py::arg("is_bfloat16"), py::arg("heads"), py::arg("heads_stride"),
            py::arg("num_heads"), py::arg("num_query_heads"), py::arg("head_dim"), py::arg("query_weight"),
-           py::arg("key_weight"), py::arg("eps"), py::arg("cosine"), py::arg("sine"), py::arg("rotary_dim"),
+           py::arg("key_weight"), py::arg("weights_are_bfloat16"), py::arg("eps"), py::arg("cosine"), py::arg("sine"),
+           py::arg("rotary_dim"),
            py::arg("interleaved"), py::arg("values"), py::arg("values_stride"), py::arg("slots"),
            py::arg("slot_mapping"), py::arg("num_rows"))
       .def("attend", &attend, py::arg("is_bfloat16"), py::arg("query"), py::arg("query_stride"), py::arg("pages"),

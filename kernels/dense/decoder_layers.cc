@@ -4,6 +4,10 @@
 #include <stdexcept>
 #include <string>
 #include <utility>
+#include <variant>
+
+#include "kernels/dense/recurrent.h"
+#include "kernels/dense/row_memory.h"
 
 namespace moebius::dense {
 namespace {
@@ -19,16 +23,40 @@ void check_shape(const Projection& projection, uint32_t in_features, uint32_t ou
                               "; it must be " + std::to_string(out_features) + " x " + std::to_string(in_features));
 }
 
-void check_layer(const LayerWeights& layer, uint32_t hidden_size, size_t index) {
-  const AttentionWeights& attention = layer.attention;
+void check_mixer(const AttentionWeights& attention, uint32_t hidden_size, size_t index) {
   const uint32_t heads = attention.num_heads * attention.head_dim;
-  const uint32_t kv_heads = attention.num_kv_heads * attention.head_dim;
-  check_shape(attention.qkv, hidden_size, heads + 2 * kv_heads, index, "qkv");
+  const uint32_t rest = 2 * attention.num_kv_heads * attention.head_dim;
+  const bool has_gates = attention.qkv.matrix->out_features() != heads + rest;
+  check_shape(attention.qkv, hidden_size, (has_gates ? 2 : 1) * heads + rest, index, "qkv");
   check_shape(attention.output, heads, hidden_size, index, "output");
+  if (attention.gate.matrix == nullptr) return;
+  const bool by_head = attention.gate.matrix->out_features() == attention.num_heads;
+  check_shape(attention.gate, hidden_size, by_head ? attention.num_heads : heads, index, "gate");
+}
+
+void check_mixer(const DeltaWeights& delta, uint32_t hidden_size, size_t index) {
+  const uint32_t values = delta.num_value_heads * delta.value_dim;
+  const uint32_t keys = delta.num_key_heads * delta.key_dim;
+  check_shape(delta.input, hidden_size, 2 * keys + 2 * values + 2 * delta.num_value_heads, index, "input");
+  check_shape(delta.output, values, hidden_size, index, "output");
+}
+
+void check_layer(const LayerWeights& layer, uint32_t hidden_size, size_t index) {
+  std::visit([&](const auto& mixer) { check_mixer(mixer, hidden_size, index); }, layer.mixer);
   if (layer.mlp.down.matrix == nullptr) return;
   const uint32_t intermediate = layer.mlp.down.matrix->in_features();
   check_shape(layer.mlp.gate_up, hidden_size, 2 * intermediate, index, "gate_up");
   check_shape(layer.mlp.down, intermediate, hidden_size, index, "down");
+}
+
+template <class Element>
+void put_in_order(const int64_t* order, const AlignedBuffer& from, AlignedBuffer& to, size_t columns,
+                  uint32_t num_rows) {
+  for (uint32_t row = 0; row < num_rows; ++row) {
+    const Element* const source = from.as<Element>() + row * columns;
+    Element* const target = to.as<Element>() + row * columns;
+    for (size_t column = 0; column < columns; ++column) target[column] = source[order[column]];
+  }
 }
 
 }  // namespace
@@ -47,7 +75,7 @@ void DecoderLayers::run(const StepRows& step, RoutedExperts* experts) {
   Update update;
   for (const LayerWeights& layer : layers_) {
     add_norm(step, layer.input_norm, update);
-    attend(step, layer.attention);
+    std::visit([&](const auto& mixer) { mix(step, mixer); }, layer.mixer);
     add_norm(step, layer.ffn_norm, {buffers_.dense.data(), is_bfloat16_});
     update = compute_ffn(step, layer, experts);
   }
@@ -65,22 +93,28 @@ void DecoderLayers::add_norm(const StepRows& step, const NormWeights& norm, cons
 void DecoderLayers::multiply(const StepRows& step, const Projection& projection, const AlignedBuffer& rows,
                              AlignedBuffer& output) {
   DenseMatrix& matrix = *projection.matrix;
-  output.grow(size_t{step.num_rows} * matrix.out_features() * element_bytes_);
-  matrix.multiply({rows.data(), matrix.in_features(), step.num_rows, float_type(is_bfloat16_), output.data(),
+  const size_t bytes = size_t{step.num_rows} * matrix.out_features() * element_bytes_;
+  output.grow(bytes);
+  AlignedBuffer& product = projection.order == nullptr ? output : buffers_.unordered;
+  product.grow(bytes);
+  matrix.multiply({rows.data(), matrix.in_features(), step.num_rows, float_type(is_bfloat16_), product.data(),
                    matrix.out_features(), float_type(is_bfloat16_), projection.bias});
+  if (projection.order == nullptr) return;
+  const auto put = is_bfloat16_ ? &put_in_order<uint16_t> : &put_in_order<float>;
+  put(projection.order, product, output, matrix.out_features(), step.num_rows);
 }
 
-void DecoderLayers::attend(const StepRows& step, const AttentionWeights& attention) {
+void DecoderLayers::mix(const StepRows& step, const AttentionWeights& attention) {
   const uint32_t head_dim = attention.head_dim;
   const uint32_t rotated = attention.num_heads + attention.num_kv_heads;
-  const size_t stride = size_t{rotated + attention.num_kv_heads} * head_dim;
+  const size_t stride = attention.qkv.matrix->out_features();
   const Rotation& rotation = step.rotations[attention.rotation];
   const Sight& sight = step.sights[attention.sight];
   multiply(step, attention.qkv, buffers_.normed, buffers_.projected);
   std::byte* const projected = buffers_.projected.data();
-  const RotateWork first{is_bfloat16_, projected, attention.query_norm, attention.key_norm, rotation.cosine,
-                         rotation.sine, nullptr, attention.norm_eps, rotated, attention.num_heads, head_dim,
-                         rotation.rotary_dim, rotation.interleaved};
+  const RotateWork first{is_bfloat16_, attention.norms_are_bfloat16, projected, attention.query_norm,
+                         attention.key_norm, rotation.cosine, rotation.sine, nullptr, attention.norm_eps, rotated,
+                         attention.num_heads, head_dim, rotation.rotary_dim, rotation.interleaved};
   rotate_and_append(*threads_, {first, stride, step.num_rows, projected + size_t{rotated} * head_dim * element_bytes_,
                                 stride, attention.pages, step.slot_mapping});
   buffers_.attended.grow(size_t{step.num_rows} * attention.num_heads * head_dim * element_bytes_);
@@ -88,8 +122,49 @@ void DecoderLayers::attend(const StepRows& step, const AttentionWeights& attenti
                             step.requests, sight.begins, sight.ends, attention.sinks, buffers_.attended.data(),
                             attention.scale, step.num_rows, attention.num_heads, attention.num_kv_heads, head_dim,
                             attention.page_size});
+  weigh(step, attention, stride);
   multiply(step, attention.output, buffers_.attended, buffers_.dense);
 }
+
+// By the gates of what is attended to, where there are any.
+void DecoderLayers::weigh(const StepRows& step, const AttentionWeights& attention, size_t stride) {
+  const uint32_t size = attention.num_heads * attention.head_dim;
+  const size_t projected = size + 2 * size_t{attention.num_kv_heads} * attention.head_dim;
+  std::byte* const attended = buffers_.attended.data();
+  ApplyGateWork work{is_bfloat16_, attention.gates_are_softplus, attended, nullptr, attended, size, size};
+  if (stride > projected) {
+    work.gates = at(buffers_.projected.data(), projected, is_bfloat16_);
+    return apply_gate(*threads_, work, stride, step.num_rows);
+  }
+  if (attention.gate.matrix == nullptr) return;
+  multiply(step, attention.gate, buffers_.normed, buffers_.gates);
+  work.gates = buffers_.gates.data();
+  work.num_gates = attention.gate.matrix->out_features();
+  apply_gate(*threads_, work, work.num_gates, step.num_rows);
+}
+
+void DecoderLayers::mix(const StepRows& step, const DeltaWeights& delta) {
+  const uint32_t values = delta.num_value_heads * delta.value_dim;
+  const uint32_t channels = 2 * delta.num_key_heads * delta.key_dim + values;
+  const size_t stride = delta.input.matrix->out_features();
+  multiply(step, delta.input, buffers_.normed, buffers_.projected);
+  std::byte* const projected = buffers_.projected.data();
+  buffers_.convolved.grow(size_t{step.num_rows} * channels * element_bytes_);
+  buffers_.attended.grow(size_t{step.num_rows} * values * element_bytes_);
+  convolve(*threads_, {is_bfloat16_, true, projected, stride, step.num_rows, channels, delta.width, delta.recent,
+                       step.state_reads, step.state_writes, delta.taps, delta.bias, buffers_.convolved.data()});
+  const std::byte* const b = at(projected, size_t{channels} + values, is_bfloat16_);
+  const std::byte* const a = at(b, delta.num_value_heads, is_bfloat16_);
+  update_delta(*threads_, {is_bfloat16_, buffers_.convolved.data(), channels, a, b, stride, delta.a_log, delta.dt_bias,
+                           delta.states, step.state_reads, step.state_writes, buffers_.attended.data(), step.num_rows,
+                           delta.num_key_heads, delta.num_value_heads, delta.key_dim, delta.value_dim});
+  const GatedNormWork first{is_bfloat16_, delta.gates_are_sigmoid, buffers_.attended.data(),
+                            at(projected, channels, is_bfloat16_), delta.norm, buffers_.attended.data(),
+                            delta.norm_eps, delta.value_dim};
+  gated_norm(*threads_, {first, step.num_rows, delta.num_value_heads, stride});
+  multiply(step, delta.output, buffers_.attended, buffers_.dense);
+}
+
 
 void DecoderLayers::ask_experts(const StepRows& step, const LayerWeights& layer, RoutedExperts& experts) {
   const RouterWeights& router = layer.router;
@@ -112,6 +187,22 @@ void DecoderLayers::compute_mlp(const StepRows& step, const MlpWeights& mlp) {
   buffers_.activated.grow(size_t{step.num_rows} * intermediate * element_bytes_);
   gate(*threads_, {is_bfloat16_, buffers_.gate_up.data(), buffers_.activated.data(), intermediate}, step.num_rows);
   multiply(step, mlp.down, buffers_.activated, buffers_.dense);
+  if (mlp.output_gate != nullptr) weigh_mlp(step, mlp.output_gate);
+}
+
+void DecoderLayers::weigh_mlp(const StepRows& step, const void* output_gate) {
+  buffers_.logits.grow(step.num_rows * sizeof(float));
+  float* const logits = buffers_.logits.as<float>();
+  score_experts(*threads_, {buffers_.normed.data(), is_bfloat16_, step.num_rows, hidden_size_, output_gate,
+                            is_bfloat16_, nullptr, 1, logits});
+  const void* gates = logits;
+  if (is_bfloat16_) {
+    buffers_.gates.grow(step.num_rows * element_bytes_);
+    threads_->vectors().float32_to_bfloat16(logits, buffers_.gates.as<uint16_t>(), step.num_rows);
+    gates = buffers_.gates.data();
+  }
+  std::byte* const dense = buffers_.dense.data();
+  apply_gate(*threads_, {is_bfloat16_, false, dense, gates, dense, hidden_size_, 1}, 1, step.num_rows);
 }
 
 DecoderLayers::Update DecoderLayers::compute_ffn(const StepRows& step, const LayerWeights& layer,

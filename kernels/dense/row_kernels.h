@@ -31,7 +31,8 @@ struct NormWork {
 // Norm and rotation of the heads of one row, in place. Element j of a head pairs with j + rotary_dim / 2, or with its
 // neighbour where they are interleaved; the signs of `sine` are those of gpu_service/ops/rope.py.
 struct RotateWork {
-  bool is_bfloat16;           // heads, cosine and sine, and weights
+  bool is_bfloat16;           // heads, cosine and sine
+  bool weights_are_bfloat16;
   void* heads;                // [num_heads][head_dim]
   const void* query_weight;   // [head_dim], of the first num_query_heads; null: no norm
   const void* key_weight;     // [head_dim], of the others
@@ -106,6 +107,63 @@ constexpr uint32_t kAttendLanes = 32;
 // Positions whose scores are computed together: their keys and values stay in the first-level cache.
 constexpr uint32_t kAttendBlock = 64;
 
+// A causal convolution of one token: output = sum over taps of input * tap, and the bias; neighbouring channels. What
+// is read and what is written are other memory.
+struct ConvolveWork {
+  bool is_bfloat16;           // row, recent, next and output
+  bool activates;             // by SiLU
+  const void* row;            // [channels], the token's own input, of the last tap
+  const void* recent;         // [width - 1][stride], the inputs before it, oldest first
+  void* next;                 // [width - 1][stride], the same of the next token
+  const float* taps;          // [width][stride]
+  const float* bias;          // [channels]; null: none
+  void* output;               // [channels]
+  uint32_t channels;
+  uint32_t stride;
+  uint32_t width;
+};
+
+// The gated delta rule (arXiv:2412.06464) for one head of one token, see gpu_service/ops/linear_attention.py.
+struct DeltaWork {
+  bool is_bfloat16;           // query, key, value and output
+  const void* query;          // [key_dim], of any length
+  const void* key;            // [key_dim], of any length
+  const void* value;          // [value_dim]
+  const float* state;         // [key_dim][value_dim]
+  float* next;                // [key_dim][value_dim], the state after the token; other memory
+  void* output;               // [value_dim]
+  float* scratch;             // [2 * key_dim]
+  float decay;
+  float beta;
+  uint32_t key_dim;
+  uint32_t value_dim;         // a multiple of 16
+};
+
+// output = rms_norm(values) * weight * silu(gates), the norm rounded before and after the weight, as add_norm; or
+// sigmoid(gates), rounded once. One head.
+struct GatedNormWork {
+  bool is_bfloat16;           // everything
+  bool is_sigmoid;
+  const void* values;         // [size]
+  const void* gates;          // [size]
+  const void* weight;         // [size]
+  void* output;               // [size]
+  float eps;
+  uint32_t size;
+};
+
+// output = values * sigmoid(gates), or softplus(gates), which is rounded first; one row. A gate is of size / num_gates
+// neighbours.
+struct ApplyGateWork {
+  bool is_bfloat16;
+  bool is_softplus;
+  const void* values;         // [size]
+  const void* gates;          // [num_gates]
+  void* output;               // [size]; may be the values' memory
+  uint32_t size;
+  uint32_t num_gates;
+};
+
 struct RowKernels {
   void (*add_norm)(const NormWork& work);
   void (*rotate)(const RotateWork& work);
@@ -114,6 +172,10 @@ struct RowKernels {
   void (*attend_tile)(const AttendTileWork& work);
   // sum of a[i] * b[i], b float32.
   float (*dot)(const void* a, bool is_bfloat16, const float* b, uint32_t size);
+  void (*convolve)(const ConvolveWork& work);
+  void (*update_delta)(const DeltaWork& work);
+  void (*gated_norm)(const GatedNormWork& work);
+  void (*apply_gate)(const ApplyGateWork& work);
 };
 
 const RowKernels& row_kernels_scalar();

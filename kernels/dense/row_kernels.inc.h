@@ -143,13 +143,13 @@ void rotate_head(const RotateWork& work, const float* values, typename Type::Ele
   }
 }
 
-template <class Type>
+template <class Type, class Weight>
 void rotate_typed(const RotateWork& work) {
   float* const values = work.scratch;
   for (uint32_t index = 0; index < work.num_heads; ++index) {
     auto* const head = static_cast<typename Type::Element*>(work.heads) + size_t{index} * work.head_dim;
     const void* const given = index < work.num_query_heads ? work.query_weight : work.key_weight;
-    const auto* const weight = static_cast<const typename Type::Element*>(given);
+    const auto* const weight = static_cast<const typename Weight::Element*>(given);
     Vec squares = Vec::zero();
     for (uint32_t i = 0; i < work.head_dim; i += Vec::kLanes) {
       const Vec value = Type::load(head + i);
@@ -160,8 +160,8 @@ void rotate_typed(const RotateWork& work) {
       const float mean = sum_of(squares) / static_cast<float>(work.head_dim);
       const Vec factor = Vec::broadcast(1.0f / __builtin_sqrtf(mean + work.eps));
       for (uint32_t i = 0; i < work.head_dim; i += Vec::kLanes) {
-        const Vec normed = rounded<Type>(Vec::mul(Vec::load(values + i), factor));
-        rounded<Type>(Vec::mul(normed, Type::load(weight + i))).store(values + i);
+        const Vec normed = rounded<Weight>(Vec::mul(Vec::load(values + i), factor));
+        rounded<Type>(Vec::mul(normed, Weight::load(weight + i))).store(values + i);
       }
     }
     rotate_head<Type>(work, values, head);
@@ -169,8 +169,9 @@ void rotate_typed(const RotateWork& work) {
 }
 
 void rotate(const RotateWork& work) {
-  if (work.is_bfloat16) return rotate_typed<BFloat16>(work);
-  rotate_typed<Float32>(work);
+  if (!work.is_bfloat16) return rotate_typed<Float32, Float32>(work);
+  if (work.weights_are_bfloat16) return rotate_typed<BFloat16, BFloat16>(work);
+  rotate_typed<BFloat16, Float32>(work);
 }
 
 // --- gating
@@ -338,5 +339,7 @@ void attend(const AttendWork& work) {
 }
 
 #include "kernels/dense/attention_tiles.inc.h"
+#include "kernels/dense/recurrent_kernels.inc.h"
 
-constexpr RowKernels kKernels{add_norm, rotate, gate, attend, attend_tile, dot};
+constexpr RowKernels kKernels{add_norm, rotate,   gate,         attend,     attend_tile,
+                              dot,      convolve, update_delta, gated_norm, apply_gate};

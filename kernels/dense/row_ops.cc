@@ -6,34 +6,9 @@
 #include <limits>
 #include <mutex>
 
+#include "kernels/dense/row_memory.h"
+
 namespace moebius::dense {
-namespace {
-
-// Elements of a thread's smallest piece of work: a barrier costs as much as some thousand.
-constexpr size_t kLeastElements = size_t{1} << 14;
-
-size_t element_bytes(bool is_bfloat16) { return is_bfloat16 ? sizeof(uint16_t) : sizeof(float); }
-
-const std::byte* at(const void* memory, size_t elements, bool is_bfloat16) {
-  return static_cast<const std::byte*>(memory) + elements * element_bytes(is_bfloat16);
-}
-
-std::byte* at(void* memory, size_t elements, bool is_bfloat16) {
-  return static_cast<std::byte*>(memory) + elements * element_bytes(is_bfloat16);
-}
-
-// run(row, worker) for every row, in pieces of at least kLeastElements where rows have `row_elements`.
-template <class Run>
-void for_rows(DenseThreads& threads, uint32_t num_rows, size_t row_elements, Run run) {
-  const std::lock_guard<std::mutex> lock(threads.call_mutex());
-  const auto together = static_cast<uint32_t>(std::max<size_t>(1, kLeastElements / std::max<size_t>(row_elements, 1)));
-  threads.pool().parallel_for((num_rows + together - 1) / together, [&](uint32_t task, uint32_t worker) {
-    const uint32_t end = std::min((task + 1) * together, num_rows);
-    for (uint32_t row = task * together; row < end; ++row) run(row, worker);
-  });
-}
-
-}  // namespace
 
 void add_norm(DenseThreads& threads, const NormWork& first, uint32_t num_rows) {
   const RowKernels& kernels = threads.row_kernels();

@@ -118,8 +118,8 @@ def run(
     config = with_room(config, EngineBenchOptions(options.streams))
     device, config = resolve_device(config.gpu), with_drafts(config)
     method = "ngram" if config.gpu.speculative_method == "off" else config.gpu.speculative_method
-    speculative, parallel = _with_method(config, method), config.parallel
-    if method == "mtp":  # its draft tokens do not follow from what prompts repeat
+    speculative, parallel = with_method(config, method), config.parallel
+    if method in ("mtp", "eagle3"):  # their draft tokens do not follow from what prompts repeat
         options = replace(options, changed=options.changed[:1])
     # A model without drafts is refused before half of the run is over.
     read_served_model(speculative)
@@ -127,7 +127,7 @@ def run(
     bandwidths = measure_bandwidths(device, options.probe_bytes, parallel.tensor_parallel_size)
     _TABLE.print_header()
     texts: _Texts = {}
-    plain = _measure(_with_method(config, "off"), options, bandwidths, texts, ())
+    plain = _measure(with_method(config, "off"), options, bandwidths, texts, ())
     rows = plain + _measure(speculative, options, bandwidths, texts, plain)
     results = [row for row, _ in rows]
     write_json({"host": facts(device), "rows": [asdict(row) for row in results]}, json_file)
@@ -140,8 +140,9 @@ _Texts = dict[int, list[list[int]]]
 _Measured = tuple[SpeculationResult, list[list[int]]]
 
 
-def _with_method(config: MoebiusConfig, method: str) -> MoebiusConfig:
-    gpu = config.gpu.model_copy(update={"speculative_method": method})
+def with_method(config: MoebiusConfig, method: str) -> MoebiusConfig:
+    head = config.gpu.speculative_model if "eagle3" in method else ""
+    gpu = config.gpu.model_copy(update={"speculative_method": method, "speculative_model": head})
     return config.model_copy(update={"gpu": gpu})
 
 

@@ -9,6 +9,7 @@ import typer
 
 from app.cli_options import JsonFile, log_warnings_only, parse_counts, with_settings
 from app.commands.models import with_checkpoint
+from lab.commands.bench_plan import plan
 from lab.commands.bench_replay import replay
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
@@ -31,6 +32,7 @@ def register(group: typer.Typer) -> None:
         speculation,
         steps,
         gateway,
+        plan,
         replay,
     ):
         group.command()(command)

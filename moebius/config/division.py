@@ -8,6 +8,8 @@ from pydantic import Field
 
 from moebius.config.operations import Section
 
+SmallAllReduce = Literal["nccl", "one-shot", "auto"]
+
 
 class ParallelConfig(Section):
     """How one model is divided over GPUs: one process per rank, pipeline stages of tensor-parallel groups."""
@@ -23,11 +25,20 @@ class ParallelConfig(Section):
         default="", description="Where ranks meet (host:port); empty: chosen by the supervisor"
     )
     rank_timeout_s: float = Field(
-        default=60.0, gt=0, description="Longest silence of a rank before its group ends, seconds"
+        default=60.0,
+        gt=0,
+        description="Longest silence of a rank before its group ends, seconds; also the longest that others "
+        "wait for it in a step",
     )
-    small_all_reduce: Literal["nccl", "one-shot"] = Field(
+    small_all_reduce: SmallAllReduce = Field(
         default="nccl",
-        description="How GPUs add small tensors; one-shot: each reads the others' memory, over NVLink",
+        description="How GPUs add small tensors; one-shot: each reads the others' memory, over NVLink, up to "
+        "256 KiB; auto: up to the size that is measured at start",
+    )
+    gpu_expert_split: Literal["auto", "tensor", "expert"] = Field(
+        default="auto",
+        description="How tensor-parallel ranks divide resident experts: by channels (tensor), or whole "
+        "experts to each (expert); auto: whole ones where a rank's channels would be few or uneven",
     )
 
     @property

@@ -170,6 +170,11 @@ class GatewayConfig(Section):
         ge=1,
         description="Requests of batches in progress at once, less those of clients, but at least one",
     )
+    slot_save_path: str = Field(
+        default="",
+        description="Directory where clients save contexts of slots by name (/slots/ID?action=save); empty: "
+        "refused",
+    )
     sse_keepalive_s: float = Field(
         default=15.0,
         gt=0,

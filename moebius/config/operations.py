@@ -16,10 +16,15 @@ class Section(BaseModel):
 class SpeculationSettings(Section):
     """The engine's, of speculative decoding (docs/speculation.md); part of its section."""
 
-    speculative_method: Literal["off", "auto", "ngram", "mtp", "ngram+mtp"] = Field(
+    speculative_method: Literal["off", "auto", "ngram", "mtp", "eagle3", "ngram+mtp", "ngram+eagle3"] = Field(
         default="off",
         description="Where draft tokens come from: the request's own text (ngram), or the model's MTP layers "
-        "(mtp; auto: if the checkpoint has them), or whichever is accepted more often (ngram+mtp)",
+        "(mtp; auto: if the checkpoint has them), or an EAGLE-3 head (eagle3), or the text and the other, "
+        "whichever is accepted more often",
+    )
+    speculative_model: str = Field(
+        default="",
+        description="eagle3: directory of the head, or its name on the hub (owner/name)",
     )
     num_draft_tokens: int = Field(
         default=3, ge=1, le=16, description="Draft tokens of each request in a step, at most"
@@ -43,6 +48,11 @@ class SpeculationSettings(Section):
                 f"({self.ngram_match_max}); allowed: 1 to ngram_match_max"
             )
         return self
+
+    @property
+    def has_draft_layers(self) -> bool:
+        """Whether draft tokens come from layers after the model's last."""
+        return "mtp" in self.speculative_method or "eagle3" in self.speculative_method
 
     @property
     def mtp_heads(self) -> int:

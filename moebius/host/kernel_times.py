@@ -56,7 +56,7 @@ class PanelTimes:
         first, last = self.points[0], self.points[-1]
         found = last[1] * max(1.0, rows / last[0]) if rows >= last[0] else first[1]
         for (low, before), (high, after) in zip(self.points, self.points[1:], strict=False):
-            if low < rows < high:
+            if low < rows <= high:
                 found = before + (rows - low) / (high - low) * (after - before)
         return found * 1e-9 * k / self.k
 

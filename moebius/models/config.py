@@ -15,7 +15,7 @@ from typing import Literal
 from moebius.models.errors import ModelConfigError as ModelConfigError
 from moebius.models.layers.ffn import Routed
 from moebius.models.layers.layer import Layer, mixers, routed
-from moebius.models.layers.residual import GatedStreams, HyperConnections
+from moebius.models.layers.residual import GatedStreams, HyperConnections, NextToken
 
 DTypeName = Literal["float32", "bfloat16", "float16"]
 
@@ -54,6 +54,7 @@ class ModelOverrides:
     language_model_only: bool = False  # Whether a vision tower is left out.
     # Heads of multi-token prediction that are served at most; 0: none is loaded.
     mtp_heads: int = 0
+    draft_model: str = ""  # Directory of an EAGLE-3 head for this model; empty: none.
 
 
 @dataclass(frozen=True)
@@ -63,9 +64,7 @@ class ModelConfig:
     model_type: str
     vocab_size: int
     hidden_size: int
-    layers: tuple[
-        Layer, ...
-    ]  # Decoder layers, and after them those of multi-token prediction that are served.
+    layers: tuple[Layer, ...]  # Decoder layers, and after them those that only propose draft tokens.
     dtype: DTypeName
     max_model_len: int  # Longest prompt + output: the checkpoint's, or the smaller override.
     embedding_scale: float = 1.0  # What the tokens' embeddings are multiplied by,
@@ -80,6 +79,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     num_mtp_layers: int = 0  # Layers of multi-token prediction that the checkpoint says it has.
+    draft_model: str = ""  # Directory of the EAGLE-3 head that is its last layer; empty: it is none.
     vision: VisionConfig | None = None  # None: the model is text-only, or is served without its tower.
     # What is read otherwise than another reader of config.json does; logged.
     remarks: tuple[str, ...] = field(default=(), compare=False)
@@ -104,7 +104,7 @@ class ModelConfig:
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers, and after them those of multi-token prediction that are served."""
+        """Decoder layers, and after them those that only propose draft tokens."""
         return len(self.layers)
 
     @property
@@ -115,12 +115,22 @@ class ModelConfig:
     @cached_property
     def num_mtp_heads(self) -> int:
         """Layers of multi-token prediction that are served."""
+        return sum(isinstance(layer.residual, NextToken) for layer in self.layers)
+
+    @cached_property
+    def num_draft_layers(self) -> int:
+        """Layers that only propose draft tokens: of multi-token prediction, or an EAGLE-3 head."""
         return sum(not layer.passed for layer in self.layers)
 
     @property
     def num_decoder_layers(self) -> int:
-        """Layers that every token passes; those of multi-token prediction are numbered after them."""
-        return self.num_layers - self.num_mtp_heads
+        """Layers that every token passes; those that propose draft tokens are numbered after them."""
+        return self.num_layers - self.num_draft_layers
+
+    @property
+    def num_stored_layers(self) -> int:
+        """Layers that are the model's own checkpoint's: all but an EAGLE-3 head."""
+        return self.num_decoder_layers + self.num_mtp_heads
 
     @property
     def stream_size(self) -> int:

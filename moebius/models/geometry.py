@@ -80,7 +80,7 @@ class MoeGeometry:
         return MoeGeometry(
             model_type=config.model_type,
             hidden_size=first.expert_input_size(config.hidden_size),
-            num_layers=config.num_layers,
+            num_layers=config.num_stored_layers,
             moe_layers=config.moe_layer_ids,
             num_experts=first.router.num_experts,
             top_k=first.router.top_k,
@@ -89,7 +89,9 @@ class MoeGeometry:
             dtype=config.dtype,
             alpha=first.experts.alpha,
             limit=first.experts.limit,
-            layer_limits=tuple(limits.get(i, math.inf) for i in range(config.num_layers)) if differ else (),
+            layer_limits=tuple(limits.get(i, math.inf) for i in range(config.num_stored_layers))
+            if differ
+            else (),
             has_bias=first.experts.has_bias,
             kinds=first.kinds if isinstance(first, MoE) else None,
             num_zero_experts=first.router.num_zero_experts,

@@ -13,6 +13,7 @@ from moebius.checkpoint.config_file import read_config_file, read_json
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.gguf.files import companion_directory, is_gguf
 from moebius.models.config import DTYPE_BYTES, DTypeName, ModelConfig, ModelConfigError, ModelOverrides
+from moebius.models.eagle3 import with_eagle3
 from moebius.models.geometry import MoeGeometry
 from moebius.models.keys import HfKeys
 from moebius.models.layers.router import RouterConfig
@@ -50,7 +51,7 @@ def read_model_config(directory: str | Path, overrides: ModelOverrides | None = 
 
     Where the head may be the embedding, the stored tensors decide. Raises ModelConfigError naming the key,
     its value and what is allowed, CheckpointError for such tensors that can not be read, and as
-    `mtp.check_heads`.
+    `mtp.check_heads` and `eagle3.with_eagle3`.
     """
     directory = Path(directory)
     config = _described(directory, overrides or ModelOverrides())
@@ -61,6 +62,8 @@ def read_model_config(directory: str | Path, overrides: ModelOverrides | None = 
         extra = HfKeys(str(generation), read_json(generation)).integers("eos_token_id")
         ids = dict.fromkeys((*config.eos_token_ids, *extra))
         config = replace(config, eos_token_ids=tuple(ids))
+    if overrides is not None and overrides.draft_model:
+        config = with_eagle3(config, overrides.draft_model)
     for remark in config.remarks:
         log.warning(remark, model_type=config.model_type)
     if config.unread_keys:

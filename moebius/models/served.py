@@ -6,7 +6,7 @@ import structlog
 
 from moebius.checkpoint.errors import CheckpointError
 from moebius.config import MoebiusConfig
-from moebius.errors import brief
+from moebius.errors import UserError, brief
 from moebius.models.config import ModelConfig, ModelConfigError, ModelOverrides
 from moebius.models.geometry import MoeGeometry
 from moebius.models.read import read_geometry, read_model_config
@@ -38,7 +38,7 @@ def _has_heads(config: MoebiusConfig) -> bool:
 def read_served_model(config: MoebiusConfig) -> ModelConfig:
     """Returns the configuration of the model, as an engine of these settings reads it.
 
-    Raises ModelConfigError or CheckpointError.
+    Raises ModelConfigError or CheckpointError, and UserError for a head without its method or without a head.
     """
     chosen = config.model
     overrides = ModelOverrides(
@@ -47,8 +47,25 @@ def read_served_model(config: MoebiusConfig) -> ModelConfig:
         chosen.dtype,
         chosen.language_model_only,
         with_drafts(config).gpu.mtp_heads,
+        _draft_model(config),
     )
     return read_model_config(chosen.model, overrides)
+
+
+def _draft_model(config: MoebiusConfig) -> str:
+    gpu = config.gpu
+    needs_head = "eagle3" in gpu.speculative_method
+    if gpu.speculative_model and not needs_head:
+        raise UserError(
+            f"speculative_model: {gpu.speculative_model!r} is not read by speculative_method "
+            f"{gpu.speculative_method}; allowed: speculative_method eagle3 or ngram+eagle3, or no such model"
+        )
+    if needs_head and not gpu.speculative_model:
+        raise UserError(
+            f"speculative_method: {gpu.speculative_method} needs speculative_model, the directory of an "
+            "EAGLE-3 head for this model, or its name on the hub"
+        )
+    return gpu.speculative_model
 
 
 def read_served_geometry(config: MoebiusConfig) -> MoeGeometry:

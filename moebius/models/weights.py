@@ -29,7 +29,8 @@ def outside_weights(config: ModelConfig, *, is_first: bool, is_last: bool) -> We
     """Yields those of no layer, of a stage that has the first or the last one; a stage that has the head has
     the embedding as well where both are one.
     """
-    size, residual, norm = config.hidden_size, config.layers[0].residual, config.layers[-1].norm
+    size, residual = config.hidden_size, config.layers[0].residual
+    norm = config.layers[config.num_decoder_layers - 1].norm
     if is_first or (is_last and config.tie_word_embeddings):
         shape = config.vocab_size, size
         yield Weight(f"{EMBEDDING}.weight", shape, use="lookup", cut=Vocabulary())

@@ -11,7 +11,7 @@ from moebius.other_servers.name import (
     refused,
     same,
 )
-from moebius.other_servers.vllm_sglang import BY_RANKS, KV_ON_DISK, LORA, NO_DRAFT_MODEL, OF_MODEL
+from moebius.other_servers.vllm_sglang import LORA, NO_DRAFT_MODEL, OF_MODEL
 
 _DENSE = (
     "attention and dense layers are always on the GPU; experts as far as there is room, or as --gpu-layers"
@@ -88,7 +88,7 @@ TABLE: dict[str, OtherName] = {
     ),
     "n-cpu-ffn ncffn": refused("attention and dense layers are always on the GPU"),
     "tensor-split ts": refused("GPUs share every layer evenly (--tensor-parallel-size)"),
-    "split-mode sm": refused(BY_RANKS),
+    "split-mode sm": refused("here --tensor-parallel-size or --pipeline-parallel-size"),
     "main-gpu mg dev": refused("CUDA_VISIBLE_DEVICES says which GPUs are used; --device takes cpu or cuda"),
     "list-devices": refused("`moebius topology` and `moebius doctor` say what is there", False),
     "batch-size b": fulfilled(
@@ -149,7 +149,7 @@ TABLE: dict[str, OtherName] = {
     "models-autoload": fulfilled("a model of the configuration file is loaded by its first request"),
     "no-models-autoload": refused("the first request of a model loads it", False),
     "sleep-idle-seconds": same("sleep_after_s", **{"-1": "0"}),
-    "slot-save-path": refused(KV_ON_DISK),
+    "slot-save-path": same("slot_save_path"),
     "reranking rerank": fulfilled("the model scores texts beside writing them"),
     "pooling": refused("pooling is a field of each request of embeddings", idle="last"),
     "path ui-config webui-config": refused("the page at / is built in (--web-page)"),

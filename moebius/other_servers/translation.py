@@ -21,6 +21,7 @@ from moebius.durations import seconds_of
 from moebius.errors import ConfigError
 from moebius.other_servers.setting_names import OtherName, field_name, other_name, other_variable
 from moebius.other_servers.tensor_overrides import resident_layers
+from moebius.other_servers.vllm_sglang import NO_DRAFT_MODEL
 
 _NUMBER = re.compile(r"-\d")
 _DEFAULT_PAGE = 16
@@ -320,10 +321,10 @@ class Translator:
                 setting.value = f"{int(setting.value) / 1024:g}"
         if "speculative_method" in self._refused_leaves - found.keys():
             found.pop("num_draft_tokens", None)
-        num_ranks = number("tensor_parallel_size", 1) * number("pipeline_parallel_size", 1)
-        if num_ranks > 1 and (offloaded := found.pop("kv_offload_gib", None)) is not None:
-            shown = f"{offloaded.name} {offloaded.value}".strip()
-            self.differ(shown, f"--kv-offload-gib is for engines of one rank, not of {num_ranks}")
+        method = found["speculative_method"].value if "speculative_method" in found else ""
+        method = method or self.own.get("speculative_method", "")
+        if "eagle3" not in method and (head := found.pop("speculative_model", None)) is not None:
+            self.differ(f"{head.name} {head.value}", NO_DRAFT_MODEL)
         converted = found.get("expert_checkpoint")
         requantised = "expert_dtype" in found and found["expert_dtype"].value in ("int4", "int8")
         if converted is not None and requantised:

@@ -7,17 +7,36 @@ from moebius.other_servers.name import IDLE, OtherName, flag, fulfilled, refused
 EXPERTS_ON_GPU = "here --gpu-layers, --gpu-experts or --gpu-experts-ratio say which experts are on the GPU"
 FORMAT = "the checkpoint says which format its weights have"
 REPLICAS = "start one engine per replica, and name them all in --engines of the gateway"
-WHOLE_EXPERTS = "here --expert-split expert gives every rank and server whole experts"
+WHOLE_EXPERTS = (
+    "here --gpu-expert-split expert gives every rank whole experts: rows are on all ranks, none are exchanged"
+)
 STEP = "here --max-num-batched-tokens, and --prefill-chunk-max where experts are streamed"
 KV_IN_RAM = "--kv-offload-gib is the RAM for prefixes that the KV cache evicts"
 KV_ON_DISK = "prefixes are on disk with --kv-disk-gib and --kv-disk-dir"
-NO_DRAFT_MODEL = "no second model proposes draft tokens; here --speculative-method"
+NO_DRAFT_MODEL = "no second model but an EAGLE-3 head proposes draft tokens; here --speculative-method"
 LORA = "LoRA adapters are not supported: merge them into the checkpoint"
 OF_MODEL = "edit config.json in a copy of the checkpoint"
-BY_RANKS = "here --tensor-parallel-size or --pipeline-parallel-size"
+NO_DATA_PARALLEL_ATTENTION = (
+    "not implemented: --tensor-parallel-size divides the heads of every layer, and ranks beyond the number "
+    "of KV heads hold copies; engines with requests of their own: one per GPU, all named in --engines of "
+    "the gateway"
+)
+NO_CONTEXT_PARALLEL = (
+    "not implemented: all pages of a context are on every rank of a stage. For longer ones: "
+    "--tensor-parallel-size up to the number of KV heads, --pipeline-parallel-size, which divides layers and "
+    "their KV, --kv-cache-dtype fp8_e4m3"
+)
+FIXED_BY_RANKS = (
+    "ranks keep the experts that they begin with; --placement-strategy frequency with --expert-statistics "
+    "places those that were chosen most, and on one GPU --placement-strategy adaptive follows traffic"
+)
+ONE_MICRO_BATCH = "pipeline stages take turns: one batch of --max-num-seqs is in flight"
 KERNELS = "kernels are chosen by GPU and sizes (--attention-backend, --small-all-reduce)"
 _HOSTS = "ranks on several hosts: --rank-hosts, --host-index, --rank-address (docs/parallel.md)"
-_SPECULATION = "here --speculative-method, --num-draft-tokens, --ngram-match-min and --ngram-match-max"
+_SPECULATION = (
+    "here --speculative-method, --num-draft-tokens, --speculative-model, --ngram-match-min and "
+    "--ngram-match-max"
+)
 _NOT_COMPILED = "no code is compiled by torch: kernels are our own, decode steps are graphs (--cuda-graphs)"
 _CHUNKS = "prompts are always computed in chunks (--max-num-batched-tokens)"
 _TWO_ROLES = "prompts and decoding are computed by the same engine; long prompts have steps of their own"
@@ -28,11 +47,11 @@ _MTP = (
 )
 _EAGLE = (
     "draft tokens come from the model's own MTP layers (--speculative-method mtp), as in SGLang where no "
-    "draft model is named; EAGLE heads in a checkpoint of their own are not supported"
+    "draft model is named; of heads in a checkpoint of their own those of EAGLE3 are supported"
 )
 _NGRAM = "NGRAM ngram-cache ngram-simple ngram-mod ngram-map-k ngram-map-k4v ngram_gpu"
 _OTHER_DRAFTS = (
-    "eagle eagle3 EAGLE3 STANDALONE medusa mlp_speculator draft_model suffix dspark DSPARK dflash DFLASH "
+    "eagle STANDALONE medusa mlp_speculator draft_model suffix dspark DSPARK dflash DFLASH "
     "draft-simple draft-eagle3 draft-dflash draft"
 )
 # Names of formats that only a checkpoint can have; others may ask for requantisation, too.
@@ -44,6 +63,7 @@ METHODS = {
     "none": "off",
     **dict.fromkeys(_NGRAM.split(), "ngram"),
     **dict.fromkeys(_MTP.split(), "mtp"),
+    **dict.fromkeys(("eagle3", "EAGLE3"), "eagle3"),
     **dict.fromkeys(_OTHER_DRAFTS.split(), f"!{NO_DRAFT_MODEL}"),
 }
 _GRAPH_SIZES = "batch sizes of graphs are chosen up to --cuda-graph-max-batch-size"
@@ -57,9 +77,9 @@ TABLE: dict[str, OtherName] = {
     # How a model is divided
     "tp tp-size tensor-parallel": same("tensor_parallel_size"),
     "pp pp-size": same("pipeline_parallel_size"),
-    "enable-expert-parallel enable-ep-moe": flag("expert_split", "expert"),
+    "enable-expert-parallel enable-ep-moe": flag("gpu_expert_split", "expert"),
     "ep ep-size expert-parallel-size": OtherName(
-        "expert_split", {"": "expert", "1": "tensor", **{str(size): "expert" for size in range(2, 65)}}
+        "gpu_expert_split", {"": "expert", "1": "tensor", **{str(size): "expert" for size in range(2, 65)}}
     ),
     "data-parallel-size dp dp-size data-parallel-size-local": refused(REPLICAS, idle="1"),
     "data-parallel-backend data-parallel-address data-parallel-rpc-port data-parallel-start-rank": refused(
@@ -67,18 +87,32 @@ TABLE: dict[str, OtherName] = {
     ),
     "data-parallel-rank load-balance-method": refused(REPLICAS),
     "enable-dp-lm-head data-parallel-hybrid-lb data-parallel-external-lb": refused(REPLICAS, False),
-    "enable-dp-attention": refused("attention of all ranks is by tensor parallelism", False),
-    "enable-eplb": refused("experts follow traffic: --placement-strategy adaptive", False),
-    "eplb-config": refused("experts follow traffic: --placement-strategy adaptive"),
+    "enable-dp-attention enable-dp-attention-local-control-broadcast": refused(
+        NO_DATA_PARALLEL_ATTENTION, False
+    ),
+    "enable-eplb enable-elastic-ep": refused(FIXED_BY_RANKS, False),
+    "eplb-config eplb-algorithm eplb-rebalance-num-iterations init-expert-location": refused(
+        FIXED_BY_RANKS, idle="trivial"
+    ),
+    "elastic-ep-backend": refused(FIXED_BY_RANKS),
     "ep-num-redundant-experts ep-dispatch-algorithm": refused(EXPERTS_ON_GPU),
     "expert-placement-strategy": refused(EXPERTS_ON_GPU, idle="linear"),
     "moe-a2a-backend all2all-backend moe-dense-tp-size deepep-mode": refused(WHOLE_EXPERTS),
     "nnodes": refused(_HOSTS, idle="1"),
     "node-rank master-addr master-port dist-init-addr": refused(_HOSTS),
     "headless": refused(_HOSTS, False),
-    "decode-context-parallel-size prefill-context-parallel-size dcp pcp attn-cp-size": refused(
-        BY_RANKS, idle="1"
+    "decode-context-parallel-size prefill-context-parallel-size dcp pcp dcp-size attn-cp-size": refused(
+        NO_CONTEXT_PARALLEL, idle="1"
     ),
+    "attention-context-parallel-size dcp-kv-cache-interleave-size cp-kv-cache-interleave-size": refused(
+        NO_CONTEXT_PARALLEL, idle="1"
+    ),
+    "dcp-comm-backend nsa-prefill-cp-mode": refused(NO_CONTEXT_PARALLEL),
+    "enable-prefill-context-parallel enable-nsa-prefill-context-parallel": refused(
+        NO_CONTEXT_PARALLEL, False
+    ),
+    "pp-max-micro-batch-size pp-async-batch-depth": refused(ONE_MICRO_BATCH, idle="1"),
+    "moe-dp-size moe-data-parallel-size": refused(WHOLE_EXPERTS, idle="1"),
     "base-gpu-id gpu-id-step": refused("CUDA_VISIBLE_DEVICES says which GPUs are used"),
     "disaggregation-mode disaggregation-transfer-backend disaggregation-bootstrap-port": refused(_TWO_ROLES),
     "disable-custom-all-reduce": OtherName("small_all_reduce", fixed="nccl", takes_value=False, yields=True),
@@ -185,10 +219,10 @@ TABLE: dict[str, OtherName] = {
     "speculative-config.prompt-lookup-max speculative-ngram-max-match-window-size": same("ngram_match_max"),
     # Where the model's own layers draft tokens, some name the model once more.
     "speculative-config.model speculative-draft-model-path speculative-draft speculative-model": OtherName(
-        refusal=NO_DRAFT_MODEL, unit="checkpoint"
+        "speculative_model", unit="checkpoint"
     ),
     "speculative-config.draft-tensor-parallel-size speculative-draft-model-quantization": refused(
-        NO_DRAFT_MODEL
+        "a draft head is divided as MODEL is, in the type of its activations", idle="unquant"
     ),
     "speculative-token-map": refused(NO_DRAFT_MODEL),
     "speculative-config.moe-backend speculative-moe-runner-backend": refused(KERNELS),

@@ -10,19 +10,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import REGISTRY, CollectorRegistry
 
-from gpu_service.assembly import build
+from gpu_service import main as service
+from gpu_service.assembly import build, kv_memory, rank_plan
 from gpu_service.assembly import experts as expert_assembly
 from gpu_service.assembly import steps as step_assembly
 from gpu_service.cache.kv_cache import KVCache
 from gpu_service.core.request import Request, SamplingParams
 from gpu_service.device.stream import HostDeviceStream
 from gpu_service.engine.decode_graphs import DecodeGraphs
+from gpu_service.experts.resident.experts import ResidentExperts
+from gpu_service.ops import backends
 from moebius.config import MoebiusConfig
 from moebius.models.layers.layer import Layers
 from tests.helpers.built_engine import running_engine
 from tests.helpers.capturable_attention import CapturableAttention
 from tests.helpers.device_experts import DenseExperts
+from tests.helpers.fake_memory import GIB, FakeMemory
 from tests.helpers.host_graphs import RecordedOperations
 from tests.helpers.tiny_models import make_tiny_model
 
@@ -121,6 +126,27 @@ def test_resident_experts_are_assembled_too(
 
 
 @pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("placement", [{"gpu_experts_ratio": 1.0}, {"gpu_layers": "1"}], ids=str)
+def test_decode_steps_do_not_count_residents(
+    directory: Path, placement: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked of each expert of each layer in every step, it took as long as the GPU took for the step."""
+    counted, original = [0], ResidentExperts.experts
+
+    def experts(resident: ResidentExperts, layer: int) -> tuple[int, ...]:
+        counted[0] += 1
+        return original(resident, layer)
+
+    monkeypatch.setattr(ResidentExperts, "experts", experts)
+    with running_engine(config_for(directory, {}, placement)) as engine:
+        before, counted[0] = counted[0], 0
+        params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+        engine.run([Request("r", [5, 9, 31], params)])
+        assert before > 0
+        assert counted[0] == 0
+
+
+@pytest.mark.usefixtures("device")
 def test_a_recorder_sees_steps_that_graphs_would_hide(directory: Path) -> None:
     """Started after the capture, it makes steps run eagerly until it is stopped."""
     with running_engine(config_for(directory, {}, {})) as engine:
@@ -131,3 +157,30 @@ def test_a_recorder_sees_steps_that_graphs_would_hide(directory: Path) -> None:
         engine.run([Request("r", [5, 9, 31], params)])
         recorder.stop()
         assert recorder.dump().steps >= 7
+
+
+@pytest.mark.usefixtures("device")
+def test_a_process_on_a_gpu_is_loaded_whole(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `moebius serve` loads where memory is planned: every part's metrics are exported and can be read.
+
+    Two of them had one name, and no model was served on any GPU.
+    """
+    for module in (kv_memory, rank_plan):
+        monkeypatch.setattr(module, "make_device_memory", lambda _: FakeMemory(8 * GIB))
+    registry = CollectorRegistry(auto_describe=True)
+    for name in ("register", "unregister", "collect"):
+        monkeypatch.setattr(REGISTRY, name, getattr(registry, name))
+    config = config_for(directory, {"kv_cache_gib": 0.01, "num_pages": None}, {"gpu_experts_ratio": 1.0})
+    built, telemetry, _ = service._load(config)
+    try:
+        assert built.memory.ledger is not None
+        assert telemetry.enabled
+        names = {metric.name for metric in registry.collect()}
+        assert {
+            "moebius:gpu_memory_bytes",
+            "moebius:gpu_pool_bytes",
+            "moebius:step_predicted_seconds",
+        } <= names
+    finally:
+        built.close()
+        backends.uninstall("cpu")

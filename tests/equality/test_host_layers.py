@@ -1,18 +1,21 @@
 """Invariant: on a CPU, layers of a decode step that one call computes have the bits of calls one by one.
 
-Also keys and values in the cache; for families that differ in norms, biases, windows, rotation and routers,
-with one row and several, and at every instruction-set level.
+Also keys and values in the cache, and states; for families that differ in norms, biases, gates, windows,
+rotation, recurrences and routers, with one row, several and draft tokens, and at every instruction-set level.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from gpu_service.core.depths import make_depths
+from gpu_service.core.step import ForwardInputs
 from gpu_service.experts.client import ExpertUnavailable
 from gpu_service.experts.mailbox_client import MailboxExpertClient
 from gpu_service.experts.servers import CheckedExperts
@@ -28,8 +31,15 @@ from tests.helpers.mailbox import served_mailbox
 from tests.helpers.paged_runner import Decoding, PagedRunner, load_runner
 
 PROMPT = [3, 17, 200, 5, 99, 42, 42, 8, 150, 23, 61, 2]
-# Norms of heads; always active experts, after a layer that is not kept; biases, sinks and windows; plain.
-NAMES = ("qwen3_vl_moe_fused", "glm4_moe", "gpt_oss", "mixtral")
+NAMES = (
+    "qwen3_vl_moe_fused",  # Norms of heads.
+    "glm4_moe",  # Always active experts.
+    "gpt_oss",  # Biases, sinks and windows.
+    "mixtral",  # Plain.
+    "qwen3_next",  # The gated delta rule; gates that queries bring; a gate of always active experts.
+    "qwen3_5_moe",  # The same with an output projection that no format holds as it is stored.
+    "laguna",  # Gates of heads.
+)
 # Those with kernels of rows of their own, and what this machine takes.
 LEVELS = dict.fromkeys(
     [isa for isa in supported_isas() if isa in ("avx2", "avx512")] + [supported_isas()[-1]]
@@ -68,12 +78,25 @@ def running(file: GgufFile, dtype: DTypeName) -> Iterator[tuple[PagedRunner, Mai
         )
 
 
-def taken(runner: PagedRunner, work: list[tuple[Decoding, int]]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Logits of the next tokens, which are not kept, and copies of all pages."""
-    logits = runner.step(work)
-    for sequence, count in work:
-        sequence.computed -= count
-    return logits, [pages.clone() for pages in runner.kv_cache.page_tensors()]
+def taken(runner: PagedRunner, inputs: ForwardInputs) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Logits of a step's rows, and copies of all that it may have written."""
+    states = [] if runner.states is None else runner.states.tensors()
+    for state in states:
+        state[inputs.state_writes] = 7
+    logits = runner.compute(inputs)
+    return logits, [written.clone() for written in (*runner.kv_cache.page_tensors(), *states)]
+
+
+def draft_rows(runner: PagedRunner, sequence: Decoding, count: int) -> ForwardInputs:
+    """Returns a step of one request's next token and drafts, each a row, as speculation has them."""
+    rows = [replace(sequence, computed=sequence.computed + place) for place in range(count)]
+    inputs = runner.inputs([(row, 1) for row in rows])
+    if runner.states is None:
+        return inputs
+    assert inputs.state_reads is not None
+    assert inputs.state_writes is not None
+    reads = torch.cat((inputs.state_reads[:1], inputs.state_writes[:-1]))
+    return replace(inputs, state_reads=reads, depths=make_depths(list(range(count))))
 
 
 @pytest.mark.usefixtures("level")
@@ -86,22 +109,24 @@ def test_one_call_gives_the_bits_of_many(
     whole = HostLayers.forward
 
     def counted(layers: HostLayers, *args: object) -> bool:
-        lengths.append(layers.end)
-        return whole(layers, *args)  # type: ignore[arg-type]
+        done = whole(layers, *args)  # type: ignore[arg-type]
+        lengths.append(layers.end if done else 0)
+        return done
 
     with running(gguf(name), dtype) as (runner, _):
         sequences = [runner.prefill(PROMPT[:length])[0] for length in (3, 12, 7)]
         for number, sequence in enumerate(sequences):
             sequence.tokens += [9 + number, 77, 31]
         client = runner.experts
-        for work in ([(sequences[1], 1)], [(sequence, 1) for sequence in sequences], [(sequences[0], 3)]):
+        single, several = runner.inputs([(sequences[1], 1)]), runner.inputs([(one, 1) for one in sequences])
+        for inputs in (single, several, draft_rows(runner, sequences[0], 3)):
             calls = client.stats().calls
             monkeypatch.setattr(HostLayers, "forward", lambda *_: False)
-            expected, expected_pages = taken(runner, work)
+            expected, expected_written = taken(runner, inputs)
             monkeypatch.setattr(HostLayers, "forward", counted)
-            found, found_pages = taken(runner, work)
+            found, found_written = taken(runner, inputs)
             assert torch.equal(found, expected)
-            assert all(map(torch.equal, found_pages, expected_pages))
+            assert all(map(torch.equal, found_written, expected_written))
             assert (client.stats().calls - calls) % 2 == 0, "either way counts the same layers"
         # Once a step: the layers are one run.
         assert lengths == [runner.model.config.num_decoder_layers] * 3
@@ -115,11 +140,12 @@ def test_a_lost_server_ends_the_step_which_may_be_run_again(
     with running(gguf("mixtral"), "float32") as (runner, box):
         sequence, _ = runner.prefill(PROMPT)
         sequence.tokens.append(5)
-        expected, _ = taken(runner, [(sequence, 1)])
+        inputs = runner.inputs([(sequence, 1)])
+        expected, _ = taken(runner, inputs)
         box.kernel.accept_generations([12345, 0])
         with pytest.raises(ExpertUnavailable) as caught:
-            runner.step([(sequence, 1)])
+            runner.compute(inputs)
         assert caught.value.server_index == 0
         runner.experts.recover(60)
-        found, _ = taken(runner, [(sequence, 1)])
+        found, _ = taken(runner, inputs)
         assert torch.equal(found, expected)

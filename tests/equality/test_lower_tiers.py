@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from gpu_service.assembly.kv_tiers import check_tiers
+from gpu_service.cache.tiers import prefix_tiers
 from gpu_service.cache.tiers.prefix_tiers import PrefixTiers
 from gpu_service.core.request import Request, SamplingParams
 from gpu_service.engine.step_check import StepCheck
@@ -168,6 +169,28 @@ def test_salts_and_other_weights_share_nothing(heads: Path, tmp_path: Path) -> N
         assert tiers_of(engine).hit_tokens == {"ram": 0, "disk": 0}
 
 
+def test_engines_that_run_at_once_share_a_directory(
+    heads: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each finds what the other one stores meanwhile, with equal answers; both write files of their own."""
+    monkeypatch.setattr(prefix_tiers, "_LEAST_PATIENCE_S", 60.0)
+    config = config_for(heads, kv_disk_gib=0.1, kv_disk_dir=str(tmp_path / "disk"))
+    with running_engine(config) as first, running_engine(config) as second:
+        expected, turn = [], requests("computed")
+        for number, request in enumerate(turn):
+            engine = (first, second)[number % 2]
+            expected += engine.run([request])
+            wait_until_copied(engine)
+        assert [request.cached_len for request in turn] == [0] * PROMPTS
+        assert len(list((tmp_path / "disk").glob("*.kv"))) == 2
+        for engine, others in ((first, 1), (second, 0)):
+            tiers_of(engine)._refreshed_at = -1e9  # what the other has written is looked up at once
+            again = requests("shared")[others::2]
+            assert answers(engine, again) == expected[others::2]
+            assert [request.cached_len for request in again] == [CACHED] * (PROMPTS // 2)
+            assert tiers_of(engine).hit_tokens["disk"] == CACHED * (PROMPTS // 2)
+
+
 def test_a_flush_goes_through_all_tiers(heads: Path, tmp_path: Path) -> None:
     """What an operator has forgotten does not come back, in this engine or the next."""
     disk = {"kv_disk_gib": 0.1, "kv_disk_dir": str(tmp_path / "disk"), "kv_offload_gib": 0.05}
@@ -229,14 +252,13 @@ def test_what_a_killed_engine_had_in_ram_is_found(heads: Path, tmp_path: Path) -
         assert tiers_of(engine).hit_tokens == {"ram": PROMPTS * CACHED, "disk": 0}
 
 
-@pytest.mark.parametrize("setting", ["kv_offload_gib", "kv_disk_gib"])
-def test_several_ranks_are_refused_before_anything_is_loaded(setting: str) -> None:
-    """They would have to see a block arrive at the same step; without the settings they are served."""
+def test_a_disk_of_several_ranks_is_refused_before_anything_is_loaded() -> None:
+    """They would have to see a block arrive at the same step; without a disk they are served."""
     parallel = ParallelConfig(tensor_parallel_size=2)
-    given = {setting: 1.0, "kv_disk_dir": "/kv"}
+    given = GpuConfig(kv_disk_gib=1.0, kv_disk_dir="/kv")
     with pytest.raises(UserError, match="of one rank, not of 2"):
-        check_tiers(MoebiusConfig(gpu=GpuConfig(**given), parallel=parallel))  # type: ignore[arg-type]
-    check_tiers(MoebiusConfig(parallel=parallel))
+        check_tiers(MoebiusConfig(gpu=given, parallel=parallel))
+    check_tiers(MoebiusConfig(gpu=GpuConfig(kv_offload_gib=1.0), parallel=parallel))
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from gpu_service.device.stream import HostDeviceStream
 from gpu_service.experts.local_client import LocalExpertClient
 from gpu_service.layers.context import ForwardContext
 from gpu_service.models.common import CausalLM
+from gpu_service.speculation.drafter import FirstPass
 from gpu_service.speculation.mtp import MtpDrafter
 from gpu_service.speculation.ngram import NGramDrafter
 from moebius.models.read import read_geometry
@@ -26,7 +27,6 @@ from tests.helpers.host_graphs import RecordedOperations
 from tests.helpers.layer_values import router_of
 from tests.helpers.mtp_models import (
     MtpModels,
-    MtpReference,
     cached_mtp_models,
     make_foreseen,
     write_mtp_model,
@@ -43,6 +43,13 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> MtpModels:
     return cached_mtp_models(tmp_path_factory.mktemp("mtp"))
 
 
+class References(Protocol):
+    """Transformers' heads, or others that are computed plainly."""
+
+    def drafts(self, tokens: Sequence[int], count: int) -> list[int]:
+        """What may follow, by the first head, which goes on with what it made itself."""
+
+
 class WatchedDrafter(MtpDrafter):
     """A drafter that notes its draft tokens, each with the tokens that were known."""
 
@@ -57,8 +64,9 @@ class WatchedDrafter(MtpDrafter):
         hidden_states: torch.Tensor,
         next_ids: torch.Tensor,
         last_rows: torch.Tensor,
+        first: FirstPass | None = None,
     ) -> torch.Tensor | None:
-        drafts = super().propose(context, plan, hidden_states, next_ids, last_rows)
+        drafts = super().propose(context, plan, hidden_states, next_ids, last_rows, first)
         for row, found in zip(last_rows.tolist(), [] if drafts is None else drafts.tolist(), strict=False):
             known = self._pool.tokens[plan.token_slots[row], : plan.positions[row] + 2]
             self.noted.append((known.tolist(), found))
@@ -76,10 +84,16 @@ def requests(params: dict[str, Any]) -> list[Request]:
 
 
 def run(
-    directory: Path, heads: int, drafts: int, params: dict[str, Any], **changes: Any
+    directory: Path,
+    heads: int,
+    drafts: int,
+    params: dict[str, Any],
+    draft_model: str = "",
+    **changes: Any,
 ) -> tuple[list[list[int]], list[WatchedDrafter], TinyEngine]:
     """Returns the tokens of all requests, and the draft tokens on the way."""
-    model, watched = tiny_model(directory, HOST, mtp_heads=heads), list[WatchedDrafter]()
+    model = tiny_model(directory, HOST, mtp_heads=heads, draft_model=draft_model)
+    watched = list[WatchedDrafter]()
 
     def make(model: CausalLM, token_pool: TokenPool) -> WatchedDrafter:
         watched.append(WatchedDrafter(model, token_pool))
@@ -134,7 +148,7 @@ def test_n_grams_and_layers_change_no_token_together(written: MtpModels) -> None
     assert engine.speculation.num_verified > 0
 
 
-def _within_page(known: list[int], count: int, reference: MtpReference, found: list[int]) -> list[int]:
+def within_page(known: list[int], count: int, reference: References, found: list[int]) -> list[int]:
     """Returns the reference's drafts; ours from where a pass of the head had no page of the request to write
     to.
     """
@@ -151,7 +165,7 @@ def test_a_single_head_goes_on_with_what_it_made(name: str, written: MtpModels) 
     assert tokens == plain
     assert max(len(found) for _, found in watched.noted) == 3
     for known, found in watched.noted:
-        assert found == _within_page(known, len(found), reference, found), f"after {len(known)} tokens"
+        assert found == within_page(known, len(found), reference, found), f"after {len(known)} tokens"
 
 
 def test_each_of_several_heads_has_a_draft(written: MtpModels) -> None:
@@ -181,8 +195,53 @@ def test_drafts_that_are_right_are_accepted(name: str, tmp_path: Path) -> None:
     assert engine.speculation.num_accepted == engine.speculation.num_verified > 5
 
 
+class CountedModel:
+    """Counts passes of heads that the host launches for decode steps of a model, until it is put back."""
+
+    def __init__(self, model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.launched, inner = 0, model.predict_further
+
+        def predict_further(
+            head: int, hidden_states: torch.Tensor, next_ids: torch.Tensor, context: ForwardContext
+        ) -> torch.Tensor:
+            self.launched += context.inputs.is_uniform_decode
+            return inner(head, hidden_states, next_ids, context)
+
+        monkeypatch.setattr(model, "predict_further", predict_further)
+
+
+@pytest.mark.parametrize(("drafts", "launches_further"), [(1, False), (2, True)])
+def test_the_host_launches_no_first_pass_of_a_replayed_step(
+    drafts: int, launches_further: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is in a graph, which reads the tokens that were drawn after the step's; passes for further draft
+    tokens are launches, and so is each pass after a step without a graph.
+    """
+    write_mtp_model("glm4_moe", tmp_path)
+    make_foreseen(tmp_path)
+    model = tiny_model(tmp_path, HOST, mtp_heads=1)
+    experts = DenseExperts(tmp_path, router_of(model.config).num_experts)
+    found = []
+    for largest in (0, 16):
+        setup = Setup(largest, budget=16, num_drafts=drafts, device_drafter=MtpDrafter)
+        with (
+            tiny_engine(
+                model, experts, HostDeviceStream(), make_capturable_attention, setup, RecordedOperations()
+            ) as engine,
+            monkeypatch.context() as patch,
+        ):
+            counted = CountedModel(model, patch)
+            tokens = engine.run(requests(SAMPLED))
+            assert engine.speculation is not None
+            found.append((tokens, engine.speculation.num_accepted, counted.launched))
+    (eager, accepted, launched), (replayed, accepted_so, left) = found
+    assert (eager, accepted) == (replayed, accepted_so)
+    assert (left > 0) == launches_further
+    assert left < launched > 5
+
+
 def test_replayed_decode_steps_leave_the_head_what_it_needs(tmp_path: Path) -> None:
-    """The head runs eagerly after a graph, on the hidden states that it left."""
+    """The head's first pass is a graph after the step's, on the hidden states that it left."""
     write_mtp_model("glm4_moe", tmp_path)
     make_foreseen(tmp_path)
     model = tiny_model(tmp_path, HOST, mtp_heads=1)

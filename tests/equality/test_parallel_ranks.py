@@ -24,6 +24,9 @@ from tests.helpers.tiny_models import write_tiny_model
 from tests.helpers.tiny_tokenizer import byte_level_tokenizer, write_tokenizer
 from tests.tolerances import LOGITS_FLOAT32_RANKS
 
+# Half of the experts are resident, each of them on one rank of a stage.
+WHOLE = {"gpu_experts_ratio": 0.5, "gpu_expert_split": "expert"}
+
 Truth = Callable[[str], tuple[Path, dict[str, list[Outcome]]]]
 
 
@@ -47,6 +50,7 @@ def truth(tmp_path_factory: pytest.TempPathFactory) -> Truth:
         # Those for `make test-all` divide what others here divide in more ways.
         pytest.param("qwen3_bias_tied", 2, 1, {}, marks=pytest.mark.full),
         pytest.param("qwen3_bias_tied", 4, 1, {"gpu_experts_ratio": 0.5}, marks=pytest.mark.full),
+        pytest.param("qwen3_bias_tied", 4, 1, WHOLE, marks=pytest.mark.full),
         pytest.param("qwen3_bias_tied", 1, 2, {}, marks=pytest.mark.full),
         ("qwen3_bias_tied", 2, 2, {"overlap_scheduling": False}),
         pytest.param("glm4_shared", 2, 2, {"gpu_experts_ratio": 0.5}, marks=pytest.mark.full),
@@ -58,7 +62,7 @@ def truth(tmp_path_factory: pytest.TempPathFactory) -> Truth:
         ("latent_and_linear", 2, 2, {}),
         pytest.param("latent_with_sinks", 2, 2, {}, marks=pytest.mark.full),
         ("latents_shared", 2, 2, {}),
-        ("latent_choosing", 2, 2, {"gpu_experts_ratio": 0.5}),
+        ("latent_choosing", 2, 2, WHOLE),
         pytest.param("shortcut", 2, 2, {"gpu_experts_ratio": 0.5}, marks=pytest.mark.full),
         pytest.param("minimax", 2, 1, {}, marks=pytest.mark.full),
         pytest.param("minimax_blocks", 2, 2, {}, marks=pytest.mark.full),
@@ -67,6 +71,7 @@ def truth(tmp_path_factory: pytest.TempPathFactory) -> Truth:
         pytest.param("lightning", 2, 2, {}, marks=pytest.mark.full),
         pytest.param("head_bias", 2, 1, {}, marks=pytest.mark.full),
         pytest.param("parallel_halves", 2, 2, {"gpu_experts_ratio": 0.5}, marks=pytest.mark.full),
+        pytest.param("gpt_oss", 2, 1, WHOLE, marks=pytest.mark.full),
         pytest.param("qwen2_shared_gate", 2, 1, {}, marks=pytest.mark.full),
     ],
     ids=lambda value: str(value),
@@ -74,7 +79,7 @@ def truth(tmp_path_factory: pytest.TempPathFactory) -> Truth:
 def test_ranks_do_not_show(truth: Truth, name: str, tp: int, pp: int, changes: dict[str, Any]) -> None:
     """Chunked batches, prefix hits, penalties, constraints, scores, aborts and flushes: as on one rank.
 
-    Also where half of the experts are each rank's own device's.
+    Also where half of the experts are on the ranks' devices, channels of each or whole ones.
     """
     directory, expected = truth(name)
     assert_same(run_group(rank_config(directory, tp, pp, **changes)), expected)
@@ -163,9 +168,17 @@ def cases_and_drafts(script: Script) -> dict[str, list[Outcome]]:
 
 
 @pytest.mark.parametrize(
-    ("tp", "pp", "adaptive"), [(2, 1, False), pytest.param(2, 2, True, marks=pytest.mark.full)]
+    ("tp", "pp", "adaptive", "changes"),
+    [
+        (2, 1, False, WHOLE),
+        pytest.param(2, 2, True, {}, marks=pytest.mark.full),
+        pytest.param(4, 1, False, WHOLE, marks=pytest.mark.full),
+        pytest.param(2, 2, False, WHOLE, marks=pytest.mark.full),
+    ],
 )
-def test_ranks_verify_the_same_drafts(truth: Truth, tp: int, pp: int, adaptive: bool) -> None:
+def test_ranks_verify_the_same_drafts(
+    truth: Truth, tp: int, pp: int, adaptive: bool, changes: dict[str, Any]
+) -> None:
     """Every rank drafts for itself, follows what rank 0 measured, and generates what one rank does."""
     directory, expected = truth("qwen3_bias_tied")
     answers = {
@@ -173,9 +186,8 @@ def test_ranks_verify_the_same_drafts(truth: Truth, tp: int, pp: int, adaptive: 
         for case, letter in _LETTERS.items()
         for index, outcome in enumerate(expected[case])
     }
-    config = rank_config(
-        directory, tp, pp, speculative_method="ngram", num_draft_tokens=3, adaptive_drafts=adaptive
-    )
+    drafts = {"speculative_method": "ngram", "num_draft_tokens": 3, "adaptive_drafts": adaptive}
+    config = rank_config(directory, tp, pp, **drafts | changes)
     found = run_group(config, partial(draft_answers, answers), cases_and_drafts)
     verified, accepted = found.pop("drafts")[0].token_ids
     assert_same(found, expected)

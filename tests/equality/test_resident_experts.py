@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from app.planning.memory import chosen_residency, stored_experts
+from app.planning.memory import resident_bytes as planned_bytes
 from gpu_service.core.parallel import ParallelContext
 from gpu_service.experts.adaptive.exchange import SlotExchanges, Wanted
 from gpu_service.experts.client import ExpertClient
@@ -16,7 +18,13 @@ from gpu_service.experts.resident.experts import ResidentExperts, Share, SlotCha
 from gpu_service.experts.resident.make import make_resident_experts, resident_bytes
 from gpu_service.experts.streaming.ring import HostTransfers
 from moebius.checkpoint.errors import CheckpointError
-from moebius.config import ExpertConfig, ModelConfigSection, MoebiusConfig, PlacementConfig
+from moebius.config import (
+    ExpertConfig,
+    ModelConfigSection,
+    MoebiusConfig,
+    ParallelConfig,
+    PlacementConfig,
+)
 from moebius.errors import UserError
 from moebius.models.geometry import MoeGeometry
 from moebius.models.read import read_geometry
@@ -124,6 +132,49 @@ def test_ranks_hold_parts_that_add_up(encoder: str, tmp_path: Path) -> None:
     assert all(rank.nbytes < load(config, geometry).nbytes for rank in ranks)
     total = sum((rank.forward(0, *inputs) for rank in ranks), torch.zeros_like(whole))
     assert (total - whole).abs().max() / whole.abs().max() < tolerances.EXPERTS_SUMMED_APART
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_hold_whole_experts(ranks: int, tmp_path: Path) -> None:
+    """Each resident expert is on one rank, which computes it for all: their sums make what one rank computes.
+
+    Servers are asked by every rank for the same, and nothing of what another one has; a rank without a slot
+    adds nothing; planning counts the bytes that an engine takes.
+    """
+    geometry = read_geometry(TinyMoe(num_layers=2).write(tmp_path))
+    # Three experts over two layers: with four ranks some have none of either.
+    config = configuration(tmp_path, gpu_experts_ratio=1.5 / geometry.num_experts)
+    parallel = ParallelConfig(tensor_parallel_size=ranks, gpu_expert_split="expert")
+    config = config.model_copy(update={"parallel": parallel})
+    one = load(config, geometry)
+    places = [ParallelContext(rank, ranks, holds_whole_experts=True) for rank in range(ranks)]
+    parts = [load(config, geometry, parallel=place) for place in places]
+    stored, placed = stored_experts(tmp_path, geometry), chosen_residency(config, geometry).resident
+    for place, part in zip(places, parts, strict=True):
+        assert part.nbytes == resident_bytes(config, geometry, torch.float32, place)
+        counted = config, geometry, stored, placed, geometry.moe_layers, place.tp_rank, "float32"
+        assert planned_bytes(*counted) == (3, part.nbytes)
+    assert sum(part.nbytes for part in parts) == one.nbytes
+    for layer in geometry.moe_layers:
+        hidden_states, ids, weights = routed(geometry, layer)
+        whole = one.forward(layer, hidden_states, ids, weights)
+        total = sum(
+            (part.forward(layer, hidden_states, ids, weights) for part in parts), torch.zeros_like(whole)
+        )
+        assert (total - whole).abs().max() / whole.abs().max() < tolerances.EXPERTS_SUMMED_APART
+        for part in parts:
+            assert part.experts(layer) == one.experts(layer)
+            assert part.share(layer) is Share.SOME
+            assert torch.equal(part.cpu_ids(layer, ids), one.cpu_ids(layer, ids))
+
+
+def test_a_layer_on_all_ranks_asks_no_server(tmp_path: Path) -> None:
+    """All experts of a layer are resident though no rank has them all."""
+    geometry = read_geometry(TinyMoe().write(tmp_path))
+    place = ParallelContext(1, 2, holds_whole_experts=True)
+    part = load(configuration(tmp_path, gpu_layers="1"), geometry, parallel=place)
+    assert [part.share(layer) for layer in range(3)] == [Share.NONE, Share.ALL, Share.NONE]
+    assert 0 < part.num_experts < geometry.num_experts
 
 
 def test_ranks_add_a_bias_once(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_service.attention import fused_decode
 from gpu_service.attention.base import AttentionBackend
 from gpu_service.attention.fused_decode import can_decode
 from gpu_service.attention.registry import ATTENTION_BACKENDS, make_attention
@@ -265,9 +264,8 @@ def test_auto_takes_the_first_that_can() -> None:
 
 
 @pytest.mark.parametrize("shape", [[(0, 1)], [(63, 1)], [(5000, 1), (1, 1), (129, 1)], [(700, 1)] * 32])
-def test_decode_in_one_launch(shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decode_in_one_launch(shape: Shape) -> None:
     """Norm, rotation, storing and attention by one kernel, replayed, against the same apart in float32."""
-    monkeypatch.setattr(fused_decode, "IS_ON", True)
     case = make_case(Geometry(32, 4, 128, 16, torch.bfloat16, device="cuda"), shape)
     layers, cache = case.geometry.config().layers, case.fresh_cache()
     expected = attend(TorchReferenceAttention(layers, cache), case, Options())
@@ -286,4 +284,6 @@ def test_decode_in_one_launch(shape: Shape, monkeypatch: pytest.MonkeyPatch) -> 
         graph.replay()
         torch.cuda.synchronize()
         torch.testing.assert_close(output.float(), expected.float(), rtol=0, atol=ATTENTION_BFLOAT16)
-    torch.testing.assert_close(found.slots(LAYER), cache.slots(LAYER), rtol=0, atol=ATTENTION_BFLOAT16)
+    # A key whose float32 lies between two of bfloat16 may be rounded to either.
+    spacing = torch.finfo(torch.bfloat16).eps
+    torch.testing.assert_close(found.slots(LAYER), cache.slots(LAYER), rtol=spacing, atol=ATTENTION_BFLOAT16)

@@ -50,8 +50,9 @@ def test_steps_have_no_host_function(model: Path, tmp_path: Path) -> None:
 
 
 def test_engine_bench_on_a_gpu(model: Path, tmp_path: Path) -> None:
-    """Experts counted by the servers, bandwidths of both memories."""
-    found = bench("engine", model, tmp_path / "engine.json", "--streams", "1,4", "--prefill", "64")
+    """Experts counted by the servers, which compute all of them; bandwidths of both memories."""
+    flags = "--streams", "1,4", "--prefill", "64", "--gpu-experts-ratio", "0", "--fetch", "off"
+    found = bench("engine", model, tmp_path / "engine.json", *flags)
     one, four = found["decode"]
     assert one["cpu_experts_per_layer"] == pytest.approx(4.0)
     assert four["cpu_experts_per_layer"] > 4.0

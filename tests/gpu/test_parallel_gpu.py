@@ -24,6 +24,7 @@ import pytest
 import torch
 
 from app.supervisor.supervisor import Supervisor
+from moebius.config.division import SmallAllReduce
 from moebius.errors import PEER_LOST_EXIT
 from tests.helpers.engine_outputs import WAIT_S
 from tests.helpers.family_answers import errors
@@ -189,7 +190,7 @@ def test_families_on_two_gpus_are_close_to_one_in_bfloat16(
 
 
 def _collectives(
-    rank: int, store_port: int, one_shot: bool, results: multiprocessing.connection.Connection
+    rank: int, store_port: int, small: SmallAllReduce, results: multiprocessing.connection.Connection
 ) -> None:
     """One of two ranks: captures all collectives once, replays them on other values."""
     from torch._C._distributed_c10d import TCPStore
@@ -200,7 +201,7 @@ def _collectives(
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     store = TCPStore("127.0.0.1", store_port, 2, rank == 0, timedelta(seconds=30))
-    context, _ = make_process_groups(ParallelContext(tp_rank=rank, tp_size=2), store, device, 30.0, one_shot)
+    context, _ = make_process_groups(ParallelContext(tp_rank=rank, tp_size=2), store, device, 30.0, small)
     group = context.world_group
     summed, own = torch.zeros(3, 8, device=device), torch.zeros(3, 4, device=device)
     sent, passed = torch.zeros(5, device=device), torch.zeros(6, device=device)
@@ -233,14 +234,12 @@ def _collectives(
     results.send((rank, seen))
 
 
-@pytest.mark.parametrize("one_shot", [False, True], ids=["nccl", "one-shot"])
-def test_collectives_are_captured_in_graphs(one_shot: bool) -> None:
+@pytest.mark.parametrize("small", ["nccl", "one-shot", "auto"])
+def test_collectives_are_captured_in_graphs(small: SmallAllReduce) -> None:
     """All-reduce, all-gather, broadcast and send replay on new values, on both ranks alike."""
     store_port = free_port()
     receiving, sending = CONTEXT.Pipe(duplex=False)
-    ranks = [
-        CONTEXT.Process(target=_collectives, args=(rank, store_port, one_shot, sending)) for rank in (0, 1)
-    ]
+    ranks = [CONTEXT.Process(target=_collectives, args=(rank, store_port, small, sending)) for rank in (0, 1)]
     for process in ranks:
         process.start()
     try:

@@ -27,7 +27,9 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def stack(device: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """Four layers of 32 experts on two servers. By default a GPU would hold them all and hand off no rows."""
+    """Four layers of 32 experts on two servers. By default a GPU would hold or fetch all of them and hand off
+    no rows.
+    """
     directory = tmp_path_factory.mktemp("profiled")
     write_random_model(directory / "model", RandomModelOptions("small", "int4_g32"))
     write_tokenizer(directory / "model", byte_level_tokenizer())
@@ -40,6 +42,8 @@ def stack(device: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sta
         "1",
         "--gpu-experts-ratio",
         "0",
+        "--fetch-experts",
+        "off",
     )
     with running_stack(directory / "model", directory, *flags, "--device", device, timeout_s=280) as running:
         yield running

@@ -14,7 +14,6 @@ from collections.abc import Callable
 
 import torch
 
-from gpu_service.attention import fused_decode
 from gpu_service.attention.base import AttentionBackend
 from gpu_service.attention.flashinfer_backend import FlashInferAttention
 from gpu_service.attention.fused_decode import FusedDecodeAttention
@@ -94,7 +93,6 @@ def time_step(name: str, case: Case, label: str, attention: AttentionBackend) ->
 
 def time_fused(name: str, case: Case, attention: FlashInferAttention) -> None:
     """Prints microseconds of a layer's decode, norm, rotation and storing included: apart, and as one."""
-    fused_decode.IS_ON = True
     given = unrotated(case, Options())
     cells = []
     for forward in (AttentionBackend.forward_unrotated, FusedDecodeAttention.forward_unrotated):

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
+import openai
 from tokenizers import AddedToken
 
 from tests.helpers.fake_engine import FakeEngine, Script, serving
@@ -42,6 +44,14 @@ class AgentGateway:
         """Forgets what was sent, and lets the model answer with `text`."""
         self.engine.reset()
         self.engine.script = Script(text=text, **script)
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        """Returns the answer to a request of these fields."""
+        return httpx.post(f"{self.url}{path}", json=body, timeout=60)
+
+    def client(self, key: str = "none") -> openai.OpenAI:
+        """Returns OpenAI's client, which shows errors instead of retrying."""
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)
 
     def prompt(self) -> str:
         """What the engine was sent last."""

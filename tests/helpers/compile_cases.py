@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 
-from gpu_service.attention import fused_decode
 from gpu_service.attention.base import grouped_queries
 from gpu_service.attention.compressed.triton_backend import TritonCompressedAttention
 from gpu_service.attention.flashinfer_plan import list_pages
@@ -194,7 +193,6 @@ def _attend(config: ModelConfig, storage: torch.dtype | None) -> None:
             attention = TritonAttention(geometry.config().layers, case.cache)
             run(case, attention)
             if case.inputs.is_uniform_decode:
-                fused_decode.IS_ON = True
                 attend(attention, case, Options())
 
 

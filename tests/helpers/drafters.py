@@ -10,6 +10,7 @@ import torch
 from gpu_service.core.request import Request
 from gpu_service.core.step import StepPlan
 from gpu_service.layers.context import ForwardContext
+from gpu_service.speculation.drafter import FirstPass
 
 Answers = Mapping[str, Sequence[int]]  # tokens of each request, by its id
 
@@ -71,6 +72,18 @@ class DeviceAnswerDrafter:
         self.rows: list[int] = []
         self.wanted: list[int] = []
 
+    def inputs(self, hidden_states: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """Returns them as they are."""
+        return hidden_states
+
+    captures = False
+
+    def first_pass(
+        self, context: ForwardContext, hidden_states: torch.Tensor, next_ids: torch.Tensor
+    ) -> FirstPass:
+        """Is never asked for."""
+        raise AssertionError("a drafter that is not captured")
+
     def make_buffer(self, num_rows: int) -> torch.Tensor:
         """For the fake model's hidden states."""
         return torch.zeros((num_rows, 2), dtype=torch.float64)
@@ -82,6 +95,7 @@ class DeviceAnswerDrafter:
         hidden_states: torch.Tensor,
         next_ids: torch.Tensor,
         last_rows: torch.Tensor,
+        first: FirstPass | None = None,
     ) -> torch.Tensor | None:
         """Returns what follows the newest token in the first text that has it there; 0 if none does."""
         assert hidden_states.shape[0] == next_ids.shape[0] == plan.positions.shape[0]

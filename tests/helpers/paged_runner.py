@@ -59,13 +59,17 @@ class PagedRunner:
     @torch.inference_mode()
     def step(self, work: Sequence[tuple[Decoding, int]]) -> torch.Tensor:
         """Compute the next n tokens of each sequence together; logits `[sum(n), V]` of all rows."""
-        inputs = self.inputs(work)
-        self.attention.plan(inputs)
-        context = ForwardContext(inputs, self.kv_cache, self.attention, self.experts, states=self.states)
-        logits = self.model.compute_logits(self.model(context)[inputs.logits_indices])
+        logits = self.compute(self.inputs(work))
         for sequence, count in work:
             sequence.computed += count
         return logits
+
+    @torch.inference_mode()
+    def compute(self, inputs: ForwardInputs) -> torch.Tensor:
+        """Returns the logits `[T, V]` of a step's rows."""
+        self.attention.plan(inputs)
+        context = ForwardContext(inputs, self.kv_cache, self.attention, self.experts, states=self.states)
+        return self.model.compute_logits(self.model(context)[inputs.logits_indices])
 
     def inputs(self, work: Sequence[tuple[Decoding, int]]) -> ForwardInputs:
         """Returns what a step of the next n tokens of each sequence reads; they are given pages."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing.connection
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -67,12 +68,14 @@ def _log_to(path: Path) -> None:
     configure_logging(TelemetryConfig(), "gpu")
 
 
-def _break_model(after: int) -> None:
-    """From the `after`-th step on this process's model fails."""
+def _break_model(after: int, hangs: bool) -> None:
+    """From the `after`-th step on this process's model fails, or never ends."""
     forward, steps = CausalLM.forward, iter(range(10**6))
 
     def broken(self: CausalLM, context: Any) -> torch.Tensor:
         if next(steps) >= after:
+            while hangs:
+                time.sleep(1.0)
             raise ValueError("broken weights")
         return forward(self, context)
 
@@ -94,15 +97,15 @@ def _lose_experts(call: int) -> None:
 def _run(
     config: MoebiusConfig,
     logs: Path,
-    faults: tuple[int | None, tuple[int, ...], int | None],
+    faults: tuple[int | None, int | None, tuple[int, ...], int | None],
     results: multiprocessing.connection.Connection,
 ) -> None:
-    failing_rank, flaky, max_tokens = faults
+    failing_rank, stuck_rank, flaky, max_tokens = faults
     configure_tls(config.security)
     rank = config.parallel.rank
     _log_to(logs / f"{rank}.log")
-    if failing_rank == rank:
-        _break_model(after=6)
+    if rank in (failing_rank, stuck_rank):
+        _break_model(after=6 if rank == failing_rank else 12, hangs=rank == stuck_rank)
     if flaky:
         _lose_experts(flaky[rank])
     if rank:
@@ -124,6 +127,7 @@ def started_group(
     pp: int,
     timeout_s: float,
     failing_rank: int | None = None,
+    stuck_rank: int | None = None,
     flaky: tuple[int, ...] | None = None,
     **settings: Any,
 ) -> Iterator[StartedGroup]:
@@ -133,7 +137,7 @@ def started_group(
     experts = config.experts.model_copy(update={"self_test_layers": 0} if flaky else {})
     parallel = config.parallel.model_copy(update={"rank_timeout_s": timeout_s})
     config = config.model_copy(update={"parallel": parallel, "experts": experts})
-    faults = (failing_rank, flaky or (), None if flaky is None else 24)
+    faults = (failing_rank, stuck_rank, flaky or (), None if flaky is None else 24)
     receiving, sending = CONTEXT.Pipe(duplex=False)
     processes = [
         CONTEXT.Process(target=_run, args=(with_rank(config, rank), directory, faults, sending))

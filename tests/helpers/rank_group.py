@@ -52,7 +52,12 @@ class Outcome:
 
 
 def rank_config(
-    directory: Path, tp: int, pp: int, gpu_experts_ratio: float | None = None, **gpu: Any
+    directory: Path,
+    tp: int,
+    pp: int,
+    gpu_experts_ratio: float | None = None,
+    gpu_expert_split: Any = "tensor",
+    **gpu: Any,
 ) -> MoebiusConfig:
     """Returns a small pool, chunked prompts, experts in process; ranks meet at a free port."""
     defaults: dict[str, Any] = {
@@ -72,6 +77,7 @@ def rank_config(
             pipeline_parallel_size=pp,
             rank_address=f"127.0.0.1:{free_port()}",
             rank_timeout_s=60,
+            gpu_expert_split=gpu_expert_split,
         ),
         placement=PlacementConfig(gpu_experts_ratio=gpu_experts_ratio),
     )
@@ -94,6 +100,7 @@ class Script(EngineOutputs):
         self.engine = self.built.engine
         self.engine.start()
         gate.run(self.engine, self.vocab_size, WAIT_S)
+        self.built.group.serving()
         self.engine.on_output = self.on_output
 
     def submit(self, name: str, prompt: list[int], *chosen: Any, **params: Any) -> Request:

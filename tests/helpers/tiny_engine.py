@@ -75,9 +75,15 @@ class TinyEngine(EngineOutputs):
         self.graphs, self.kv_cache, self.stream, self.speculation = graphs, kv_cache, stream, speculation
 
 
-def tiny_model(directory: Path, device: torch.device, dtype: str = "float32", mtp_heads: int = 0) -> CausalLM:
-    """Returns the checkpoint's model without its routed experts."""
-    overrides = ModelOverrides(dtype=dtype, mtp_heads=mtp_heads)
+def tiny_model(
+    directory: Path,
+    device: torch.device,
+    dtype: str = "float32",
+    mtp_heads: int = 0,
+    draft_model: str = "",
+) -> CausalLM:
+    """Returns the checkpoint's model without its routed experts; `draft_model`: with an EAGLE-3 head."""
+    overrides = ModelOverrides(dtype=dtype, mtp_heads=mtp_heads, draft_model=draft_model)
     model = build_model(read_model_config(directory, overrides), device=device)
     load_weights(model, directory)
     return model

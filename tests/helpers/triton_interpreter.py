@@ -1,21 +1,87 @@
-"""Patches Triton 3.6's interpreter for numpy 2.4: importing this lets kernels loop over bounds they loaded.
+"""Patches Triton 3.6's interpreter: for numpy 2.4, and so that tests take less than half of its time.
 
 The interpreter holds scalars as arrays of one element and turns them into integers with `int`, which numpy
-now refuses.
+now refuses: with this, kernels may loop over bounds that they loaded. It searches `triton.language` for what
+it replaces at each launch and each call of a function within: here once, and a launch replaces a module's
+functions once. And it makes the type and the shape of each value from nothing: here values share them.
 """
 
 from __future__ import annotations
 
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
+import triton.language as tl
 from triton.runtime import interpreter
 
-_patch = interpreter._patch_lang_tensor
+_patch_tensor, _patch_lang = interpreter._patch_lang_tensor, interpreter._patch_lang
+_make_block_type = tl.core.block_type.__init__
+# Ids of the globals of functions for which the launch that runs has replaced what they call.
+_replaced: set[int] = set()
+
+
+class _Scope(interpreter._LangPatchScope):  # type: ignore[misc]
+    """Of a launch: at its end nothing is replaced any more."""
+
+    def restore(self) -> None:
+        _replaced.clear()
+        super().restore()
 
 
 def _patch_with_index(tensor: Any, scope: Any) -> None:
-    _patch(tensor, scope)
+    _patch_tensor(tensor, scope)
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
 
+def _patch_once(fn: Callable[..., Any]) -> Any:
+    """Returns the scope of a launch, which begins with nothing replaced; that of a call is not used."""
+    if id(fn.__globals__) in _replaced:
+        return None
+    _replaced.add(id(fn.__globals__))
+    return _patch_lang(fn)
+
+
+@cache
+def _builtins(package: Any) -> list[tuple[str, Any]]:
+    """Returns the names and functions that a launch replaces, as they were before the first one."""
+    return [(name, member) for name, member in inspect.getmembers(package) if tl.core.is_builtin(member)]
+
+
+def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
+    for name, member in _builtins(package):
+        interpreter._patch_attr(package, name, member, builder, scope)
+
+
+@cache
+def _block_type(element: Any, sizes: tuple[int, ...]) -> dict[str, Any]:
+    """Returns the attributes of a type."""
+    made = object.__new__(tl.core.block_type)
+    _make_block_type(made, element, list(sizes))
+    return {**vars(made), "sizes": sizes}
+
+
+@cache
+def _shape(sizes: tuple[int, ...]) -> tuple[Any, Any]:
+    """Returns a tensor's `shape` and `numel`."""
+    return tl.core.tuple([tl.constexpr(size) for size in sizes]), tl.constexpr(math.prod(sizes))
+
+
+def _block_init(self: Any, element_ty: Any, shape: Sequence[Any]) -> None:
+    vars(self).update(_block_type(element_ty, tuple(getattr(size, "value", size) for size in shape)))
+
+
+def _tensor_init(self: Any, handle: Any, type: Any) -> None:
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    self.shape, self.numel = _shape(type.sizes if type.is_block() else ())
+
+
+interpreter._LangPatchScope = _Scope
 interpreter._patch_lang_tensor = _patch_with_index
+interpreter._patch_lang = _patch_once
+interpreter._patch_builtin = _patch_builtin
+tl.core.pointer_type.__hash__ = lambda self: hash(self.name)
+tl.core.block_type.__init__ = _block_init
+tl.core.tensor.__init__ = _tensor_init

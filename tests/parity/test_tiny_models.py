@@ -17,6 +17,7 @@ from gpu_service.experts.local_client import LocalExpertClient
 from moebius.models.read import read_geometry
 from tests.helpers.paged_runner import Decoding, PagedRunner, load_runner
 from tests.helpers.tiny_models import TINY_MODELS, cached_tiny_models, greedy_answer
+from tests.parity.test_tiny_models_engine import cached
 from tests.tolerances import LOGITS_FLOAT32_SELF, LOGITS_FLOAT32_VS_TRANSFORMERS
 
 PROMPTS = [
@@ -96,7 +97,7 @@ def test_the_in_process_expert_client_completes_the_same_model(
     torch.testing.assert_close(logits, expected, rtol=0, atol=LOGITS_FLOAT32_VS_TRANSFORMERS)
 
 
-@pytest.mark.covering(1, name=family)
+@pytest.mark.covering(1, name=cached)
 @pytest.mark.parametrize("chunk", [1, 3, 8])
 def test_chunked_prefill_is_unchunked_prefill(runner: PagedRunner, chunk: int) -> None:
     _, whole = runner.prefill(PROMPTS[0])
@@ -104,7 +105,7 @@ def test_chunked_prefill_is_unchunked_prefill(runner: PagedRunner, chunk: int) -
     torch.testing.assert_close(chunked, whole, rtol=0, atol=LOGITS_FLOAT32_SELF)
 
 
-@pytest.mark.covering(1, name=family)
+@pytest.mark.covering(1, name=cached)
 def test_a_reused_prefix_gives_the_logits_of_a_fresh_one(runner: PagedRunner) -> None:
     donor, _ = runner.prefill(PROMPTS[0], chunk=8)
     tokens = [*PROMPTS[0][:8], 77, 5, 6]
@@ -115,7 +116,7 @@ def test_a_reused_prefix_gives_the_logits_of_a_fresh_one(runner: PagedRunner) ->
     torch.testing.assert_close(reused, fresh[8:], rtol=0, atol=LOGITS_FLOAT32_SELF)
 
 
-@pytest.mark.covering(1, name=family)
+@pytest.mark.covering(1, name=cached)
 def test_decoding_alone_equals_decoding_in_a_batch(runner: PagedRunner, pytestconfig: pytest.Config) -> None:
     count = MANY if pytestconfig.getoption("--full") else SOME
     alone, sequences, last = [], [], []
@@ -128,7 +129,7 @@ def test_decoding_alone_equals_decoding_in_a_batch(runner: PagedRunner, pytestco
     assert runner.greedy(sequences, torch.stack(last), count) == alone
 
 
-@pytest.mark.covering(1, name=family)
+@pytest.mark.covering(1, name=cached)
 def test_a_mixed_step_equals_separate_steps(runner: PagedRunner) -> None:
     """One step with a decode, a first chunk, a later chunk and another decode."""
     wanted = [runner.prefill(prompt)[1] for prompt in (PROMPTS[0], PROMPTS[1], PROMPTS[2], PROMPTS[0])]

@@ -44,8 +44,8 @@ def kind(name: str) -> str:
 
 
 def cached(name: str) -> str:
-    """Returns a family, where its caches are its own; those of keys and values alone differ by
-    their layers.
+    """Returns what decides how a sequence may be cut: a family, where its caches are its own; those of keys
+    and values alone differ by their layers.
     """
     tiny = TINY_MODELS[name]
     if kind(name) != "keys and values":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +15,6 @@ from moebius.network.api_keys import KeyLimits, add_key
 from tests.helpers.agent_gateway import GREEDY, THOUGHT, AgentGateway, agent_gateway
 from tests.helpers.fake_engine import MODEL, Script
 from tests.helpers.waiting import wait_until
-
-
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AgentGateway]:
-    """Shared by this file."""
-    with agent_gateway(tmp_path_factory.mktemp("background")) as gateway:
-        yield gateway
-
-
-@pytest.fixture
-def gateway(running: AgentGateway) -> AgentGateway:
-    """The shared servers with a fresh record."""
-    running.engine.reset()
-    return running
-
-
-@pytest.fixture
-def client(gateway: AgentGateway) -> openai.OpenAI:
-    """A client that shows errors instead of retrying."""
-    return openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, timeout=60)
 
 
 def ended(client: openai.OpenAI, response_id: str) -> Any:
@@ -129,7 +108,7 @@ def test_a_lost_process_fails_its_responses(
     shared = str(tmp_path_factory.mktemp("shared"))
     with agent_gateway(tmp_path_factory.mktemp("lost"), stored_responses_dir=shared) as gateway:
         gateway.says(GREEDY * 9, delay_s=0.2)
-        client = openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, timeout=60)
+        client = gateway.client()
         response = client.responses.create(model=MODEL, input="x", background=True)
         found = client.responses.retrieve(response.id)
         assert found.error is not None
@@ -144,10 +123,7 @@ def test_two_gateways_share_background_responses(tmp_path_factory: pytest.TempPa
         agent_gateway(tmp_path_factory.mktemp("one"), stored_responses_dir=shared) as one,
         agent_gateway(tmp_path_factory.mktemp("two"), stored_responses_dir=shared) as two,
     ):
-        clients = [
-            openai.OpenAI(base_url=f"{each.url}/v1", api_key="none", max_retries=0, timeout=60)
-            for each in (one, two)
-        ]
+        clients = [each.client() for each in (one, two)]
         one.says(GREEDY, delay_s=0.05)
         response = clients[0].responses.create(model=MODEL, input="x", background=True)
         events = list(clients[1].responses.retrieve(response.id, stream=True))
@@ -233,10 +209,7 @@ def test_keys_have_their_own_responses_and_conversations(tmp_path: Path) -> None
     keys = tmp_path / "keys"
     one, two = (add_key(str(keys), name, KeyLimits()) for name in ("one", "two"))
     with agent_gateway(tmp_path, api_key_file=str(keys)) as gateway:
-        mine, other = (
-            openai.OpenAI(base_url=f"{gateway.url}/v1", api_key=key, max_retries=0, timeout=60)
-            for key in (one, two)
-        )
+        mine, other = (gateway.client(key) for key in (one, two))
         gateway.says(GREEDY)
         secret: Any = {"type": "message", "role": "user", "content": "secret"}
         talk = mine.conversations.create(items=[secret])

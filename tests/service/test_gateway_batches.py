@@ -43,29 +43,9 @@ def jsonl(lines: list[Any]) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AgentGateway]:
-    """Shared by this file."""
-    directory = tmp_path_factory.mktemp("batches")
-    with agent_gateway(directory, batch_dir=str(directory / "batches"), batch_file_mib=4) as gateway:
-        yield gateway
-
-
-@pytest.fixture
-def gateway(running: AgentGateway) -> AgentGateway:
-    """The shared servers with a fresh record."""
-    running.engine.reset()
-    return running
-
-
-def client_of(gateway: AgentGateway, key: str = "none") -> openai.OpenAI:
-    """A client that shows errors instead of retrying."""
-    return openai.OpenAI(base_url=f"{gateway.url}/v1", api_key=key, max_retries=0, timeout=60)
-
-
-@pytest.fixture
-def client(gateway: AgentGateway) -> openai.OpenAI:
-    """OpenAI's client of the shared gateway."""
-    return client_of(gateway)
+def gateway_settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Returns where batches are kept, and a size that files of tests exceed."""
+    return {"batch_dir": str(tmp_path_factory.mktemp("batches")), "batch_file_mib": 4}
 
 
 def uploaded(client: openai.OpenAI, data: bytes) -> str:
@@ -191,9 +171,9 @@ def test_wrong_lines_fail_the_batch(gateway: AgentGateway, name: str, tmp_path: 
     data, code, number = WRONG[name]
     if name == "long":
         with agent_gateway(tmp_path, batch_dir=str(tmp_path / "b"), max_body_mib=1) as small:
-            batch = finished(client_of(small), created(client_of(small), data).id)
+            batch = finished(small.client(), created(small.client(), data).id)
     else:
-        batch = finished(client_of(gateway), created(client_of(gateway), data).id)
+        batch = finished(gateway.client(), created(gateway.client(), data).id)
     assert batch.status == "failed"
     assert [(one.code, one.line) for one in batch.errors.data] == [(code, number)]
     assert not gateway.engine.seen.requests
@@ -287,13 +267,13 @@ def test_uploads_are_bounded(gateway: AgentGateway, client: openai.OpenAI) -> No
 def test_without_a_directory(tmp_path: Path) -> None:
     """A server without a directory says so."""
     with agent_gateway(tmp_path) as gateway, pytest.raises(openai.NotFoundError, match="batch_dir"):
-        uploaded(client_of(gateway), b"")
+        uploaded(gateway.client(), b"")
 
 
 def test_what_is_deleted_frees_the_disk(tmp_path: Path) -> None:
     """A finished batch keeps neither its input nor its results: deleting the files frees all."""
     with agent_gateway(tmp_path, batch_dir=str(tmp_path / "b")) as gateway:
-        client = client_of(gateway)
+        client = gateway.client()
         batch = finished(client, created(client, jsonl([line(1), line(2, {"messages": []})])).id)
         # It is closed just after its status.
         wait_until(lambda: not any((tmp_path / "b" / "unfinished").iterdir()))
@@ -306,7 +286,7 @@ def test_what_is_deleted_frees_the_disk(tmp_path: Path) -> None:
 def test_a_full_store_refuses_uploads(tmp_path: Path) -> None:
     """The bound of all files holds; deleting makes room."""
     with agent_gateway(tmp_path, batch_dir=str(tmp_path / "b"), batch_dir_gib=2**-10) as gateway:
-        client = client_of(gateway)
+        client = gateway.client()
         first = uploaded(client, b"x" * 900_000)
         with pytest.raises(openai.BadRequestError, match="batch_dir_gib"):
             uploaded(client, b"x" * 900_000)
@@ -335,7 +315,7 @@ def test_keys_have_their_own_files(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     one, two = (add_key(str(keys), name, KeyLimits()) for name in ("one", "two"))
     with agent_gateway(tmp_path, batch_dir=str(tmp_path / "b"), api_key_file=str(keys)) as gateway:
-        mine, other = client_of(gateway, one), client_of(gateway, two)
+        mine, other = gateway.client(one), gateway.client(two)
         batch = finished(mine, created(mine, jsonl([line(1)])).id)
         assert batch.request_counts.completed == 1
         mine.chat.completions.create(model=MODEL, messages=[MESSAGE])  # type: ignore[list-item]
@@ -362,7 +342,7 @@ def test_metrics(tmp_path: Path) -> None:
     running, waiting = (f"moebius:gateway_batch_requests_{state}" for state in ("running", "waiting"))
     in_progress = 'moebius:gateway_batches{status="in_progress"}'
     with agent_gateway(tmp_path, batch_dir=str(tmp_path / "b"), batch_requests=2) as gateway:
-        client = client_of(gateway)
+        client = gateway.client()
         assert sample(gateway, in_progress) == sample(gateway, waiting) == 0
         held = threading.Event()
         gateway.says(GREEDY, held=held)
@@ -401,7 +381,7 @@ class Counted:
 def test_clients_come_first(tmp_path: Path) -> None:
     """While clients have requests, as many fewer of a batch run, and at least one; then as many as may."""
     with agent_gateway(tmp_path, batch_dir=str(tmp_path / "b"), batch_requests=6) as gateway:
-        client, counted = client_of(gateway), Counted(gateway.engine)
+        client, counted = gateway.client(), Counted(gateway.engine)
         for live, most in ((4, 2), (8, 1), (0, 6)):
             gateway.says(GREEDY, delay_s=0.3)
             streams = [
@@ -422,7 +402,7 @@ def test_counts_go_on_while_no_request_may_start(tmp_path: Path) -> None:
     """What was answered is counted although the next request waits for a client's to leave room."""
     first, rest = threading.Event(), threading.Event()
     with agent_gateway(tmp_path, batch_dir=str(tmp_path / "b"), batch_requests=2) as gateway:
-        client, seen = client_of(gateway), gateway.engine.seen
+        client, seen = gateway.client(), gateway.engine.seen
         gateway.engine.script = Script(held=first, held_from=0)
         batch = created(client, jsonl([line(number) for number in range(4)]))
         wait_until(lambda: len(seen.requests) == 2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -12,28 +11,10 @@ import openai
 import pytest
 
 from protos import engine_pb2 as pb
-from tests.helpers.agent_gateway import AgentGateway, agent_gateway
+from tests.helpers.agent_gateway import AgentGateway
 from tests.helpers.fake_engine import HIDDEN, MODEL, pooled_states
 
 TEXTS = ["The lazy dog", "runs over the hill", "東京"]
-
-
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AgentGateway]:
-    """Shared by this file."""
-    with agent_gateway(tmp_path_factory.mktemp("embeddings")) as gateway:
-        yield gateway
-
-
-@pytest.fixture
-def gateway(running: AgentGateway) -> AgentGateway:
-    """Returns the shared servers with a fresh record."""
-    running.engine.reset()
-    return running
-
-
-def post(gateway: AgentGateway, path: str, **body: Any) -> httpx.Response:
-    return httpx.post(f"{gateway.url}{path}", json=body, timeout=60)
 
 
 def unit(values: Any) -> np.ndarray:
@@ -67,22 +48,22 @@ def test_openais_client_gets_embeddings(gateway: AgentGateway) -> None:
     wanted = unit([pooled_states([5, 6, 7], pb.POOLING_LAST), pooled_states([9], pb.POOLING_LAST)])
     assert np.allclose([item.embedding for item in ids.data], wanted, atol=1e-6)
     nulls = dict.fromkeys(("encoding_format", "dimensions", "pooling", "normalize", "priority"))
-    unset = post(gateway, "/v1/embeddings", input=[5, 6, 7], **nulls).json()
+    unset = gateway.post("/v1/embeddings", input=[5, 6, 7], **nulls).json()
     assert np.allclose(unset["data"][0]["embedding"], wanted[0], atol=1e-6)
-    assert "'input'" in post(gateway, "/v1/embeddings", input=None).json()["error"]["message"]
-    raw = post(gateway, "/v1/embeddings", input=[5, 6, 7], encoding_format="base64").json()
+    assert "'input'" in gateway.post("/v1/embeddings", input=None).json()["error"]["message"]
+    raw = gateway.post("/v1/embeddings", input=[5, 6, 7], encoding_format="base64").json()
     decoded = np.frombuffer(base64.b64decode(raw["data"][0]["embedding"]), "<f4")
     assert np.allclose(decoded, wanted[0], atol=1e-6)
 
 
 def test_pooling_dimensions_and_norm_are_chosen(gateway: AgentGateway) -> None:
     """The mean of all tokens; the first values, normalised again; or values as the model has them."""
-    mean = post(gateway, "/v1/embeddings", input=[5, 6, 7], pooling="mean", dimensions=3).json()
+    mean = gateway.post("/v1/embeddings", input=[5, 6, 7], pooling="mean", dimensions=3).json()
     wanted = pooled_states([5, 6, 7], pb.POOLING_MEAN)
     assert np.allclose(mean["data"][0]["embedding"], unit(wanted[:3])[0], atol=1e-6)
-    plain = post(gateway, "/v1/embeddings", input=[5, 6, 7], pooling="mean", normalize=False).json()
+    plain = gateway.post("/v1/embeddings", input=[5, 6, 7], pooling="mean", normalize=False).json()
     assert np.allclose(plain["data"][0]["embedding"], wanted, atol=1e-6)
-    many = post(gateway, "/v1/embeddings", input=[[number] for number in range(1, 301)]).json()
+    many = gateway.post("/v1/embeddings", input=[[number] for number in range(1, 301)]).json()
     assert [item["index"] for item in many["data"]] == list(range(300))
     last = pooled_states([300], pb.POOLING_LAST)
     assert np.allclose(many["data"][299]["embedding"], unit(last)[0], atol=1e-6)
@@ -112,7 +93,7 @@ def test_what_cannot_be_embedded_is_named(
     gateway: AgentGateway, path: str, body: dict[str, Any], said: str
 ) -> None:
     """One line with the parameter, and nothing reaches the engine."""
-    answer = post(gateway, path, **body)
+    answer = gateway.post(path, **body)
     assert answer.status_code in (400, 404), answer.text
     assert said in answer.json()["error"]["message"]
     assert not gateway.engine.seen.requests
@@ -122,18 +103,18 @@ def test_scores_and_rankings_are_cosines(gateway: AgentGateway) -> None:
     """One text with others or pairs; documents in the order of their scores, as many as are asked for."""
     query, *documents = vectors = unit([item["embedding"] for item in embeddings(gateway, TEXTS)])
     cosines = [float(query @ document) for document in documents]
-    scored = post(gateway, "/v1/score", text_1=TEXTS[0], text_2=TEXTS[1:]).json()
+    scored = gateway.post("/v1/score", text_1=TEXTS[0], text_2=TEXTS[1:]).json()
     assert np.allclose([item["score"] for item in scored["data"]], cosines, atol=1e-5)
-    pairs = post(gateway, "/score", queries=TEXTS, documents=TEXTS).json()
+    pairs = gateway.post("/score", queries=TEXTS, documents=TEXTS).json()
     assert np.allclose([item["score"] for item in pairs["data"]], 1, atol=1e-5)
     order = sorted(range(2), key=lambda index: -cosines[index])
-    ranked = post(gateway, "/v1/rerank", query=TEXTS[0], documents=[TEXTS[1], {"text": TEXTS[2]}]).json()
+    ranked = gateway.post("/v1/rerank", query=TEXTS[0], documents=[TEXTS[1], {"text": TEXTS[2]}]).json()
     assert [item["index"] for item in ranked["results"]] == order
     assert [item["document"]["text"] for item in ranked["results"]] == [TEXTS[1 + at] for at in order]
     assert np.allclose(
         [item["relevance_score"] for item in ranked["results"]], sorted(cosines)[::-1], atol=1e-5
     )
-    cohere = post(gateway, "/v2/rerank", query=TEXTS[0], documents=TEXTS[1:], top_n=1).json()
+    cohere = gateway.post("/v2/rerank", query=TEXTS[0], documents=TEXTS[1:], top_n=1).json()
     assert [(item["index"], "document" in item) for item in cohere["results"]] == [(order[0], False)]
     assert cohere["meta"]["billed_units"]["input_tokens"] > 0
     assert len(vectors) == 3
@@ -141,28 +122,28 @@ def test_scores_and_rankings_are_cosines(gateway: AgentGateway) -> None:
 
 def embeddings(gateway: AgentGateway, texts: list[str]) -> list[dict[str, Any]]:
     """Returns OpenAI's embeddings of texts."""
-    data: list[dict[str, Any]] = post(gateway, "/v1/embeddings", input=texts).json()["data"]
+    data: list[dict[str, Any]] = gateway.post("/v1/embeddings", input=texts).json()["data"]
     return data
 
 
 def test_ollama_and_cohere_have_their_shapes(gateway: AgentGateway) -> None:
     """The same vectors as OpenAI's, where their clients look for them."""
     wanted = [item["embedding"] for item in embeddings(gateway, TEXTS)]
-    ollama = post(gateway, "/api/embed", model=f"{MODEL}:latest", input=TEXTS).json()
+    ollama = gateway.post("/api/embed", model=f"{MODEL}:latest", input=TEXTS).json()
     assert np.allclose(ollama["embeddings"], wanted, atol=1e-6)
     assert ollama["prompt_eval_count"] > 0
-    assert post(gateway, "/api/embed", model=MODEL).json()["embeddings"] == []
-    earlier = post(gateway, "/api/embeddings", model=MODEL, prompt=TEXTS[0]).json()["embedding"]
+    assert gateway.post("/api/embed", model=MODEL).json()["embeddings"] == []
+    earlier = gateway.post("/api/embeddings", model=MODEL, prompt=TEXTS[0]).json()["embedding"]
     assert np.allclose(unit(earlier)[0], wanted[0], atol=1e-6)
     assert abs(np.linalg.norm(earlier) - 1) > 1e-3
-    cohere = post(gateway, "/v2/embed", texts=TEXTS, input_type="search_document", embedding_types=["float"])
+    cohere = gateway.post("/v2/embed", texts=TEXTS, input_type="search_document", embedding_types=["float"])
     assert np.allclose(cohere.json()["embeddings"]["float"], wanted, atol=1e-6)
-    assert np.allclose(post(gateway, "/v1/embed", texts=TEXTS).json()["embeddings"], wanted, atol=1e-6)
-    long = post(gateway, "/api/embed", model=MODEL, input="over the hill " * 9000)
+    assert np.allclose(gateway.post("/v1/embed", texts=TEXTS).json()["embeddings"], wanted, atol=1e-6)
+    long = gateway.post("/api/embed", model=MODEL, input="over the hill " * 9000)
     assert long.json()["prompt_eval_count"] < 9000
     assert (
         "maximum context"
-        in post(gateway, "/api/embed", model=MODEL, input="over the hill " * 9000, truncate=False).json()[
+        in gateway.post("/api/embed", model=MODEL, input="over the hill " * 9000, truncate=False).json()[
             "error"
         ]
     )
@@ -171,17 +152,17 @@ def test_ollama_and_cohere_have_their_shapes(gateway: AgentGateway) -> None:
 def test_coheres_inputs_tokens_and_key(gateway: AgentGateway) -> None:
     """Inputs of parts are their texts; tokens have their strings; a key that is let in is right."""
     parts = [{"content": [{"type": "text", "text": "The lazy"}, {"type": "text", "text": " dog"}]}]
-    found = post(gateway, "/v2/embed", model=MODEL, inputs=parts, input_type="search_query").json()
-    plain = post(gateway, "/v2/embed", model=MODEL, texts=["The lazy dog"]).json()
+    found = gateway.post("/v2/embed", model=MODEL, inputs=parts, input_type="search_query").json()
+    plain = gateway.post("/v2/embed", model=MODEL, texts=["The lazy dog"]).json()
     assert (found["embeddings"], found["texts"]) == (plain["embeddings"], ["The lazy dog"])
-    both = post(gateway, "/v2/embed", model=MODEL, texts=["x"], inputs=parts)
+    both = gateway.post("/v2/embed", model=MODEL, texts=["x"], inputs=parts)
     assert (both.status_code, "exactly one of 'texts' and 'inputs'" in both.text) == (400, True)
     picture = [{"content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]
-    assert post(gateway, "/v2/embed", model=MODEL, inputs=picture).status_code == 400
-    tokens = post(gateway, "/v1/tokenize", model=MODEL, text="lazy dog").json()
+    assert gateway.post("/v2/embed", model=MODEL, inputs=picture).status_code == 400
+    tokens = gateway.post("/v1/tokenize", model=MODEL, text="lazy dog").json()
     assert len(tokens["tokens"]) == len(tokens["token_strings"])
     assert "".join(tokens["token_strings"]) == "lazy dog"
-    assert post(gateway, "/v1/check-api-key").json() == {"valid": True}
+    assert gateway.post("/v1/check-api-key").json() == {"valid": True}
 
 
 def test_heads_are_answered_like_gets(gateway: AgentGateway) -> None:

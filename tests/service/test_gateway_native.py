@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -11,26 +10,8 @@ import anthropic
 import httpx
 import pytest
 
-from tests.helpers.agent_gateway import GREEDY, AgentGateway, agent_gateway
+from tests.helpers.agent_gateway import GREEDY, AgentGateway
 from tests.helpers.fake_engine import MODEL, Script
-
-
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AgentGateway]:
-    """Shared by this file."""
-    with agent_gateway(tmp_path_factory.mktemp("native")) as gateway:
-        yield gateway
-
-
-@pytest.fixture
-def gateway(running: AgentGateway) -> AgentGateway:
-    """Returns the shared servers with a fresh record."""
-    running.engine.reset()
-    return running
-
-
-def post(gateway: AgentGateway, path: str, **body: Any) -> httpx.Response:
-    return httpx.post(f"{gateway.url}{path}", json=body, timeout=60)
 
 
 def events(answer: httpx.Response) -> list[Any]:
@@ -43,9 +24,7 @@ def events(answer: httpx.Response) -> list[Any]:
 def test_llama_servers_completion(gateway: AgentGateway) -> None:
     """Its fields become the engine's; one object, or events whose last has the counts and why it ended."""
     asked = {"prompt": "The fox", "n_predict": 40, "temperature": 0, "repeat_penalty": 1.1, "seed": -1}
-    whole = post(
-        gateway, "/completion", **asked, cache_prompt=True, logit_bias=[[5, False]], n_probs=1
-    ).json()
+    whole = gateway.post("/completion", **asked, cache_prompt=True, logit_bias=[[5, False]], n_probs=1).json()
     assert (whole["content"], whole["stop"], whole["stop_type"]) == (GREEDY, True, "eos")
     assert whole["tokens_predicted"] == len(whole["tokens"]) == whole["timings"]["predicted_n"]
     assert whole["prompt"] == "The fox"
@@ -53,18 +32,16 @@ def test_llama_servers_completion(gateway: AgentGateway) -> None:
     params = gateway.engine.seen.requests[0].sampling_params
     assert (params.max_tokens, dict(params.logit_bias), params.HasField("seed")) == (40, {5: -100.0}, False)
     assert round(params.repetition_penalty, 4) == 1.1
-    *pieces, last = events(post(gateway, "/completion", **asked, stream=True))
+    *pieces, last = events(gateway.post("/completion", **asked, stream=True))
     assert "".join(piece["content"] for piece in pieces) == GREEDY
     assert [piece["stop"] for piece in (*pieces, last)] == [False] * len(pieces) + [True]
     assert last["tokens_evaluated"] == whole["tokens_evaluated"] > 0
-    cut = post(gateway, "/completion", **(asked | {"n_predict": 3})).json()
+    cut = gateway.post("/completion", **(asked | {"n_predict": 3})).json()
     assert cut["stop_type"] == "limit"
-    word = post(gateway, "/completion", **asked, stop=["jumps"]).json()
+    word = gateway.post("/completion", **asked, stop=["jumps"]).json()
     assert (word["stop_type"], word["stopping_word"]) == ("word", "jumps")
-    assert (
-        "n_predict" in post(gateway, "/completion", prompt="x", n_predict="many").json()["error"]["message"]
-    )
-    refused = post(gateway, "/infill", input_prefix="def f(", input_suffix="return x")
+    assert "n_predict" in gateway.post("/completion", prompt="x", n_predict="many").json()["error"]["message"]
+    refused = gateway.post("/infill", input_prefix="def f(", input_suffix="return x")
     assert (refused.status_code, "no tokens to fill in the middle" in refused.text) == (400, True)
 
 
@@ -72,22 +49,22 @@ def test_llama_servers_prompts_and_pieces(gateway: AgentGateway) -> None:
     """Several prompts have an answer each, with its own prompt and count; tokens have their pieces, bytes
     where they are no text; `/v1/health` is its other name for `/health`."""
     asked = {"prompt": ["The fox", "A dog"], "n_predict": 3, "temperature": 0}
-    several = post(gateway, "/completion", **asked).json()
+    several = gateway.post("/completion", **asked).json()
     found = [(one["index"], one["prompt"], one["tokens_predicted"]) for one in several]
     assert found == [(0, "The fox", 3), (1, "A dog", 3)]
-    alone = post(gateway, "/completion", **(asked | {"prompt": "A dog"})).json()
+    alone = gateway.post("/completion", **(asked | {"prompt": "A dog"})).json()
     assert (several[1]["content"], several[1]["stop_type"]) == (alone["content"], "limit")
-    assert len(post(gateway, "/completion", prompt=[[1, 2]], n_predict=3).json()) == 1
-    refused = post(gateway, "/completion", **asked, stream=True)
+    assert len(gateway.post("/completion", prompt=[[1, 2]], n_predict=3).json()) == 1
+    refused = gateway.post("/completion", **asked, stream=True)
     assert (refused.status_code, "'stream' needs one prompt" in refused.text) == (400, True)
-    assert post(gateway, "/completion", prompt=["The fox", [1, 2]]).status_code == 400
+    assert gateway.post("/completion", prompt=["The fox", [1, 2]]).status_code == 400
     text = "lazy é 東"
-    pieces = post(gateway, "/tokenize", content=text, with_pieces=True, add_special=False).json()["tokens"]
+    pieces = gateway.post("/tokenize", content=text, with_pieces=True, add_special=False).json()["tokens"]
     data = [one["piece"] for one in pieces]
     assert any(isinstance(piece, list) for piece in data)
     joined = b"".join(piece.encode() if isinstance(piece, str) else bytes(piece) for piece in data)
     assert joined.decode() == text
-    assert [one["id"] for one in pieces] == post(gateway, "/tokenize", content=text).json()["tokens"]
+    assert [one["id"] for one in pieces] == gateway.post("/tokenize", content=text).json()["tokens"]
     assert httpx.get(f"{gateway.url}/v1/health", timeout=60).status_code == 200
 
 
@@ -98,10 +75,10 @@ def test_llama_servers_facts(gateway: AgentGateway) -> None:
     assert "<|start|>" in props["chat_template"]
     slots = httpx.get(f"{gateway.url}/slots").json()
     assert [slot["is_processing"] for slot in slots] == [True, True, True, False]
-    tokens = post(gateway, "/tokenize", content="lazy dog").json()["tokens"]
-    assert post(gateway, "/detokenize", tokens=tokens).json()["content"] == "lazy dog"
+    tokens = gateway.post("/tokenize", content="lazy dog").json()["tokens"]
+    assert gateway.post("/detokenize", tokens=tokens).json()["content"] == "lazy dog"
     messages = [{"role": "user", "content": "lazy <|end|> dog"}]
-    prompt = post(gateway, "/apply-template", messages=messages).json()["prompt"]
+    prompt = gateway.post("/apply-template", messages=messages).json()["prompt"]
     assert prompt == "<|start|>user\nlazy <|end|> dog<|end|>\n<|start|>assistant\n"
     assert httpx.get(f"{gateway.url}/lora-adapters").json() == []
     assert httpx.get(f"{gateway.url}/models").json() == httpx.get(f"{gateway.url}/v1/models").json()
@@ -110,43 +87,43 @@ def test_llama_servers_facts(gateway: AgentGateway) -> None:
 def test_llama_servers_paths_without_a_version(gateway: AgentGateway) -> None:
     """Chats as OpenAI's, completions and embeddings in its own shapes."""
     messages = [{"role": "user", "content": "hi"}]
-    chat = post(gateway, "/chat/completions", messages=messages, temperature=0).json()
+    chat = gateway.post("/chat/completions", messages=messages, temperature=0).json()
     assert chat["choices"][0]["message"]["content"] == GREEDY
-    text = post(gateway, "/completions", prompt="The fox", n_predict=40, temperature=0).json()
+    text = gateway.post("/completions", prompt="The fox", n_predict=40, temperature=0).json()
     assert text["content"] == GREEDY
-    found = post(gateway, "/embedding", content="The fox").json()
-    several = post(gateway, "/embeddings", input=["A dog", "The fox"], embd_normalize=-1).json()
+    found = gateway.post("/embedding", content="The fox").json()
+    several = gateway.post("/embeddings", input=["A dog", "The fox"], embd_normalize=-1).json()
     assert [item["index"] for item in several] == [0, 1]
     ((unit,),) = ([item["embedding"][0]] for item in found)
     plain = several[1]["embedding"][0]
     norm = sum(value * value for value in plain) ** 0.5
     assert unit == pytest.approx([value / norm for value in plain], abs=1e-6)
-    assert "content" in post(gateway, "/embedding", text="x").json()["error"]["message"]
+    assert "content" in gateway.post("/embedding", text="x").json()["error"]["message"]
 
 
 def test_sglangs_generate(gateway: AgentGateway) -> None:
     """One text or ids, or several; streams have all text so far; log-probabilities as it has them."""
     asked = {"text": "The fox", "sampling_params": {"max_new_tokens": 40, "temperature": 0}}
-    one = post(gateway, "/generate", **asked, return_logprob=True, return_text_in_logprobs=True).json()
+    one = gateway.post("/generate", **asked, return_logprob=True, return_text_in_logprobs=True).json()
     assert one["text"] == GREEDY
     assert one["meta_info"]["finish_reason"]["type"] == "stop"
     assert one["meta_info"]["completion_tokens"] == len(one["output_ids"])
     logprob, token_id, text = one["meta_info"]["output_token_logprobs"][0]
     assert (logprob, token_id, isinstance(text, str)) == (-0.25, one["output_ids"][0], True)
-    several = post(gateway, "/generate", **(asked | {"text": ["The fox", "A dog"]})).json()
+    several = gateway.post("/generate", **(asked | {"text": ["The fox", "A dog"]})).json()
     assert [item["text"] for item in several] == [GREEDY, GREEDY]
     short = {"sampling_params": {"max_new_tokens": 3, "temperature": 0}}
-    cut = post(gateway, "/generate", input_ids=[5, 6, 7], **short).json()
+    cut = gateway.post("/generate", input_ids=[5, 6, 7], **short).json()
     assert (cut["meta_info"]["finish_reason"], cut["meta_info"]["prompt_tokens"]) == (
         {"type": "length", "length": 3},
         3,
     )
-    *pieces, done = events(post(gateway, "/generate", **asked, stream=True))
+    *pieces, done = events(gateway.post("/generate", **asked, stream=True))
     assert done == "[DONE]"
     assert all(later["text"].startswith(earlier["text"]) for earlier, later in pairwise(pieces))
     assert pieces[-1]["text"] == GREEDY
-    assert "exactly one" in post(gateway, "/generate", sampling_params={}).json()["error"]["message"]
-    wrong = post(gateway, "/generate", text="x", sampling_params={"temperature": -1}).json()["error"]
+    assert "exactly one" in gateway.post("/generate", sampling_params={}).json()["error"]["message"]
+    wrong = gateway.post("/generate", text="x", sampling_params={"temperature": -1}).json()["error"]
     assert wrong["param"] == "sampling_params.temperature"
 
 
@@ -155,35 +132,35 @@ def test_sglangs_prompts_are_scored(gateway: AgentGateway) -> None:
     tokens there is no output, as in SGLang's `select`."""
     asked = {"sampling_params": {"max_new_tokens": 0, "temperature": 0}, "return_logprob": True}
     scored = {**asked, "top_logprobs_num": 2, "return_text_in_logprobs": True, "logprob_start_len": 1}
-    one = post(gateway, "/generate", input_ids=[5, 6, 7], **scored).json()
+    one = gateway.post("/generate", input_ids=[5, 6, 7], **scored).json()
     meta = one["meta_info"]
     assert (one["text"], one["output_ids"], meta["output_token_logprobs"]) == ("", [], [])
     assert [(value, token) for value, token, _ in meta["input_token_logprobs"]] == [(-0.5, 6), (-0.5, 7)]
     assert [len(top) for top in meta["input_top_logprobs"]] == [2, 2]
     assert isinstance(meta["input_token_logprobs"][0][2], str)
-    whole = post(gateway, "/generate", input_ids=[5, 6, 7], **asked, logprob_start_len=0).json()
+    whole = gateway.post("/generate", input_ids=[5, 6, 7], **asked, logprob_start_len=0).json()
     assert whole["meta_info"]["input_token_logprobs"][0] == [None, 5, None]
-    unscored = post(gateway, "/generate", input_ids=[5, 6, 7], **asked, logprob_start_len=-1).json()
+    unscored = gateway.post("/generate", input_ids=[5, 6, 7], **asked, logprob_start_len=-1).json()
     assert unscored["meta_info"]["input_token_logprobs"] == []
-    several = post(gateway, "/generate", input_ids=[[5, 6], [5, 6, 7, 8]], **scored).json()
+    several = gateway.post("/generate", input_ids=[[5, 6], [5, 6, 7, 8]], **scored).json()
     counts = [
         (item["meta_info"]["prompt_tokens"], len(item["meta_info"]["input_token_logprobs"]))
         for item in several
     ]
     assert counts == [(2, 1), (4, 3)]
     with_output = asked | {"sampling_params": {"max_new_tokens": 3, "temperature": 0, "n": 2}}
-    both = post(gateway, "/generate", input_ids=[5, 6, 7], **with_output, logprob_start_len=0).json()
+    both = gateway.post("/generate", input_ids=[5, 6, 7], **with_output, logprob_start_len=0).json()
     lengths = [
         (len(item["meta_info"]["input_token_logprobs"]), len(item["meta_info"]["output_token_logprobs"]))
         for item in both
     ]
     assert lengths == [(3, 3), (3, 3)]
     streamed = {"input_ids": [5, 6, 7], "stream": True, "return_logprob": True, "logprob_start_len": 1}
-    *_, last, _ = events(post(gateway, "/generate", **streamed))
+    *_, last, _ = events(gateway.post("/generate", **streamed))
     assert len(last["meta_info"]["input_token_logprobs"]) == 2
-    refused = post(gateway, "/generate", **streamed, top_logprobs_num=1)
+    refused = gateway.post("/generate", **streamed, top_logprobs_num=1)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "logprob_start_len")
-    bench = post(gateway, "/generate", text="x", stream=True, return_logprob=False, logprob_start_len=-1)
+    bench = gateway.post("/generate", text="x", stream=True, return_logprob=False, logprob_start_len=-1)
     assert events(bench)[-1] == "[DONE]"
 
 
@@ -198,21 +175,21 @@ def test_sglangs_facts(gateway: AgentGateway) -> None:
     assert (server["served_model_name"], server["context_length"], server["status"]) == (MODEL, 4096, "ready")
     assert server["internal_states"][0]["effective_max_running_requests_per_dp"] == 4
     assert found["get_load"][0]["num_reqs"] >= found["get_load"][0]["num_waiting_reqs"]
-    one = post(gateway, "/encode", text="The fox").json()
-    several = post(gateway, "/encode", text=["The fox", "A dog"]).json()
+    one = gateway.post("/encode", text="The fox").json()
+    several = gateway.post("/encode", text=["The fox", "A dog"]).json()
     assert (one["embedding"], one["meta_info"]["prompt_tokens"] > 0) == (several[0]["embedding"], True)
     assert len(several) == 2
 
 
 def test_sglangs_calls_about_the_server(gateway: AgentGateway) -> None:
     """A request is aborted by its client's id for it; the cache is dropped; a probe makes one token."""
-    post(gateway, "/generate", text="x", rid="mine", sampling_params={"max_new_tokens": 1})
+    gateway.post("/generate", text="x", rid="mine", sampling_params={"max_new_tokens": 1})
     sent = gateway.engine.seen.requests[0].request_id
     assert (sent.endswith(":mine"), sent != "mine") == (True, True)
-    assert post(gateway, "/abort_request", rid="mine").status_code == 200
+    assert gateway.post("/abort_request", rid="mine").status_code == 200
     assert gateway.engine.seen.aborted == [sent]
-    assert post(gateway, "/abort_request", abort_all=True).status_code == 400
-    assert post(gateway, "/flush_cache").json() == {"success": True, "freed_tokens": 16}
+    assert gateway.post("/abort_request", abort_all=True).status_code == 400
+    assert gateway.post("/flush_cache").json() == {"success": True, "freed_tokens": 16}
     assert httpx.get(f"{gateway.url}/flush_cache", timeout=60).json()["success"] is True
     assert httpx.post(f"{gateway.url}/reset_prefix_cache", timeout=60).status_code == 200  # vLLM's
     assert httpx.get(f"{gateway.url}/health_generate").status_code == 200

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.helpers.agent_gateway import GREEDY, THOUGHT, AgentGateway, agent_gateway
+from tests.helpers.agent_gateway import GREEDY, THOUGHT, AgentGateway
 from tests.helpers.fake_engine import MODEL, Script
 
 HELLO = [{"role": "user", "content": "Hi"}]
@@ -31,17 +30,9 @@ COUNTS = {"total_duration", "load_duration", "prompt_eval_count", "prompt_eval_d
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AgentGateway]:
-    """Shared by this file; lines that fill silence come later than any answer of a busy machine."""
-    with agent_gateway(tmp_path_factory.mktemp("ollama"), sse_keepalive_s=4.0) as gateway:
-        yield gateway
-
-
-@pytest.fixture
-def gateway(running: AgentGateway) -> AgentGateway:
-    """Returns the shared servers with a fresh record."""
-    running.engine.reset()
-    return running
+def gateway_settings() -> dict[str, Any]:
+    """Returns the time to lines that fill silence: later than any answer of a busy machine."""
+    return {"sse_keepalive_s": 4.0}
 
 
 def post(gateway: AgentGateway, path: str, **body: Any) -> httpx.Response:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -31,26 +30,6 @@ CALLS = (
     '{"name": "get_weather", "arguments": {"city": "Zürich"}}\n</tool_call>'
     '\n<tool_call>\n{"name": "apply_patch", "arguments": {"input": "*** Begin\\n+x \\"y\\""}}\n</tool_call>'
 )
-
-
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AgentGateway]:
-    """Shared by this file."""
-    with agent_gateway(tmp_path_factory.mktemp("responses")) as gateway:
-        yield gateway
-
-
-@pytest.fixture
-def gateway(running: AgentGateway) -> AgentGateway:
-    """Returns the shared servers with a fresh record."""
-    running.engine.reset()
-    return running
-
-
-@pytest.fixture
-def client(gateway: AgentGateway) -> openai.OpenAI:
-    """Returns a client that shows errors instead of retrying."""
-    return openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, timeout=60)
 
 
 def test_text(gateway: AgentGateway, client: openai.OpenAI) -> None:

@@ -41,6 +41,20 @@ def test_a_rank_that_hangs_is_given_up(model: Path, tmp_path: Path) -> None:
         assert "rank_timeout_s" in group.log(0)
 
 
+@pytest.mark.parametrize(
+    ("stuck", "tp", "pp"),
+    [(1, 2, 1), pytest.param(0, 2, 1, marks=pytest.mark.full), pytest.param(1, 1, 3, marks=pytest.mark.full)],
+)
+def test_a_rank_that_is_stuck_in_a_step_is_named(
+    model: Path, tmp_path: Path, stuck: int, tp: int, pp: int
+) -> None:
+    """Its heartbeats go on, while the others wait for it in a collective: they end the group, and name it."""
+    with started_group(model, tmp_path, tp=tp, pp=pp, timeout_s=15, stuck_rank=stuck) as group:
+        assert group.exit_codes() == [1 if rank == stuck == 0 else PEER_LOST_EXIT for rank in range(tp * pp)]
+        for rank in range(tp * pp):
+            assert f"rank {stuck}: others have waited in a step for" in group.log(rank)
+
+
 def test_an_error_in_one_ranks_step_ends_the_group(model: Path, tmp_path: Path) -> None:
     """The rank with the error says what it was and exits with 1; the others repeat it."""
     with started_group(model, tmp_path, tp=2, pp=1, timeout_s=60, failing_rank=1) as group:

@@ -58,14 +58,21 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield cluster
 
 
-def settings(cluster: Cluster, tp: int, **gpu: Any) -> MoebiusConfig:
-    """Returns the ranks of the cluster's model and servers, which meet at a free port."""
+def settings(cluster: Cluster, tp: int, whole_experts: float = 0.0, **gpu: Any) -> MoebiusConfig:
+    """Returns the ranks of the cluster's model and servers, which meet at a free port.
+
+    `whole_experts`: the share of experts that are resident, each on one rank; servers have these, too.
+    """
     small = {"num_pages": 96, "page_size": 4, "max_num_seqs": 6, "device": "cpu", "gpu_threads": 1}
     small |= {"prefix_caching": False, "max_num_batched_tokens": 32, "overlap_scheduling": False}
     address = f"127.0.0.1:{free_port()}"
     document = cluster.config.model_dump()
     document["gpu"] |= small | gpu
     document["parallel"] |= {"tensor_parallel_size": tp, "rank_address": address, "rank_timeout_s": 60}
+    if whole_experts:
+        document["parallel"]["gpu_expert_split"] = "expert"
+        document["placement"] |= {"gpu_experts_ratio": whole_experts, "placement_strategy": "uniform"}
+        document["placement"]["drop_resident"] = "keep"
     return MoebiusConfig.model_validate(document)
 
 
@@ -132,6 +139,18 @@ def test_steps_that_stream_without_a_lane(chunk: int, cluster: Cluster, wanted: 
     config = settings(cluster, 2, prefill_experts="stream", prefill_chunk_max=chunk)
     found = run_group(config, cases=streamed)
     assert found["answers"] == wanted
+    assert found["steps"][0].token_ids[0] >= 2
+
+
+def test_ranks_of_whole_experts_stream_the_others(cluster: Cluster, wanted: list[Outcome]) -> None:
+    """With drafts: what is resident on any rank is neither streamed nor asked for, by the lane and beside it.
+
+    Each expert is computed once, wherever it is.
+    """
+    drafts = {"speculative_method": "ngram", "num_draft_tokens": 3, "adaptive_drafts": False}
+    config = settings(cluster, 2, 0.4, prefill_experts="stream", **LANE | drafts)
+    found = run_group(config, lane_on_the_host, streamed)
+    assert [answer.token_ids for answer in found["answers"]] == [answer.token_ids for answer in wanted]
     assert found["steps"][0].token_ids[0] >= 2
 
 

@@ -2,6 +2,7 @@
 
     NAME.kv       header | record, payload | record, payload | …
     NAME.index    record | record | …              the same records again, so that a start reads few bytes
+    NAME.kept     mark | mark | …                  what is kept for a time (`disk_marks`)
 
 A record has a checksum of itself and one of its payload (that of packed experts, `weight_digest`). An index
 that is torn, short or missing is built again from the records in front of the payloads; what follows the last
@@ -25,7 +26,7 @@ from gpu_service.cache.tiers.digests import DIGEST_BYTES, is_state, state_key
 from moebius import _kernels
 
 Bytes = npt.NDArray[np.uint8]
-SUFFIX, INDEX_SUFFIX = ".kv", ".index"
+SUFFIX, INDEX_SUFFIX, KEPT_SUFFIX = ".kv", ".index", ".kept"
 _MAGIC = b"moebius KV\0\0"
 _VERSION = 1
 _HEADER = np.dtype([("magic", "V12"), ("version", "<u4"), ("identity", "V32"), ("checksum", "<u8")])
@@ -99,7 +100,8 @@ def read_identity(path: Path) -> bytes | None:
 
 def is_locked(path: Path) -> bool:
     """Returns whether a living process may append to a file. Raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    # Open for writing, without which a network's file system has no exclusive lock.
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -110,9 +112,9 @@ def is_locked(path: Path) -> bool:
 
 
 def file_bytes(path: Path) -> int:
-    """Returns the bytes of a file and its index; 0 for one that has just gone."""
+    """Returns the bytes of a file and of what is beside it; 0 for one that has just gone."""
     total = 0
-    for part in (path, path.with_suffix(INDEX_SUFFIX)):
+    for part in _parts(path):
         try:
             total += part.stat().st_size
         except FileNotFoundError:
@@ -121,9 +123,13 @@ def file_bytes(path: Path) -> int:
 
 
 def remove_file(path: Path) -> None:
-    """Removes a file and its index. Raises OSError."""
-    path.unlink(missing_ok=True)
-    path.with_suffix(INDEX_SUFFIX).unlink(missing_ok=True)
+    """Removes a file and what is beside it. Raises OSError."""
+    for part in _parts(path):
+        part.unlink(missing_ok=True)
+
+
+def _parts(path: Path) -> tuple[Path, ...]:
+    return path, path.with_suffix(INDEX_SUFFIX), path.with_suffix(KEPT_SUFFIX)
 
 
 class FileReader:

@@ -1,22 +1,25 @@
-"""Blocks on a disk, in a directory that engines of one host share: they outlive every process.
+"""Blocks on a disk, in a directory that engines share: they outlive every process.
 
 Each engine appends to a file of its own and reads those of all others with its identity. A directory has a
 budget: where a new file needs room, files that nothing appends to go, those of other models or versions
-first, then the least recently used. What goes wrong with the disk costs time only: a block that cannot be
+first, then the least recently used, and at last, while they are no more than half of the budget, those that
+hold prefixes which are kept. What goes wrong with the disk costs time only: a block that cannot be
 read is computed again, and after an error of writing nothing is written for a while; one log line says so.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import structlog
 
+from gpu_service.cache.tiers.digests import DIGEST_BYTES
 from gpu_service.cache.tiers.disk_file import (
     SUFFIX,
     Bytes,
@@ -29,17 +32,23 @@ from gpu_service.cache.tiers.disk_file import (
     read_payload,
     remove_file,
 )
+from gpu_service.cache.tiers.disk_marks import append_mark, read_marks
 from moebius.errors import UserError
 
 _log = structlog.get_logger(__name__)
 # A file is at most this part of the budget, and so large: what goes at once when room is needed.
 _FILE_PART, _LARGEST_FILE = 8, 2**30
-# After an error nothing is written for so long, seconds; and how old the time of a file's last use may be.
+# After an error nothing is written for so long, seconds; and how old the time of a file's last use, or until
+# when it is kept, may be.
 _PAUSE_S, _USED_S = 60.0, 10.0
+# Errors of a file that was removed: on this host, and on another one that shares the directory.
+_GONE = (errno.ENOENT, errno.ESTALE)
 
 
 class DiskTier:
-    """Any thread may call `record`, one thread calls `append`, and one `read` and `refresh`."""
+    """Any thread may call `record` and `kept_until`, one thread calls `append` and `keep`, and one `read` and
+    `refresh`.
+    """
 
     def __init__(
         self,
@@ -47,13 +56,21 @@ class DiskTier:
         identity: bytes,
         budget: int,
         clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """`budget`: bytes of all files of the directory. Raises UserError when it cannot be used."""
-        self._directory, self._identity, self.budget, self._clock = directory, identity, budget, clock
+        """`budget`: bytes of all files of the directory. `wall_clock`: seconds since the epoch.
+
+        Raises UserError when the directory cannot be used.
+        """
+        self._directory, self._identity, self.budget = directory, identity, budget
+        self._clock, self._wall_clock = clock, wall_clock
         self._records: dict[bytes, DiskRecord] = {}
         self._readers: dict[Path, FileReader] = {}
         self._descriptors: dict[Path, int] = {}
         self._used: dict[Path, float] = {}
+        # Until when pages are kept, by digest, seconds since the epoch; marks of each file that were read.
+        self._kept: dict[bytes, float] = {}
+        self._num_marks: dict[Path, int] = {}
         self._writer: FileWriter | None = None
         self._paused_until = 0.0
         # Grows with every `drop`: what was begun before it is not kept.
@@ -79,6 +96,12 @@ class DiskTier:
         return list(self._records)
 
     @property
+    def kept_keys(self) -> list[bytes]:
+        """The keys of the pages that are kept. Any thread may ask."""
+        now = self._wall_clock()
+        return [key for key, until in list(self._kept.items()) if until > now and key in self._records]
+
+    @property
     def held_bytes(self) -> int:
         """Bytes of the blocks that can be read."""
         return sum(record.nbytes for record in list(self._records.values()))
@@ -102,17 +125,38 @@ class DiskTier:
         if generation == self._generation:
             self._records[key] = record
             self.written_bytes += record.nbytes
+            until = self.kept_until(key[:DIGEST_BYTES])
+            if until > self._wall_clock():
+                self._mark(record.path, key[:DIGEST_BYTES], until)
         return True
+
+    def keep(self, digests: Sequence[bytes], until: float) -> None:
+        """The files of these pages, which are a prefix, go after others until a time, seconds since the
+        epoch; pages that are not here yet will be kept, too.
+        """
+        last: dict[Path, bytes] = {}
+        for digest in digests:
+            if until < self.kept_until(digest) + _USED_S:
+                continue
+            self._kept[digest] = until
+            record = self._records.get(digest)
+            if record is not None:
+                last[record.path] = digest
+        for path, digest in last.items():
+            self._mark(path, digest, until)
+
+    def kept_until(self, digest: bytes) -> float:
+        """Returns until when a page and the state after it are kept, seconds since the epoch; 0: not kept."""
+        return self._kept.get(digest, 0.0)
 
     def read(self, record: DiskRecord, into: Bytes) -> bool:
         """Reads a block into uint8 `[nbytes]`; False: it cannot be read and is forgotten."""
         try:
             read_payload(self._descriptor(record.path), record, into)
-        except FileNotFoundError:
-            # Another engine needed the room.
-            self._forget(record.path)
-            return False
         except OSError as error:
+            if error.errno in _GONE:  # Another engine needed the room.
+                self._forget(record.path)
+                return False
             self._records.pop(record.key, None)
             self._note("a KV block on disk cannot be read and is computed again", error)
             return False
@@ -141,13 +185,18 @@ class DiskTier:
                         self._records.setdefault(record.key, record)
             except FileNotFoundError:
                 self._forget(path)
+        for path in [*self._readers, *([own] if own else [])]:
+            marks, self._num_marks[path] = read_marks(path, self._num_marks.get(path, 0))
+            for digest, until in marks:
+                if generation == self._generation:
+                    self._take_in_mark(digest, until)
         for path in [path for path in self._descriptors if not path.exists()]:
             os.close(self._descriptors.pop(path))
 
     def drop(self) -> None:
         """Forgets all blocks and removes their files, but for those that other engines append to."""
         self._generation += 1
-        self._records = {}
+        self._records, self._kept = {}, {}
         own = None if self._writer is None else self._writer.path
         try:
             for path in self._files():
@@ -183,8 +232,9 @@ class DiskTier:
 
     def _make_room(self, nbytes: int) -> None:
         """Removes files until a new one has room. Raises OSError where those that remain are in use."""
-        files = [(self._is_ours(path), path.stat().st_mtime, path) for path in self._files()]
-        total = sum(file_bytes(path) for *_, path in files)
+        paths, kept = self._files(), self._kept_files()
+        files = [(path in kept, self._is_ours(path), path.stat().st_mtime, path) for path in paths]
+        total = sum(file_bytes(path) for path in paths)
         for *_, path in sorted(files):
             if total + nbytes <= self.budget:
                 return
@@ -194,6 +244,38 @@ class DiskTier:
                 self._forget(path)
         if total + nbytes > self.budget:
             raise OSError(f"kv_disk_gib: {total} of {self.budget} bytes are in use by other engines")
+
+    def _kept_files(self) -> set[Path]:
+        """The files that hold something that is kept, without those of too many whose time ends first."""
+        now, times = self._wall_clock(), dict[Path, float]()
+        for digest, until in list(self._kept.items()):
+            if until <= now:
+                self._kept.pop(digest, None)
+        for path in self._files():
+            until = max((until for _, until in read_marks(path)[0]), default=0.0)
+            if until > now:
+                times[path] = until
+        total, kept = sum(file_bytes(path) for path in times), set(times)
+        for path in sorted(times, key=lambda path: times[path]):
+            if total <= self.budget // 2:
+                break
+            total -= file_bytes(path)
+            kept.remove(path)
+        return kept
+
+    def _mark(self, path: Path, digest: bytes, until: float) -> None:
+        try:
+            append_mark(path, digest, until)
+        except OSError as error:
+            self._note("how long KV blocks are kept is not written to disk", error)
+
+    def _take_in_mark(self, digest: bytes, until: float) -> None:
+        """A page is kept, and all before it."""
+        record = self._records.get(digest)
+        while record is not None and until > self.kept_until(digest):
+            self._kept[digest] = until
+            digest = record.parent
+            record = self._records.get(digest)
 
     def _is_ours(self, path: Path) -> bool:
         return read_identity(path) == self._identity
@@ -209,6 +291,7 @@ class DiskTier:
     def _forget(self, path: Path) -> None:
         """A file has gone."""
         self._readers.pop(path, None)
+        self._num_marks.pop(path, None)
         for key in [key for key, record in list(self._records.items()) if record.path == path]:
             self._records.pop(key, None)
 

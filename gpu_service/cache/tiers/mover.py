@@ -1,17 +1,19 @@
-"""Moves blocks between the device, the host's memory and a disk, in two threads of its own.
+"""Moves blocks between the device, the host's memory and a disk, in two threads of its own, or on the spot.
 
-What requests wait for (`load`) never stands behind what is written in the background (`store`). Writing rests
-after each piece for three times as long as the piece took, so that it has at most a quarter of the link, of
-the disk and of a core, however fast they are. Knows places and bytes; who owns them, its caller knows.
+In threads, what requests wait for (`load`) never stands behind what is written in the background (`store`).
+Writing rests after each piece for three times as long as the piece took, so that it has at most a quarter of
+the link, of the disk and of a core, however fast they are. Knows places and bytes; who owns them, its caller
+knows.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 
@@ -72,14 +74,40 @@ class Speed:
         return self._bytes / max(1e-9, self._seconds)
 
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+class _OnTheSpot(Executor):
+    """Runs what is submitted before it returns the future."""
+
+    def submit(self, function: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
+        done: Future[_T] = Future()
+        try:
+            done.set_result(function(*args, **kwargs))
+        except Exception as error:
+            done.set_exception(error)
+        return done
+
+
 class Mover:
     """`store` and `load` return at once; the rest is as its caller orders it."""
 
-    def __init__(self, payloads: Payloads, disk: DiskTier | None, wake: Callable[[], None]) -> None:
-        """`wake` is called by the threads whenever something has ended."""
+    def __init__(
+        self,
+        payloads: Payloads,
+        disk: DiskTier | None,
+        wake: Callable[[], None],
+        is_direct: bool = False,
+    ) -> None:
+        """`wake` is called by the threads whenever something has ended.
+
+        `is_direct`: there are no threads, and nothing is to be stored before it is given up.
+        """
         self._payloads, self._disk, self._wake = payloads, disk, wake
-        self._loads = ThreadPoolExecutor(1, "kv-load")
-        self._stores = ThreadPoolExecutor(1, "kv-store")
+        self.stores_early = not is_direct
+        self._loads: Executor = _OnTheSpot() if is_direct else ThreadPoolExecutor(1, "kv-load")
+        self._stores: Executor = _OnTheSpot() if is_direct else ThreadPoolExecutor(1, "kv-store")
         largest = max(payloads.page_bytes, payloads.state_bytes)
         # Each thread has its own.
         self._load_scratch, self._store_scratch = payloads.scratch(largest), payloads.scratch(largest)
@@ -109,6 +137,11 @@ class Mover:
         done = self._loads.submit(self._disk.refresh)
         done.add_done_callback(lambda _: self._wake())
         return done
+
+    def keep(self, digests: Sequence[bytes], until: float) -> Future[None]:
+        """Lets the disk keep the pages of a prefix until a time, seconds since the epoch."""
+        assert self._disk is not None
+        return self._stores.submit(self._disk.keep, digests, until)
 
     def close(self) -> None:
         """Ends the threads once what they are at has ended; what waits is given up."""

@@ -143,6 +143,8 @@ class DevicePayloads(Payloads):
         return memory
 
     def _read(self, rows: Sequence[torch.Tensor], places: Sequence[int], into: Sequence[Bytes]) -> None:
+        if not rows:  # of a pipeline stage without layers of this kind
+            return
         with self._stream.active():
             index = torch.as_tensor(places, dtype=torch.int64, device=self._stream.device)
             gathered = torch.cat([row.index_select(0, index) for row in rows], dim=1)
@@ -151,6 +153,8 @@ class DevicePayloads(Payloads):
             self._stream.record().wait()
 
     def _write(self, rows: Sequence[torch.Tensor], places: Sequence[int], payloads: Sequence[Bytes]) -> None:
+        if not rows:
+            return
         with self._stream.active():
             index = torch.as_tensor(places, dtype=torch.int64, device=self._stream.device)
             nbytes = sum(row.shape[1] for row in rows)

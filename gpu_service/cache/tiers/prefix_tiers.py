@@ -7,8 +7,10 @@ before that is copied to RAM on the spot. A waiting request whose prefix goes on
     tokens     |-- in the tree, locked --|-- fetched from RAM or disk --|-- computed --|
     fetch      the scheduler asks -> pages are taken -> steps that could write them end -> copied -> inserted
 
-A prefix that cannot be read, is slower than computing it, or does not arrive in time, is computed. Driven by
-the engine's thread; only `Mover` has others. Steps are not waited for: a page that was freed may still be
+A prefix that cannot be read, is slower than computing it, or does not arrive in time, is computed. Of several
+ranks each has its part of every block in RAM of its own, and nothing may depend on how long a copy takes: it
+is copied on the spot, down only when it is given up, so that all ranks see it at the same step. Driven by the
+engine's thread; only `Mover` has others. Steps are not waited for: a page that was freed may still be
 written by a step in flight, so a copy into it begins once every step that was open then has ended.
 """
 
@@ -27,6 +29,7 @@ from gpu_service.cache.radix_cache import Node, PrefixHandle, TokenArray
 from gpu_service.cache.request_cache import RequestCache
 from gpu_service.cache.tiers.digests import is_state, page_digests, root_digest, state_key
 from gpu_service.cache.tiers.disk_tier import DiskTier
+from gpu_service.cache.tiers.keeping import Keeping
 from gpu_service.cache.tiers.mover import LoadItem, Mover
 from gpu_service.cache.tiers.payloads import Payloads
 from gpu_service.cache.tiers.ram_tier import RamTier
@@ -89,16 +92,21 @@ class PrefixTiers:
         wake: Callable[[], None],
         token_seconds: Callable[[], float | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+        fail_ranks: Callable[[str], None] | None = None,
     ) -> None:
         """`wake`: called by other threads when `poll` has something to do. `token_seconds`: what computing a
-        token of a prompt takes; None while that is not known.
+        token of a prompt takes; None while that is not known. `clock`, `wall_clock`: seconds that the tree's
+        are of, and seconds since the epoch. `fail_ranks`: of several ranks, which copy on the
+        spot and by the tree's time alone; called with the reason when this one cannot do what the others do.
         """
         self._cache, self._identity, self.payloads = cache, identity, payloads
         self.ram, self.disk = ram, disk
         self._token_seconds, self._clock = token_seconds, clock
-        self._wake = wake
-        self.mover = Mover(payloads, disk, wake)
-        self._write_back = WriteBack(cache, self.mover, payloads, ram, disk)
+        self._wake, self._fail_ranks = wake, fail_ranks
+        self.mover = Mover(payloads, disk, wake, is_direct=fail_ranks is not None)
+        self._keeping = Keeping(cache.tree, ram, disk, self.mover, clock, wall_clock)
+        self._write_back = WriteBack(cache, self.mover, payloads, ram, disk, self._keeping)
         self._fetches: dict[Request, _Fetch] = {}
         # Waiting requests that are not asked about again, and names of pages of those that are.
         self._settled: WeakSet[Request] = WeakSet()
@@ -131,6 +139,11 @@ class PrefixTiers:
             # The engine may be about to wait for messages.
             self._wake()
         self._write_back.add(node)
+
+    def keeping(self, node: Node) -> None:
+        """Implements `LowerTiers`."""
+        if self._is_open:
+            self._keeping.kept(node)
 
     def evicting(self, node: Node) -> None:
         """Implements `LowerTiers`."""
@@ -192,7 +205,7 @@ class PrefixTiers:
     @property
     def is_copied(self) -> bool:
         """Whether lower tiers have all that the tree holds and they have room for. Any thread may ask."""
-        return self._write_back.is_done
+        return self._write_back.is_done and self._keeping.is_done
 
     def planned(self, batch: Batch) -> None:
         """A step is going to be launched."""
@@ -239,6 +252,7 @@ class PrefixTiers:
 
     def close(self) -> None:
         """Ends the threads, and lets other engines have the files. No step is computed any more."""
+        self._is_open = False
         self.mover.close()
         for fetch in list(self._fetches.values()):
             self._arrived(fetch)
@@ -369,6 +383,8 @@ class PrefixTiers:
         """Begins to copy, once no step can write to the pages any more."""
         if fetch.future is None and not fetch.waits_for & self._open_steps:
             fetch.future = self.mover.load(fetch.items)
+            # A copy on the spot: the request need not wait for a message.
+            self.has_moved |= fetch.future.done()
 
     def _item(self, fetch: _Fetch, key: bytes, parent: bytes, place: int, before: int) -> LoadItem:
         """A block's way up; from the disk it goes to RAM, too."""
@@ -407,6 +423,7 @@ class PrefixTiers:
             cache.pool.hand_to_cache(pages[known:])
             cache.pool.free(pages[had:known])
             keeps_state = result.takes_state
+            self._keeping.came_back(tokens, namespace, result.handle)
             self._count(fetch, arrived)
         cache.pool.free(fetch.pages[arrived:])
         if states is not None and not keeps_state:
@@ -424,6 +441,8 @@ class PrefixTiers:
             _log.error(
                 "fetching KV blocks failed; they are computed", request=fetch.request.key, exc_info=error
             )
+            if self._fail_ranks is not None:
+                self._fail_ranks(f"fetching KV blocks failed: {error!r}")
             return 0
         return fetch.future.result()
 
@@ -437,6 +456,7 @@ class PrefixTiers:
         for key in reversed(fetch.filled):
             if key in arrived:
                 ram.complete(key)
+                self._keeping.filled(key)
             else:
                 ram.abandon(key)
         if not is_current:

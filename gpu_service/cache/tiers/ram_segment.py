@@ -23,7 +23,7 @@ from moebius.errors import UserError
 
 Bytes = npt.NDArray[np.uint8]
 _MAGIC = int.from_bytes(b"moebiuKV", "little")
-_VERSION = 1
+_VERSION = 2
 _ALIGNMENT = 4096
 
 _HEADER = np.dtype(
@@ -42,6 +42,7 @@ RECORD = np.dtype(
         ("parent", "V32"),  # of the page before that one; of a state the same as `digest`
         ("value", "<f8"),
         ("used", "<u8"),
+        ("keep_until", "<f8"),  # seconds since the epoch; 0: not kept
         ("is_state", "<u4"),
         ("part", "<u4"),  # which part of a payload that takes several slots
         ("num_parts", "<u4"),

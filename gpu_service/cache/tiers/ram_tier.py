@@ -5,13 +5,18 @@ proxy caching algorithms"). A block that is used gets the priority `floor + valu
 tokens it saves by byte (each token takes about equally many seconds to compute, so the order is that of
 seconds); the lowest priority goes first and becomes the floor. Only blocks that no other one continues may
 go, since a prefix is of no use without its beginning.
+
+A block that is kept goes after all that are not, until its time is over. Kept blocks have at most half of the
+slots: beyond that, those whose time ends first count as any other.
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
+import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,6 +37,7 @@ class _Entry:
     value: float
     priority: float = 0.0
     used: int = 0
+    keep_until: float = 0.0  # seconds since the epoch; 0: not kept
     pins: int = 0
     is_complete: bool = False
     is_queued: bool = False
@@ -41,17 +47,34 @@ class RamTier:
     """The index over a segment. Used by the engine's thread alone; views may be handed to other threads
     while their block is pinned."""
 
-    def __init__(self, segment: RamSegment, page_bytes: int, state_bytes: int) -> None:
-        """Takes over what a predecessor left in the segment."""
-        self.segment = segment
+    def __init__(
+        self,
+        segment: RamSegment,
+        page_bytes: int,
+        state_bytes: int,
+        wall_clock: Callable[[], float] = time.time,
+        counted: tuple[int, int] | None = None,
+    ) -> None:
+        """Takes over what a predecessor left in the segment. `wall_clock`: seconds since the epoch.
+
+        `counted`: bytes of a page and of a state that their slots and values follow from, at least their
+        own, so that ranks whose parts differ give up the same blocks; None: their own.
+        """
+        self.segment, self._wall_clock = segment, wall_clock
         self._page_bytes, self._state_bytes = page_bytes, state_bytes
+        self._counted = counted or (page_bytes, state_bytes)
         self._slot_bytes = segment.slots.shape[1]
         self._free = list(range(len(segment.slots) - 1, -1, -1))
         self._entries: dict[bytes, _Entry] = {}
         # Blocks that continue each block, whether that one is here or not.
         self._children: Counter[bytes] = Counter()
-        # (priority, used, key, entry): every block that no other continues, with a priority that may be old.
+        # (priority, used, key, entry): every block that no other continues and that is not kept, with a
+        # priority that may be old.
         self._heap: list[tuple[float, int, bytes, _Entry]] = []
+        # (keep_until, serial, entry): every block that is kept, with a time that may be old.
+        self._kept: list[tuple[float, int, _Entry]] = []
+        self._serials = itertools.count()
+        self._num_kept_slots = 0
         self._floor = 0.0
         self.clock = 0
         self.num_evicted = 0
@@ -70,6 +93,12 @@ class RamTier:
     def keys(self) -> list[bytes]:
         """The keys of all blocks. Any thread may ask."""
         return list(self._entries)
+
+    @property
+    def kept_keys(self) -> list[bytes]:
+        """The keys of the blocks that are kept. Any thread may ask."""
+        now = self._wall_clock()
+        return [entry.key for entry in list(self._entries.values()) if entry.keep_until > now]
 
     @property
     def used_bytes(self) -> int:
@@ -100,6 +129,23 @@ class RamTier:
             if entry is not None:
                 entry.pins -= 1
 
+    def keep(self, keys: Iterable[bytes], until: float) -> None:
+        """Blocks that are here go after all that are not kept, until a time, seconds since the epoch."""
+        for key in keys:
+            entry = self._entries.get(key)
+            if entry is None or until <= max(entry.keep_until, self._wall_clock()):
+                continue
+            if not entry.keep_until:
+                heapq.heappush(self._kept, (until, next(self._serials), entry))
+                self._num_kept_slots += len(entry.slots)
+            entry.keep_until = until
+            self.segment.records["keep_until"][entry.slots] = until
+
+    def kept_until(self, key: bytes) -> float:
+        """Returns until when a block is kept, seconds since the epoch; 0 where it is not."""
+        entry = self._entries.get(key)
+        return 0.0 if entry is None else entry.keep_until
+
     def reserve(self, key: bytes, parent: bytes, tokens: int, before: int) -> bool:
         """Makes room for a block and pins it; False: it is here already, or there is no room.
 
@@ -107,7 +153,8 @@ class RamTier:
         caller fills `views(key)` and calls `complete`, or calls `abandon`.
         """
         nbytes = self._state_bytes if is_state(key) else self._page_bytes
-        count = -(-nbytes // self._slot_bytes)
+        counted = self._counted[is_state(key)]
+        count = -(-counted // self._slot_bytes)
         if key in self._entries:
             return False
         # From now on, so that its parent does not go for it.
@@ -117,18 +164,18 @@ class RamTier:
                 self._leaves(parent)
                 return False
         slots = [self._free.pop() for _ in range(count)]
-        entry = _Entry(key, parent, slots, nbytes, tokens / nbytes, pins=1)
+        entry = _Entry(key, parent, slots, nbytes, tokens / counted, pins=1)
         self._entries[key] = entry
         self._use(entry)
         return True
 
     def views(self, key: bytes) -> list[Bytes]:
-        """Returns the memory of a block, one part for each slot; the last one is as long as what is left."""
+        """Returns the memory of a block, one part for each slot, as long as what is left."""
         entry = self._entries[key]
         left, views = entry.nbytes, []
         for slot in entry.slots:
             views.append(self.segment.slots[slot, : min(left, self._slot_bytes)])
-            left -= self._slot_bytes
+            left -= len(views[-1])
         return views
 
     def complete(self, key: bytes) -> None:
@@ -142,8 +189,9 @@ class RamTier:
         for part, slot in enumerate(entry.slots):
             count = len(entry.slots)
             self.segment.records[slot] = (
-                digest, parent, entry.value, entry.used, is_state(key), part, count, 1
-            )  # fmt: skip
+                *(digest, parent, entry.value, entry.used, entry.keep_until),
+                *(is_state(key), part, count, 1),
+            )
         self._queue(entry)
 
     def abandon(self, key: bytes) -> None:
@@ -174,10 +222,13 @@ class RamTier:
         for entry in self._entries.values():
             recorded = self.segment.records["is_complete"][entry.slots]
             assert (recorded == entry.is_complete).all(), "records differ from the index"
-            assert entry.is_queued or self._children[entry.key] or not entry.is_complete, (
-                "a leaf is not queued"
-            )
+            assert (
+                entry.is_queued or self._children[entry.key] or entry.keep_until or not entry.is_complete
+            ), "a leaf is not queued"
             assert entry.pins >= 0, "unpinned more often than pinned"
+        kept = [entry for entry in self._entries.values() if entry.keep_until]
+        assert sum(len(entry.slots) for entry in kept) == self._num_kept_slots, "kept slots drifted"
+        assert set(kept) <= {entry for *_, entry in self._kept}, "a kept block would be kept for ever"
         assert not self.segment.records["is_complete"][self._free].any(), "a free slot has a record"
 
     def _use(self, entry: _Entry) -> None:
@@ -188,12 +239,14 @@ class RamTier:
         entry.used, entry.priority = self.clock, self._floor + entry.value
 
     def _queue(self, entry: _Entry) -> None:
-        if not entry.is_queued and entry.is_complete and not self._children[entry.key]:
+        is_leaf = entry.is_complete and not self._children[entry.key]
+        if is_leaf and not entry.is_queued and not entry.keep_until:
             entry.is_queued = True
             heapq.heappush(self._heap, (entry.priority, entry.used, entry.key, entry))
 
     def _evict_one(self, before: int) -> bool:
-        """Drops the block of lowest priority; False: none may go."""
+        """Drops the block of lowest priority, a kept one where no other may go; False: none may go."""
+        self._end_keeping()
         aside: list[_Entry] = []
         found = None
         while self._heap and found is None:
@@ -201,7 +254,7 @@ class RamTier:
             if self._entries.get(key) is not entry:
                 continue
             entry.is_queued = False
-            if self._children[key]:
+            if self._children[key] or entry.keep_until:
                 continue
             if (priority, used) != (entry.priority, entry.used):
                 self._queue(entry)
@@ -211,14 +264,47 @@ class RamTier:
                 found = entry
         for entry in aside:
             self._queue(entry)
+        found = found or self._oldest_kept(before)
         if found is None:
             return False
-        self._floor = found.priority
+        self._floor = max(self._floor, found.priority)
         self.num_evicted += 1
         self._remove(found)
         return True
 
+    def _oldest_kept(self, before: int) -> _Entry | None:
+        may_go = [
+            entry
+            for *_, entry in self._kept
+            if self._entries.get(entry.key) is entry
+            and entry.is_complete
+            and not (entry.pins or self._children[entry.key])
+            and entry.used < before
+        ]
+        return min(may_go, key=lambda entry: (entry.priority, entry.used), default=None)
+
+    def _end_keeping(self) -> None:
+        """Blocks whose time is over, and those of too many whose time ends first, are as any other."""
+        now, most = self._wall_clock(), len(self.segment.slots) // 2
+        while self._kept and (self._kept[0][0] <= now or self._num_kept_slots > most):
+            until, serial, entry = self._kept[0]
+            is_here = self._entries.get(entry.key) is entry
+            if is_here and entry.keep_until > until:
+                heapq.heapreplace(self._kept, (entry.keep_until, serial, entry))
+                continue
+            heapq.heappop(self._kept)
+            if is_here:
+                self._unkeep(entry)
+                self._queue(entry)
+
+    def _unkeep(self, entry: _Entry) -> None:
+        if entry.keep_until:
+            self._num_kept_slots -= len(entry.slots)
+            entry.keep_until = 0.0
+            self.segment.records["keep_until"][entry.slots] = 0.0
+
     def _remove(self, entry: _Entry) -> None:
+        self._unkeep(entry)
         self.segment.records["is_complete"][entry.slots] = 0
         del self._entries[entry.key]
         self._free.extend(entry.slots)
@@ -258,6 +344,7 @@ class RamTier:
         self._entries[key] = entry
         self._children[entry.parent] += 1
         self._use(entry)
+        self.keep([key], float(record["keep_until"]))
 
 
 def slot_size(page_bytes: int) -> int:
@@ -265,4 +352,4 @@ def slot_size(page_bytes: int) -> int:
     return max(64, -(-page_bytes // 64) * 64)
 
 
-assert RECORD.itemsize == 96, "records of several processes have one form"
+assert RECORD.itemsize == 104, "records of several processes have one form"

@@ -16,6 +16,7 @@ from gpu_service.cache.radix_cache import Node, PrefixHandle
 from gpu_service.cache.request_cache import RequestCache
 from gpu_service.cache.tiers.digests import state_key
 from gpu_service.cache.tiers.disk_tier import DiskTier
+from gpu_service.cache.tiers.keeping import Keeping
 from gpu_service.cache.tiers.mover import Mover, StoreItem, scatter
 from gpu_service.cache.tiers.payloads import Payloads
 from gpu_service.cache.tiers.ram_tier import RamTier
@@ -46,9 +47,10 @@ class WriteBack:
         payloads: Payloads,
         ram: RamTier | None,
         disk: DiskTier | None,
+        keeping: Keeping,
     ) -> None:
         self._cache, self._mover, self._payloads = cache, mover, payloads
-        self._ram, self._disk = ram, disk
+        self._ram, self._disk, self._keeping = ram, disk, keeping
         most = cache.pool.num_pages // _PIECE_PART * payloads.page_bytes
         self._piece_bytes = max(payloads.page_bytes, min(_PIECE_BYTES, most))
         # In order: nodes that may have something to copy, and the RAM tier's clock when they came.
@@ -69,7 +71,8 @@ class WriteBack:
 
     def add(self, node: Node) -> None:
         """The tree has a node, or the state at its end."""
-        self._pending[node] = 0 if self._ram is None else self._ram.clock + 1
+        if self._mover.stores_early:
+            self._pending[node] = 0 if self._ram is None else self._ram.clock + 1
 
     def drop(self) -> None:
         """What waits is not copied."""
@@ -98,6 +101,7 @@ class WriteBack:
                 self._ram.abandon(key)
             else:
                 self._ram.complete(key)
+                self._keeping.stored(piece.handle.node, [key])
         self._cache.tree.unlock(piece.handle)
         for slot in self.held_states:
             assert self._cache.states is not None
@@ -118,6 +122,7 @@ class WriteBack:
         self._payloads.read_pages([node.pages[index] for index in missing], views)
         for index in missing:
             ram.complete(node.digests[index])
+        self._keeping.stored(node, [node.digests[index] for index in missing])
         self.ram_bytes += sum(len(view) for view in views)
         if node.state_slot:
             self.rescue_state(node)
@@ -131,6 +136,7 @@ class WriteBack:
         self._payloads.read_state(node.state_slot, payload)
         scatter(payload, ram.views(key))
         ram.complete(key)
+        self._keeping.stored(node, [key])
         self.ram_bytes += len(payload)
 
     def _begin(self, node: Node, generation: int) -> None:

@@ -30,13 +30,17 @@ if TYPE_CHECKING:
     from gpu_service.experts.streaming.ring import TransferDevice
 
 
+# In the map of a layer's slots: another rank has the expert in a slot, so that no expert server is asked.
+ELSEWHERE = -2
+
+
 @dataclass(eq=False)
 class LayerSlots:
     """Made by `make_slots`; changed in place only, so that captured graphs stay valid."""
 
     kind: LayerFormat
     weights: torch.Tensor  # uint8 [slots, expert_bytes]
-    # int32 [num_experts] on the device: the expert's slot; -1: it is computed elsewhere.
+    # int32 [num_experts] on the device: the expert's slot; -1: expert servers compute it; or `ELSEWHERE`.
     slot_of_expert: torch.Tensor
     # The host's copy, the other way round; -1: the slot is empty.
     expert_of_slot: list[int]
@@ -44,6 +48,8 @@ class LayerSlots:
     limit: float
     # What the slots' memory is mapped in; None: every slot has memory, for good.
     memory: VirtualRange | None = None
+    # Experts in slots of other ranks, ascending.
+    elsewhere: tuple[int, ...] = ()
     # Slots that have memory, those from 0 on; changed by `resize`.
     backed: int = field(init=False)
     # By slot what it holds, for `ResidentWatch`; None: nothing, or its checksum is unknown. Set once a
@@ -55,6 +61,8 @@ class LayerSlots:
     def __post_init__(self) -> None:
         self.backed = len(self.expert_of_slot) if self.memory is None else 0
         self.contents = [None] * len(self.expert_of_slot)
+        if self.elsewhere:
+            self.slot_of_expert[list(self.elsewhere)] = ELSEWHERE
         self.gate_up = views(self.weights, self.kind.gate_up)
         self.down = views(self.weights, self.kind.down)
 
@@ -91,7 +99,7 @@ class LayerSlots:
 
     @property
     def experts(self) -> tuple[int, ...]:
-        """Resident expert ids, ascending."""
+        """Expert ids in these slots, ascending."""
         return tuple(sorted(expert for expert in self.expert_of_slot if expert >= 0))
 
     def put(self, slot: int, expert: int, packed: torch.Tensor) -> None:
@@ -118,10 +126,12 @@ def make_slots(
     device: torch.device,
     limit: float,
     pool: PhysicalPool | None = None,
+    elsewhere: tuple[int, ...] = (),
 ) -> LayerSlots:
     """Returns device memory for `count` experts of a format, all slots empty.
 
     `pool`: where memory comes from that moves; there are slots for all experts then, and `count` have memory.
+    `elsewhere`: experts in slots of other ranks.
     """
     if pool is not None:
         memory = VirtualRange(pool, num_experts * kind.expert_bytes)
@@ -135,6 +145,7 @@ def make_slots(
             [-1] * num_experts,
             limit,
             memory,
+            elsewhere,
         )
         slots.grow(count)
         return slots
@@ -144,6 +155,7 @@ def make_slots(
         torch.full((num_experts,), -1, dtype=torch.int32, device=device),
         [-1] * count,
         limit,
+        elsewhere=elsewhere,
     )
 
 
@@ -151,6 +163,8 @@ def check_slots(layer: int, slots: LayerSlots, expected: Sequence[int] | None = 
     """Raises AssertionError when the device's map and the host's disagree, or an expert is in two slots."""
     device_map = slots.slot_of_expert.tolist()
     host_map = [-1] * len(device_map)
+    for expert in slots.elsewhere:
+        host_map[expert] = ELSEWHERE
     for slot, expert in enumerate(slots.expert_of_slot):
         if expert >= 0:
             assert slot < slots.backed, f"layer {layer}: expert {expert} is in a slot without memory"
@@ -174,7 +188,8 @@ class ResidentKernels(ABC):
     def cpu_ids(
         self, slots: LayerSlots, topk_ids: torch.Tensor, counts: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Returns int32 `[T, K]`: a new tensor with -1 in place of resident experts; -1 stays.
+        """Returns int32 `[T, K]`: a new tensor with -1 in place of experts in slots, other ranks' too; -1
+        stays.
 
         counts: int32 `[num_experts]` on the device, to which the number of choices of each expert is added.
         """
@@ -215,7 +230,7 @@ class TorchResidentKernels(ResidentKernels):
             chosen = topk_ids[(topk_ids >= 0) & (topk_ids < counts.shape[0])].long()
             counts.scatter_add_(0, chosen, torch.ones_like(chosen, dtype=torch.int32))
         slot = slots.slot_of_expert[topk_ids.clamp(min=0).long()]
-        return torch.where(slot >= 0, -1, topk_ids)
+        return torch.where(slot != -1, -1, topk_ids)
 
     def forward(
         self,
@@ -276,9 +291,9 @@ class ResidentExperts:
     def __init__(
         self, source: PackedExpertSource, slots: Mapping[int, LayerSlots], kernels: ResidentKernels
     ) -> None:
-        """`slots` by MoE layer of this rank; layers without slots may be left out."""
+        """`slots` by MoE layer of this rank; layers without slots on any rank may be left out."""
         self._source = source
-        self._slots = {layer: found for layer, found in slots.items() if found.count}
+        self._slots = {layer: found for layer, found in slots.items() if found.count or found.elsewhere}
         self._kernels = kernels
         # Set while another stream reads the slots: exchanges wait.
         self.is_held = False
@@ -305,19 +320,23 @@ class ResidentExperts:
 
     @property
     def num_experts(self) -> int:
-        """Experts in slots, over all layers of this rank."""
+        """Experts in slots of this rank, over all its layers."""
         return sum(len(slots.experts) for slots in self._slots.values())
 
     def experts(self, layer: int) -> tuple[int, ...]:
-        """Returns resident experts of a layer, ascending."""
-        return self._slots[layer].experts if layer in self._slots else ()
+        """Returns the experts of a layer that are resident on any of the ranks that share it, ascending."""
+        if layer not in self._slots:
+            return ()
+        slots = self._slots[layer]
+        return tuple(sorted((*slots.experts, *slots.elsewhere))) if slots.elsewhere else slots.experts
 
     def share(self, layer: int) -> Share:
-        """Returns what the device computes of a layer."""
+        """Returns what the devices of all ranks that share a layer compute of it."""
         slots = self._slots.get(layer)
         if slots is None:
             return Share.NONE
-        is_whole = slots.memory is None and slots.count == self._source.geometry.num_experts
+        held = slots.count + len(slots.elsewhere)
+        is_whole = slots.memory is None and held == self._source.geometry.num_experts
         return Share.ALL if is_whole else Share.SOME
 
     def cpu_ids(self, layer: int, topk_ids: torch.Tensor) -> torch.Tensor:
@@ -345,11 +364,16 @@ class ResidentExperts:
 
         With several tensor-parallel ranks it is this rank's part of the sum.
         """
-        return self._kernels.forward(self._slots[layer], hidden_states, topk_ids, topk_weights, partial)
+        slots = self._slots[layer]
+        if not slots.count:
+            if partial is None:
+                return torch.zeros_like(hidden_states, dtype=torch.float32)
+            return partial.float()
+        return self._kernels.forward(slots, hidden_states, topk_ids, topk_weights, partial)
 
     def warm_up(self, max_rows: int, dtype: torch.dtype) -> None:
         """Compiles every kernel that steps of up to `max_rows` rows may need, once for each format."""
-        kinds = {slots.kind: slots for slots in self._slots.values()}
+        kinds = {slots.kind: slots for slots in self._slots.values() if slots.count}
         for slots in kinds.values():
             self._kernels.warm_up(slots, max_rows, dtype)
 

@@ -30,6 +30,7 @@ from moebius.checkpoint.mapped_reader import MappedReader
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError, brief
 from moebius.experts.placement import Placement, make_placement
+from moebius.experts.rank_division import rank_residents
 from moebius.models.geometry import MoeGeometry
 from moebius.process.progress import phase
 
@@ -59,18 +60,20 @@ def make_resident_experts(
         return None
     source = expert_source(config, geometry, compute_dtype, parallel)
     chosen = _begun_with(placed, known or {}, config, source)
+    own = _rank_part(chosen, parallel)
     slots = {
         layer: make_slots(
             source.format_of(layer),
-            len(experts),
+            len(own[layer]),
             geometry.num_experts,
             device,
             geometry.limit_of(layer),
             pool if len(placed[layer]) < geometry.num_experts else None,
+            tuple(expert for expert in experts if expert not in own[layer]),
         )
         for layer, experts in chosen.items()
     }
-    _load(source, slots, chosen, config.experts.max_requantise_error)
+    _load(source, slots, own, config.experts.max_requantise_error)
     kernels, max_rows = make_kernels(geometry, device), config.gpu.num_batched_tokens
     return warmed_up(source, slots, kernels, max_rows, compute_dtype)
 
@@ -120,28 +123,36 @@ def resident_bytes(
     layers: Sequence[int] | None = None,
 ) -> int:
     """Device memory that `make_resident_experts` will take, known before anything is read."""
-    chosen = _chosen(make_placement(config.placement, geometry), layers)
-    if not chosen:
+    placed = _chosen(make_placement(config.placement, geometry), layers)
+    if not placed:
         return 0
-    source = expert_source(config, geometry, compute_dtype, parallel)
+    source, chosen = expert_source(config, geometry, compute_dtype, parallel), _rank_part(placed, parallel)
     return sum(len(experts) * source.format_of(layer).expert_bytes for layer, experts in chosen.items())
 
 
 def expert_source(
     config: MoebiusConfig, geometry: MoeGeometry, compute_dtype: torch.dtype, parallel: ParallelContext
 ) -> PackedExpertSource:
-    """Returns the experts in the format that the configuration asks for, this rank's intermediate channels of
-    each.
+    """Returns the experts in the format that the configuration asks for: whole, or this rank's intermediate
+    channels of each.
     """
+    tp_rank, tp_size = (0, 1) if parallel.holds_whole_experts else (parallel.tp_rank, parallel.tp_size)
     return PackedExpertSource(
         config.model.model,
         geometry,
         config.experts.expert_dtype,
         expert_checkpoint=config.model.expert_checkpoint,
         widest="bfloat16" if compute_dtype == torch.bfloat16 else "float32",
-        tp_rank=parallel.tp_rank,
-        tp_size=parallel.tp_size,
+        tp_rank=tp_rank,
+        tp_size=tp_size,
     )
+
+
+def _rank_part(resident: Residents, parallel: ParallelContext) -> dict[int, tuple[int, ...]]:
+    """Returns the experts of which this rank holds something: all, or where ranks hold whole ones its own."""
+    if not parallel.holds_whole_experts:
+        return {layer: tuple(experts) for layer, experts in resident.items()}
+    return rank_residents(resident, parallel.tp_rank, parallel.tp_size)
 
 
 def _chosen(placement: Placement, layers: Sequence[int] | None) -> dict[int, tuple[int, ...]]:

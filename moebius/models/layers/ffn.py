@@ -168,7 +168,7 @@ class MoE(Routed):
         if shared is not None:
             yield from under("shared_experts", shared.weights(hidden_size, self.shared_fused))
         if self.shared_gate:
-            yield from linear("shared_expert_gate", 1, hidden_size)
+            yield Weight("shared_expert_gate.weight", (1, hidden_size))
 
     def with_top_k(self, top_k: int) -> Self:
         if self.kinds is None:

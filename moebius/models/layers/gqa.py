@@ -105,6 +105,7 @@ class GQA(Mixer):
     scale: float  # Factor of the scores.
     rope: RopeConfig | None
     eps: float  # Of norms without weights.
+    input_width: int = 1  # How many times `hidden_size` the vector is long that is projected.
     sight: Window | Chunk | None = None  # None: a query sees all earlier tokens.
     # Whether each query head has a learned logit that joins its softmax's sum and has no value.
     has_sinks: bool = False
@@ -199,7 +200,7 @@ class GQA(Mixer):
             parts["v_proj"] = self.num_kv_heads * self.value_dim, kv_heads
         if gates == "element":
             parts["g_proj"] = output, heads
-        yield from fused("qkv_proj", hidden_size, parts, bias=self.bias)
+        yield from fused("qkv_proj", self.input_width * hidden_size, parts, bias=self.bias)
         yield from linear("o_proj", hidden_size, output, bias=self.output_bias, cut=heads, axis=1)
         if gates == "head":
             yield from linear("g_proj", self.num_heads, hidden_size, cut=heads)

@@ -11,6 +11,7 @@ from moebius.models.layers.latent import MLA
 from moebius.models.layers.mixer import Mixer
 from moebius.models.layers.norms import Norm, RMSNorm
 from moebius.models.layers.residual import (
+    Eagle3,
     GatedStreams,
     HyperConnections,
     NextToken,
@@ -105,8 +106,8 @@ class Layer:
 
     @property
     def passed(self) -> bool:
-        """Returns whether every token passes it: it is not of multi-token prediction."""
-        return not isinstance(self.residual, NextToken)
+        """Returns whether every token passes it: it is not one that only proposes draft tokens."""
+        return not isinstance(self.residual, NextToken | Eagle3)
 
     @property
     def late_refusal(self) -> str:

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from moebius.models.layers.ffn import Dense
 from moebius.models.layers.ngrams import NGrams, stream_norm
 from moebius.models.layers.norms import Norm
-from moebius.models.layers.ranks import WHOLE, Cut
+from moebius.models.layers.ranks import WHOLE, Cut, Vocabulary
 from moebius.models.layers.weights import Weight, Weights, fused, linear, under
 
 # What a half reads is normed first, in most layers.
@@ -191,6 +191,46 @@ class NextToken:
         yield from norm.weights("shared_head.norm", hidden_size)
 
 
+@dataclass(frozen=True, slots=True)
+class Eagle3:
+    """A draft head of a checkpoint of its own that reads several layers of the model; see `models.eagle3`."""
+
+    late_refusal: ClassVar[str] = ""
+
+    read_layers: tuple[int, ...]  # Decoder layers at whose beginning the stream is read, or their number: at
+    # the end of the last one.
+    norm_before_residual: bool  # Whether the head's own stream begins with a norm of what it reads.
+    draft_vocab_size: int  # Tokens that its own head knows.
+    vocab_size: int  # The model's.
+    # What its checkpoint stores: else the embedding and the head are the model's, and tokens have its ids.
+    has_embedding: bool
+    has_head: bool
+    has_ids: bool
+    has_bias: bool  # Of `fc`.
+
+    def weights(self, norm: Norm, hidden_size: int) -> Weights:
+        """Yields what its checkpoint stores besides attention and MLP."""
+        width = len(self.read_layers) * hidden_size
+        yield from linear("fc", hidden_size, width, bias=self.has_bias)
+        for name in (_INPUT_NORM, "hidden_norm", _FFN_NORM, "norm"):
+            yield from norm.weights(name, hidden_size)
+        if self.has_embedding:
+            shape = self.vocab_size, hidden_size
+            yield Weight("embed_tokens.weight", shape, use="lookup", cut=Vocabulary())
+        if self.has_head:
+            yield from linear("lm_head", self.draft_vocab_size, hidden_size, cut=Vocabulary())
+        if self.has_ids:
+            yield Weight("d2t", (self.draft_vocab_size,), "int32")
+
+
 Residual = (
-    Sequential | Single | Parallel | NormedStream | Shortcut | HyperConnections | GatedStreams | NextToken
+    Sequential
+    | Single
+    | Parallel
+    | NormedStream
+    | Shortcut
+    | HyperConnections
+    | GatedStreams
+    | NextToken
+    | Eagle3
 )

@@ -142,7 +142,7 @@ MENDED = [
     ("llama-server -m m.gguf --cache-ram 8192", "m.gguf --kv-offload-gib 8.0 --port 8080", []),
     ("llama-server -m m.gguf --cache-ram -1", "m.gguf --port 8080", ["--cache-ram"]),
     ("llama-server -m m.gguf --pooling mean", "m.gguf --port 8080", ["--pooling"]),
-    ("vllm serve m -ep", "m --expert-split expert", []),
+    ("vllm serve m -ep", "m --gpu-expert-split expert", []),
     ("vllm serve m --allowed-origins '[\"*\"]'", "m --cors-origins '*'", []),
     ("vllm serve m --api-key a b --port 81", "m --api-key a --port 81", ["--api-key"]),
     ("vllm serve m --enforce-eager=false --enable-lora=false", "m", []),
@@ -180,6 +180,40 @@ def test_what_was_ignored_or_refused_for_another_reason(line: str, ours: str, di
     assert shlex.join(words) == f"moebius serve {ours}"
     assert names(found.differences) == differs
     load_config(None, settings(words[2:]))
+
+
+@pytest.mark.parametrize(
+    ("line", "ours", "nearest"),
+    [
+        ("vllm serve m -tp 4 -ep -pp 2", "--tensor-parallel-size 4 --gpu-expert-split expert "
+         "--pipeline-parallel-size 2", {}),
+        ("vllm serve m -tp 8 -dcp 8", "--tensor-parallel-size 8",
+         {"-dcp": "--pipeline-parallel-size"}),
+        ("vllm serve m -dcp 1 -pcp 1 -dp 1", "", {}),
+        ("vllm serve m -pcp 2 --dcp-kv-cache-interleave-size 16", "",
+         {"-pcp": "--kv-cache-dtype", "--dcp-kv-cache-interleave-size": "--kv-cache-dtype"}),
+        ("vllm serve m -dp 8 -ep --enable-eplb", "--gpu-expert-split expert",
+         {"-dp": "--engines", "--enable-eplb": "--expert-statistics"}),
+        ("sglang serve --model-path m --tp 8 --ep 8 --enable-dp-attention --dp 8",
+         "--tensor-parallel-size 8 --gpu-expert-split expert --port 30000",
+         {"--enable-dp-attention": "--tensor-parallel-size", "--dp": "--engines"}),
+        ("sglang serve --model-path m --pp-size 2 --pp-max-micro-batch-size 4 --moe-dp-size 2",
+         "--pipeline-parallel-size 2 --port 30000",
+         {"--pp-max-micro-batch-size": "--max-num-seqs", "--moe-dp-size": "--gpu-expert-split"}),
+        ("sglang serve --model-path m --tp 4 --dcp-size 4 --attn-cp-size 1",
+         "--tensor-parallel-size 4 --port 30000", {"--dcp-size": "--tensor-parallel-size"}),
+    ],
+)  # fmt: skip
+def test_divisions_over_gpus_are_done_or_refused_by_name(
+    line: str, ours: str, nearest: dict[str, str]
+) -> None:
+    """Expert, tensor and pipeline parallelism are settings; each of the others is refused with the option
+    that comes nearest, and none is taken for another one."""
+    words, found = translate_command(shlex.split(line), serve_options(), lambda: SOCKETS)
+    assert sorted(words[3:]) == sorted(shlex.split(ours))
+    assert names(found.differences) == list(nearest)
+    for text, option in zip(found.differences, nearest.values(), strict=True):
+        assert option in text
 
 
 @pytest.mark.parametrize(

@@ -182,7 +182,7 @@ def activate(gate, up, alpha, limit, ACTIVATION: tl.constexpr):  # type: ignore[
 
 @jit
 def slot_of(ids, slot_of_expert, pair):  # type: ignore[no-untyped-def]
-    """Returns the slot of a (row, choice) pair's expert; -1: none."""
+    """Returns the slot of a (row, choice) pair's expert; negative: none."""
     expert = tl.load(ids + pair)
     slot = tl.load(slot_of_expert + tl.maximum(expert, 0))
     return tl.where(expert >= 0, slot, -1)

@@ -18,12 +18,15 @@ def cpu_ids_kernel(  # type: ignore[no-untyped-def]
     ids, slot_of_expert, counts, output, count, NUM_EXPERTS: tl.constexpr, COUNTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """output = ids, -1 where the expert is in a slot; with COUNTS each chosen expert's count grows by one."""
+    """output = ids, -1 where the expert is in a slot of any rank.
+
+    With COUNTS each chosen expert's count grows by one.
+    """
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     held = pair < count
     expert = tl.load(ids + pair, mask=held, other=-1)
     slot = tl.load(slot_of_expert + tl.maximum(expert, 0), mask=held, other=0)
-    tl.store(output + pair, tl.where(slot >= 0, -1, expert), mask=held)
+    tl.store(output + pair, tl.where(slot != -1, -1, expert), mask=held)
     if COUNTS:
         is_expert = held & (expert >= 0) & (expert < NUM_EXPERTS)
         tl.atomic_add(counts + expert, 1, mask=is_expert, sem="relaxed")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from app.planning.host_engine import HostEngine
 from app.planning.speed import (
     ASSUMED_EXPERT_BANDWIDTH_SHARE,
     GPU_BANDWIDTH_SHARE,
@@ -35,7 +36,8 @@ QWEN = Work(
     top_k=8,
     hidden_size=2048,
     dense_bytes=2_460_000_000,
-    dense_elements=1_230_000_000,
+    layer_elements={"": 919_000_000},
+    head_elements={"": 311_000_000},
     kv_token_bytes=98304.0,
     attention_width=48 * 4096,
     expert_bytes=2_654_208.0,
@@ -47,6 +49,7 @@ QWEN = Work(
     ranks=1,
     request_rows=128,
     item_bytes=2,
+    engine=HostEngine(15, 2048, 1.0, True, {}),
 )
 HOST = hardware("h200", sockets=1, cores=16, bandwidth=210e9, cpu_flops=46e12)
 
@@ -63,6 +66,8 @@ def test_a_panels_time_between_and_beyond_what_was_measured() -> None:
     """Times are linear between numbers of rows, proportional beyond the last and to the input features."""
     at = [GATE_UP.seconds(rows, 2048) * 1e9 for rows in (0.5, 1, 2, 4, 16)]
     assert at == pytest.approx([160, 160, 160 + 40 / 3, 200, 800])
+    three = replace(GATE_UP, points=((1, 160.0), (4, 200.0), (8, 300.0)))
+    assert three.seconds(4, 2048) == pytest.approx(200e-9)
     assert GATE_UP.seconds(1, 4096) == pytest.approx(2 * GATE_UP.seconds(1, 2048))
 
 
@@ -168,6 +173,16 @@ def test_prefill_as_it_was_measured(tokens: int, resident: float, measured: floa
     work = replace(QWEN, resident_share=resident, request_rows=2048)
     row = predict_prefill(work, HOST_D, 16384 if resident else 512, tokens, 16384)
     assert row.tokens_per_second == pytest.approx(measured, rel=0.15)
+
+
+def test_a_prompt_passes_the_head_once() -> None:
+    """Logits of its last token alone are computed: a head of any size adds next to nothing."""
+    wide = replace(QWEN, head_elements={"": 3_110_000_000}, resident_share=1.0)
+    narrow = replace(wide, head_elements={})
+    found = [predict_prefill(work, HOST_D, 4096, 4096).seconds.dense for work in (wide, narrow)]
+    assert found[0] == pytest.approx(found[1], rel=0.01)
+    rows = [step_seconds(work, HOST_D, 4096, 0, 0).dense for work in (wide, narrow)]
+    assert rows[0] > 2 * rows[1]
 
 
 def test_streaming_is_planned_only_where_it_is_faster() -> None:

@@ -14,10 +14,10 @@ import pytest
 
 from app import cli
 from app.doctor.facts import Volume, read_volume
-from app.planning import fill
+from app.planning import fill, prefixes
 from app.supervisor import shortages
 from app.supervisor.shortages import Needs, find_shortages
-from moebius.config import MoebiusConfig
+from moebius.config import GpuConfig, MoebiusConfig, ParallelConfig
 from moebius.kernels.weight_segment import segment_path
 from moebius.process.limits import FEWEST_BYTES
 from tests.helpers.tiny_models import TINY_MODELS, write_tiny_model
@@ -159,6 +159,20 @@ def test_prefixes_in_ram_are_counted_wherever_experts_lie(
     assert list(find_shortages(Needs(0, (4 * MIB,), prefixes=5 * MIB), str(tmp_path))) == []
     (found,) = find_shortages(Needs(0, (4 * MIB,), prefixes=9 * MIB), str(tmp_path))
     assert found.of == "RAM"
+
+
+def test_a_directory_in_memory_is_ram(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`kv_disk_gib` counts as `kv_offload_gib` does where `kv_disk_dir`, made or not, lies in memory; ranks
+    have equal parts of `kv_offload_gib`."""
+    given = {"kv_disk_gib": 2.0, "kv_disk_dir": str(tmp_path / "made" / "later")}
+    config = MoebiusConfig(gpu=GpuConfig(**given, kv_offload_gib=1.0))  # type: ignore[arg-type]
+    for kind, gib in (("ext4", 1), ("tmpfs", 3)):
+        monkeypatch.setattr(prefixes, "read_volume", lambda path, kind=kind: volume(path, 1, kind))
+        assert prefixes.prefix_bytes(config) == gib * 2**30
+    off = config.gpu.model_copy(update={"prefix_caching": False})
+    assert prefixes.prefix_bytes(config.model_copy(update={"gpu": off})) == 0
+    parallel = ParallelConfig(tensor_parallel_size=2)
+    assert prefixes.prefix_bytes(MoebiusConfig(gpu=GpuConfig(kv_offload_gib=1.0), parallel=parallel)) == 2**29
 
 
 def test_serve_refuses_prefixes_that_ram_has_no_room_for(

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import tests.helpers.triton_interpreter  # noqa: F401
-from gpu_service.attention import fused_decode
 from gpu_service.attention.fused_decode import MAX_REQUESTS, MIN_SPLIT, can_decode
 from gpu_service.attention.torch_reference import TorchReferenceAttention
 from gpu_service.attention.triton_backend import TritonAttention
@@ -22,12 +21,6 @@ from tests.tolerances import ATTENTION_FLOAT16, LOGITS_FLOAT32_SELF
 
 SMALL = Geometry(num_heads=6, num_kv_heads=2, head_dim=16)
 LONG = 5 * MIN_SPLIT
-
-
-@pytest.fixture(autouse=True)
-def switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel is off by default."""
-    monkeypatch.setattr(fused_decode, "IS_ON", True)
 
 
 def check(case: Case, options: Options = Options()) -> None:

@@ -7,6 +7,7 @@ that fail, requests that are aborted, and steps that stay open.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import random
 import time
@@ -193,6 +194,32 @@ def test_engines_share_a_directory(tmp_path: Path) -> None:
     assert (tmp_path / "kv").stat().st_mode & 0o777 == 0o700
 
 
+def test_hosts_share_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a network's file system a lock needs a file that is open for writing, and a file that another host
+    has removed is stale: its blocks are gone, which is no error."""
+    real = fcntl.flock
+
+    def flock(file: Any, operation: int) -> None:
+        if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY and operation & fcntl.LOCK_EX:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        real(file, operation)
+
+    monkeypatch.setattr(disk_file.fcntl, "flock", flock)  # type: ignore[attr-defined]
+    first, second = (DiskTier(tmp_path, IDENTITY, 10**6) for _ in range(2))
+    keys = names(2)
+    for index, key in enumerate(keys):
+        first.append(key, b"p" * 32, PAGE, payload(index))
+    second.refresh()
+    assert [read(second, key) for key in keys] == [0, 1]
+
+    def stale(*arguments: Any) -> int:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(disk_file.os, "preadv", stale)  # type: ignore[attr-defined]
+    assert read(second, keys[0]) is None
+    assert (len(second), second.num_errors) == (0, 0)
+
+
 @pytest.mark.parametrize("harm", ["missing", "short", "torn", "changed"])
 def test_an_index_is_built_again(harm: str, tmp_path: Path) -> None:
     """Whatever became of it; and what a killed writer left at a file's end is not read."""
@@ -340,26 +367,39 @@ class TierMachine:
     would compute them: what a request starts from is compared with its own tokens.
     """
 
+    # Bytes of a state here; other ranks may have other parts of it.
+    state_bytes = STATE_BYTES
+
     def __init__(self, seed: int, directory: Path, has_states: bool) -> None:
         self.dice = random.Random(seed)
-        self.tensors, self.state_tensor = page_tensors(), torch.zeros((SLOTS + 1, 80), dtype=torch.uint8)
+        self.tensors = self.make_tensors()
+        self.state_tensor = torch.zeros((SLOTS + 1, self.state_bytes), dtype=torch.uint8)
         states = RequestStates(StatePool(SLOTS), 3) if has_states else None
-        tree = RadixCache(PAGE, states.forget if states else None)
+        tree = RadixCache(PAGE, states.forget if states else None, most_kept_pages=PAGES // 2)
         self.cache = RequestCache(PagePool(PAGES), tree, True, states)
         state_tensors = [self.state_tensor] if has_states else []
         self.payloads = HostPayloads(self.tensors, state_tensors, HostDeviceStream())
-        self.ram = RamTier(RamSegment(IDENTITY, 64, 12), PAGE_BYTES, STATE_BYTES)
         self.disk = FlakyDisk(directory, IDENTITY, 40_000)
         self.disk.dice = self.dice
-        self.tiers = PrefixTiers(
-            self.cache, self.payloads, IDENTITY, self.ram, self.disk, lambda: None, lambda: 1.0
-        )
+        self.ram, self.tiers = self.make_tiers()
         self.tiers.open()
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.open_steps: list[OpenStep] = []
         self.runs: Counter[Request] = Counter()  # how often each was admitted
         self.next_step = self.count = self.checked = 0
+
+    def make_tensors(self) -> list[torch.Tensor]:
+        return page_tensors()
+
+    def make_tiers(self) -> tuple[RamTier, PrefixTiers]:
+        ram = RamTier(RamSegment(IDENTITY, 64, 12), PAGE_BYTES, STATE_BYTES)
+        parts = (self.cache, self.payloads, IDENTITY, ram, self.disk)
+        return ram, PrefixTiers(*parts, lambda: None, lambda: 1.0)
+
+    def now_s(self) -> float:
+        """What the tree's time is."""
+        return time.monotonic()
 
     def mark(self, tokens: list[int], namespace: str, nbytes: int) -> np.ndarray[Any, Any]:
         """What a model would compute of these tokens."""
@@ -384,7 +424,12 @@ class TierMachine:
             which, length = self.dice.randrange(8), self.dice.randint(1, 17)
             tokens = [1 + (k * k + k * (which if k > 6 else which % 4)) % 5 for k in range(length)]
             namespace = self.dice.choice(["", "", "salt"])
-            request = Request(f"r{self.count}", tokens, SamplingParams(), cache_namespace=namespace)
+            # Shorter than the history, so that keeping ends, too.
+            keep_s = self.dice.choice([0.0, 0.0, 0.05])
+            request = Request(
+                f"r{self.count}", tokens, SamplingParams(), cache_namespace=namespace, keep_prefix_s=keep_s
+            )
+            self.cache.tree.advance(self.now_s())
             self.waiting.append(request)
 
     def admit(self) -> None:
@@ -411,14 +456,14 @@ class TierMachine:
     def check(self, request: Request) -> None:
         """What the request starts from is what it would have computed."""
         tokens, namespace = request.prompt_token_ids, request.cache_namespace
-        found = self.payloads.scratch(PAGE_BYTES)
+        found = self.payloads.scratch(self.payloads.page_bytes)
         for index, page in enumerate(request.pages):
             self.payloads.read_pages([page], [found])
-            expected = self.mark(tokens[: (index + 1) * PAGE], namespace, PAGE_BYTES)
+            expected = self.mark(tokens[: (index + 1) * PAGE], namespace, self.payloads.page_bytes)
             assert np.array_equal(found, expected), f"page {index} of {request.key}"
             self.checked += 1
         if self.cache.states is not None and request.cached_len:
-            expected = self.mark(tokens[: request.cached_len], f"state {namespace}", STATE_BYTES)
+            expected = self.mark(tokens[: request.cached_len], f"state {namespace}", self.state_bytes)
             assert np.array_equal(self.state_tensor[request.state_slot].numpy(), expected), request.key
 
     def compute(self) -> None:
@@ -445,10 +490,10 @@ class TierMachine:
         step = self.open_steps.pop(0)
         request, end, states = step.request, step.end, self.cache.states
         tokens, namespace = request.prompt_token_ids[:end], request.cache_namespace
-        mark = self.mark(tokens, namespace, PAGE_BYTES)
+        mark = self.mark(tokens, namespace, self.payloads.page_bytes)
         self.payloads.write_pages([step.page], [mark if end % PAGE == 0 else mark * 0])
         if states is not None:
-            state = self.mark(tokens, f"state {namespace}", STATE_BYTES)
+            state = self.mark(tokens, f"state {namespace}", self.state_bytes)
             self.payloads.write_state(step.batch.state_writes[0], state)
         if request in self.running and self.runs[request] == step.run:
             request.computed_len = end
@@ -548,3 +593,71 @@ def test_random_histories_never_give_a_request_another_prefix(
     assert tiers.hit_tokens["ram"] > 0
     assert tiers.hit_tokens["disk"] > 0
     assert tiers.num_failed > 0
+
+
+class RankMachine(TierMachine):
+    """A rank of several: its part of a page is half of it, and copies are made on the spot."""
+
+    num_steps = 0
+
+    def make_tensors(self) -> list[torch.Tensor]:
+        return page_tensors()[:1]
+
+    def make_tiers(self) -> tuple[RamTier, PrefixTiers]:
+        tree = self.cache.tree
+        payloads, segment = self.payloads, RamSegment(IDENTITY, 64, 12)
+        own, counted = (payloads.page_bytes, payloads.state_bytes), (PAGE_BYTES, STATE_BYTES)
+        ram = RamTier(segment, *own, lambda: tree.now_s, counted)
+        tiers = PrefixTiers(
+            *(self.cache, payloads, IDENTITY, ram, None, lambda: None),
+            clock=lambda: tree.now_s,
+            wall_clock=lambda: tree.now_s,
+            fail_ranks=pytest.fail,
+        )
+        return ram, tiers
+
+    def now_s(self) -> float:
+        """Equal on all ranks."""
+        return self.num_steps / 1000
+
+    def step(self) -> None:
+        self.num_steps += 1
+        super().step()
+
+    @property
+    def seen(self) -> list[Any]:
+        """What has to be equal on all ranks."""
+        requests = [(request.key, request.cached_len, request.pages) for request in self.running]
+        waiting = [request.key for request in self.waiting]
+        return [requests, waiting, self.ram.keys, self.ram.kept_keys, self.tiers.hit_tokens]
+
+
+class WholeRankMachine(RankMachine):
+    """Another rank, which has all of a page."""
+
+    def make_tensors(self) -> list[torch.Tensor]:
+        return page_tensors()
+
+
+class StatelessRankMachine(RankMachine):
+    """Another rank, whose layers have no states."""
+
+    state_bytes = 0
+
+
+@pytest.mark.parametrize("has_states", [False, True], ids=["pages", "pages and states"])
+def test_ranks_hold_the_same_blocks(has_states: bool, tmp_path: Path) -> None:
+    """Whatever happens, ranks with different parts of each block start every request from the same prefix,
+    give up the same blocks, and keep them alike."""
+    kinds = (RankMachine, WholeRankMachine, StatelessRankMachine)
+    first, *others = (kind(11, tmp_path / kind.__name__, has_states) for kind in kinds)
+    for _ in range(3000):
+        first.step()
+        for other in others:
+            other.step()
+            assert other.seen == first.seen
+    assert first.tiers.hit_tokens["ram"] > 0
+    assert first.ram.num_evicted > 0
+    for machine in (first, *others):
+        assert machine.checked > 0
+        machine.close()

@@ -17,7 +17,12 @@ from structlog.testing import capture_logs
 import tests.helpers.triton_interpreter  # noqa: F401
 from gpu_service.device.host_virtual_memory import HostVirtualMemory
 from gpu_service.device.virtual_memory import PhysicalPool
-from gpu_service.experts.resident.experts import LayerSlots, ResidentKernels, TorchResidentKernels
+from gpu_service.experts.resident.experts import (
+    ELSEWHERE,
+    LayerSlots,
+    ResidentKernels,
+    TorchResidentKernels,
+)
 from gpu_service.experts.resident.make import warmed_up
 from gpu_service.experts.resident.panels import layer_format, pair_bytes
 from gpu_service.experts.resident.triton_kernels import backend, launch
@@ -52,6 +57,23 @@ def test_every_format(weight_format: str, few_rows: int) -> None:
     slots = resident_layer(shape, weight_format, (4, 1, 2))
     kernels = TritonResidentKernels(shape.geometry, few_rows)
     assert error(kernels, shape, slots, 2) < tolerances.RESIDENT_FLOAT32
+
+
+@pytest.mark.parametrize("few_rows", [FEW, MANY], ids=["rows", "tiles"])
+def test_experts_of_other_ranks(few_rows: int) -> None:
+    """They are no server's, and add nothing here."""
+    shape = Shape()
+    slots = resident_layer(shape, "int8", (4, 1, 2))
+    others = [expert for expert in range(shape.geometry.num_experts) if expert not in (4, 1, 2)][:2]
+    slots.slot_of_expert[others] = ELSEWHERE
+    kernels = TritonResidentKernels(shape.geometry, few_rows)
+    assert error(kernels, shape, slots, 3) < tolerances.RESIDENT_FLOAT32
+    ids = torch.tensor([[4, others[0]], [others[1], -1]], dtype=torch.int32)
+    assert kernels.cpu_ids(slots, ids).tolist() == [[-1, -1], [-1, -1]]
+    hidden_states, weights = torch.randn(2, shape.hidden), torch.ones(2, 2)
+    found = kernels.forward(slots, hidden_states, ids, weights, None)
+    assert found[0].any()
+    assert not found[1].any()
 
 
 @pytest.mark.parametrize("few_rows", [FEW, MANY], ids=["rows", "tiles"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import tests.helpers.triton_interpreter  # noqa: F401
 from gpu_service.ops import linear
 from gpu_service.ops.triton import gemv, norm_route
 from moebius.models.layers.router import RouterConfig

@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import tests.helpers.triton_interpreter  # noqa: F401
 from gpu_service.ops import activation, kv, norm, overflow, rope, sampling
 from gpu_service.ops.rope_frequencies import inverse_frequencies
 from gpu_service.ops.triton import activation as triton_activation

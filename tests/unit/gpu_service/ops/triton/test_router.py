@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import tests.helpers.triton_interpreter  # noqa: F401
 from gpu_service.ops.router import route
 from gpu_service.ops.triton.router import route as triton_route
 from moebius.models.layers.router import RouterConfig

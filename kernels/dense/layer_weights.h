@@ -1,0 +1,121 @@
+// What decoder layers are computed from, and the rows of a step.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <variant>
+#include <vector>
+
+#include "kernels/dense/dense_matrix.h"
+#include "kernels/dense/row_ops.h"
+
+namespace moebius::dense {
+
+// Weights are the caller's and outlive the layers. Floating-point memory is of the layers' type where nothing is said.
+
+struct NormWeights {
+  const void* weight;  // [hidden_size]
+  bool is_bfloat16;
+  float eps;
+};
+
+struct Projection {
+  std::shared_ptr<DenseMatrix> matrix;  // null: there is none
+  const float* bias;                    // [out_features]; null: none
+  const int64_t* order;                 // [out_features], of the product's columns; null: as they are stored
+};
+
+// Grouped-query attention. Gates are the last columns of qkv, one of each element, or a projection of their own.
+struct AttentionWeights {
+  Projection qkv;           // queries, keys, values of all heads
+  Projection output;
+  Projection gate;          // a gate of each head, or of each element
+  bool gates_are_softplus;  // else sigmoids
+  const void* query_norm;   // [head_dim]; null: none
+  const void* key_norm;     // [head_dim]; null: none
+  bool norms_are_bfloat16;
+  float norm_eps;
+  const float* sinks;       // [num_heads]; null: none
+  void* pages;              // [pages][page_size][2 * num_kv_heads][head_dim]
+  uint32_t page_size;
+  uint32_t num_heads;
+  uint32_t num_kv_heads;
+  uint32_t head_dim;
+  float scale;
+  uint32_t rotation;        // index of StepRows::rotations
+  uint32_t sight;           // index of StepRows::sights
+};
+
+// The gated delta rule after a causal convolution, see recurrent.h.
+struct DeltaWeights {
+  Projection input;         // queries, keys, values; gates of values; b; a: of all heads
+  Projection output;
+  const float* taps;        // [width][channels]
+  const float* bias;        // [channels]; null: none
+  uint32_t width;
+  const float* a_log;       // [num_value_heads]
+  const float* dt_bias;     // [num_value_heads]
+  const void* norm;         // [value_dim]
+  float norm_eps;
+  bool gates_are_sigmoid;   // else SiLU
+  void* recent;             // [slots][width - 1][channels]
+  float* states;            // [slots][num_value_heads][key_dim][value_dim]
+  uint32_t num_key_heads;
+  uint32_t num_value_heads;
+  uint32_t key_dim;
+  uint32_t value_dim;
+};
+
+// down(silu(gate) * up), times the sigmoid of one product where it has an output gate.
+struct MlpWeights {
+  Projection gate_up;
+  Projection down;
+  const void* output_gate;  // [hidden_size]; null: none
+};
+
+struct RouterWeights {
+  const void* weight;       // [num_experts][hidden_size]; null: the layer has no experts
+  const float* bias;        // [num_experts]; null: none
+  const float* correction;  // as Routing has it
+  bool is_bfloat16;         // of the weight, and what logits are rounded to
+  RoutingRule rule;
+};
+
+struct LayerWeights {
+  NormWeights input_norm;
+  std::variant<AttentionWeights, DeltaWeights> mixer;
+  NormWeights ffn_norm;
+  MlpWeights mlp;        // of a layer with experts: those that are always active; null matrices: none
+  RouterWeights router;
+  uint32_t layer;        // as experts are asked for it
+};
+
+struct Rotation {
+  const void* cosine;   // [num_rows][rotary_dim]
+  const void* sine;
+  uint32_t rotary_dim;
+  bool interleaved;
+};
+
+// What rows see in layers of one window or chunk.
+struct Sight {
+  const int32_t* begins;  // [num_rows], the first position
+  const int32_t* ends;    // [num_rows], the position after the last one
+};
+
+// The rows of one step. Those of one request follow each other.
+struct StepRows {
+  uint32_t num_rows;
+  void* residual;              // [num_rows][hidden_size]; increased by all but the last layer's last addition
+  void* update;                // [num_rows][hidden_size], that addition; float32 after routed experts
+  const int64_t* slot_mapping;  // [num_rows]
+  const int32_t* block_table;   // [requests][table_stride]
+  size_t table_stride;
+  const int32_t* requests;      // [num_rows]
+  std::vector<Rotation> rotations;
+  std::vector<Sight> sights;
+  const int64_t* state_reads;   // [num_rows], slots of states before a row and after it; other slots
+  const int64_t* state_writes;
+};
+
+}  // namespace moebius::dense

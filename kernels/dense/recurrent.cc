@@ -1,0 +1,108 @@
+#include "kernels/dense/recurrent.h"
+
+#include <algorithm>
+#include <cmath>
+#include <mutex>
+
+#include "kernels/dense/row_memory.h"
+#include "kernels/format/numbers.h"
+
+namespace moebius::dense {
+namespace {
+
+// Channels of a task of a convolution, a multiple of all vectors.
+constexpr uint32_t kChannelsTogether = 1024;
+
+float value_at(const void* memory, size_t element, bool is_bfloat16) {
+  if (is_bfloat16) return decode_bfloat16(static_cast<const uint16_t*>(memory)[element]);
+  return static_cast<const float*>(memory)[element];
+}
+
+// A straight line above 20, as torch's.
+float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
+
+// All rows of one value head, in order.
+void update_head(DenseThreads& threads, const DeltaRule& call, uint32_t head, float* scratch) {
+  const uint32_t key_head = head / (call.num_value_heads / call.num_key_heads);
+  const size_t key_size = size_t{call.num_key_heads} * call.key_dim;
+  const size_t state_size = size_t{call.key_dim} * call.value_dim;
+  for (uint32_t row = 0; row < call.num_rows; ++row) {
+    const size_t own = row * call.qkv_stride;
+    const size_t query = own + size_t{key_head} * call.key_dim;
+    const size_t value = own + 2 * key_size + size_t{head} * call.value_dim;
+    const size_t gates = row * call.gates_stride + head;
+    const float step = softplus(value_at(call.a, gates, call.is_bfloat16) + call.dt_bias[head]);
+    const float decay = std::exp(-std::exp(call.a_log[head]) * step);
+    const float beta = 1.0f / (1.0f + std::exp(-value_at(call.b, gates, call.is_bfloat16)));
+    const auto state = [&](int64_t slot) {
+      return call.states + (static_cast<size_t>(slot) * call.num_value_heads + head) * state_size;
+    };
+    void* const output = at(call.output, (size_t{row} * call.num_value_heads + head) * call.value_dim,
+                            call.is_bfloat16);
+    threads.row_kernels().update_delta({call.is_bfloat16, at(call.qkv, query, call.is_bfloat16),
+                                        at(call.qkv, query + key_size, call.is_bfloat16),
+                                        at(call.qkv, value, call.is_bfloat16), state(call.reads[row]),
+                                        state(call.writes[row]), output, scratch, decay, beta, call.key_dim,
+                                        call.value_dim});
+  }
+}
+
+}  // namespace
+
+void convolve(DenseThreads& threads, const Convolution& call) {
+  const std::lock_guard<std::mutex> lock(threads.call_mutex());
+  const bool is_bfloat16 = call.is_bfloat16;
+  const size_t state_size = size_t{call.width - 1} * call.channels;
+  const uint32_t num_tasks = (call.channels + kChannelsTogether - 1) / kChannelsTogether;
+  threads.pool().parallel_for(num_tasks, [&](uint32_t task, uint32_t) {
+    const uint32_t begin = task * kChannelsTogether;
+    const uint32_t count = std::min(kChannelsTogether, call.channels - begin);
+    for (uint32_t row = 0; row < call.num_rows; ++row) {
+      const auto recent = [&](int64_t slot) {
+        return at(call.states, static_cast<size_t>(slot) * state_size + begin, is_bfloat16);
+      };
+      const std::byte* const own = at(call.rows, row * call.row_stride + begin, is_bfloat16);
+      threads.row_kernels().convolve({is_bfloat16, call.activates, own, recent(call.reads[row]),
+                                      recent(call.writes[row]), call.taps + begin,
+                                      call.bias == nullptr ? nullptr : call.bias + begin,
+                                      at(call.output, size_t{row} * call.channels + begin, is_bfloat16), count,
+                                      call.channels, call.width});
+    }
+  });
+}
+
+void update_delta(DenseThreads& threads, const DeltaRule& call) {
+  const std::lock_guard<std::mutex> lock(threads.call_mutex());
+  threads.pool().parallel_for(call.num_value_heads, [&](uint32_t head, uint32_t worker) {
+    AlignedBuffer& scratch = threads.scratch(worker).result;
+    scratch.grow(2 * size_t{call.key_dim} * sizeof(float));
+    update_head(threads, call, head, scratch.as<float>());
+  });
+}
+
+void gated_norm(DenseThreads& threads, const GatedNorm& call) {
+  const bool is_bfloat16 = call.first.is_bfloat16;
+  const size_t size = call.first.size;
+  for_rows(threads, call.num_rows, call.num_heads * size, [&](uint32_t row, uint32_t) {
+    for (uint32_t head = 0; head < call.num_heads; ++head) {
+      const size_t own = (size_t{row} * call.num_heads + head) * size;
+      GatedNormWork work = call.first;
+      work.values = at(call.first.values, own, is_bfloat16);
+      work.gates = at(call.first.gates, row * call.gates_stride + head * size, is_bfloat16);
+      work.output = at(call.first.output, own, is_bfloat16);
+      threads.row_kernels().gated_norm(work);
+    }
+  });
+}
+
+void apply_gate(DenseThreads& threads, const ApplyGateWork& first, size_t gates_stride, uint32_t num_rows) {
+  for_rows(threads, num_rows, first.size, [&](uint32_t row, uint32_t) {
+    ApplyGateWork work = first;
+    work.values = at(first.values, size_t{row} * first.size, first.is_bfloat16);
+    work.gates = at(first.gates, row * gates_stride, first.is_bfloat16);
+    work.output = at(first.output, size_t{row} * first.size, first.is_bfloat16);
+    threads.row_kernels().apply_gate(work);
+  });
+}
+
+}  // namespace moebius::dense

@@ -1,0 +1,65 @@
+// Steps of layers that keep a state of each request, and gates, over all rows of a step on the threads of the dense
+// layers. Rows are tokens; those of one request follow each other, each reading the state that the one before it wrote.
+//
+// Memory and strides as in row_ops.h. Slots of states are other memory for what a row reads and what it writes.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/dense/dense_threads.h"
+
+namespace moebius::dense {
+
+// A causal convolution, see ConvolveWork.
+struct Convolution {
+  bool is_bfloat16;       // rows, states and output
+  bool activates;
+  const void* rows;       // [num_rows][row_stride], `channels` columns
+  size_t row_stride;
+  uint32_t num_rows;
+  uint32_t channels;
+  uint32_t width;
+  void* states;           // [slots][width - 1][channels], the latest inputs
+  const int64_t* reads;   // [num_rows], slots
+  const int64_t* writes;  // [num_rows]
+  const float* taps;      // [width][channels]
+  const float* bias;      // [channels]; null: none
+  void* output;           // [num_rows][channels]
+};
+void convolve(DenseThreads& threads, const Convolution& call);
+
+// The gated delta rule, see DeltaWork. A key head serves num_value_heads / num_key_heads value heads.
+struct DeltaRule {
+  bool is_bfloat16;       // all rows
+  const void* qkv;        // [num_rows][qkv_stride]: queries, keys of all key heads, values of all value heads
+  size_t qkv_stride;
+  const void* a;          // [num_rows][gates_stride], num_value_heads columns: of decays
+  const void* b;          // likewise: of how much of a value is taken
+  size_t gates_stride;
+  const float* a_log;     // [num_value_heads]
+  const float* dt_bias;   // [num_value_heads]
+  float* states;          // [slots][num_value_heads][key_dim][value_dim]
+  const int64_t* reads;   // [num_rows], slots
+  const int64_t* writes;  // [num_rows]
+  void* output;           // [num_rows][num_value_heads][value_dim]
+  uint32_t num_rows;
+  uint32_t num_key_heads;
+  uint32_t num_value_heads;
+  uint32_t key_dim;
+  uint32_t value_dim;     // a multiple of 16
+};
+void update_delta(DenseThreads& threads, const DeltaRule& call);
+
+// See GatedNormWork, which describes the first head of the first row. Values and output: [num_rows][num_heads][size].
+struct GatedNorm {
+  GatedNormWork first;
+  uint32_t num_rows;
+  uint32_t num_heads;
+  size_t gates_stride;    // between rows
+};
+void gated_norm(DenseThreads& threads, const GatedNorm& call);
+
+// See ApplyGateWork, which describes the first row; values and output are [num_rows][size].
+void apply_gate(DenseThreads& threads, const ApplyGateWork& first, size_t gates_stride, uint32_t num_rows);
+
+}  // namespace moebius::dense

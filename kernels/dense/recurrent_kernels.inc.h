@@ -1,0 +1,205 @@
+// Layers with a state of each request, and gates of what layers compute, once for all widths. Included INSIDE an
+// anonymous namespace of a *_<isa>.cc file, after row_kernels.inc.h's types: nothing here may get external linkage.
+
+[[gnu::always_inline]] inline Vec sigmoid(Vec x) {
+  const Vec e = exponential(Vec::sub(Vec::zero(), x));
+  return Vec::div(Vec::broadcast(1.0f), Vec::add(Vec::broadcast(1.0f), e));
+}
+
+// Stores the first lane.
+template <class Type>
+[[gnu::always_inline]] inline void store_first(Vec value, typename Type::Element* at) {
+  float values[Vec::kLanes];
+  value.store(values);
+  store_one<Type>(values[0], at);
+}
+
+template <class Type>
+void convolve_typed(const ConvolveWork& work) {
+  using Element = typename Type::Element;
+  const auto* const row = static_cast<const Element*>(work.row);
+  const auto* const recent = static_cast<const Element*>(work.recent);
+  auto* const next = static_cast<Element*>(work.next);
+  auto* const output = static_cast<Element*>(work.output);
+  const uint32_t last = work.width - 1;
+  const auto finished = [&](Vec total) { return work.activates ? Vec::mul(total, sigmoid(total)) : total; };
+  for_each(
+      work.channels,
+      [&](uint32_t i) {
+        Vec total = Vec::zero();
+        for (uint32_t tap = 0; tap <= last; ++tap) {
+          const Vec input = Type::load(tap < last ? recent + tap * work.stride + i : row + i);
+          total = Vec::fma(input, Vec::load(work.taps + tap * work.stride + i), total);
+          if (tap > 0) Type::store(input, next + (tap - 1) * work.stride + i);
+        }
+        if (work.bias != nullptr) total = Vec::add(total, Vec::load(work.bias + i));
+        Type::store(finished(total), output + i);
+      },
+      [&](uint32_t i) {
+        Vec total = Vec::zero();
+        for (uint32_t tap = 0; tap <= last; ++tap) {
+          const float input = load_one<Type>(tap < last ? recent + tap * work.stride + i : row + i);
+          total = Vec::fma(Vec::broadcast(input), Vec::broadcast(work.taps[tap * work.stride + i]), total);
+          if (tap > 0) store_one<Type>(input, next + (tap - 1) * work.stride + i);
+        }
+        if (work.bias != nullptr) total = Vec::add(total, Vec::broadcast(work.bias[i]));
+        store_first<Type>(finished(total), output + i);
+      });
+}
+
+void convolve(const ConvolveWork& work) {
+  if (work.is_bfloat16) return convolve_typed<BFloat16>(work);
+  convolve_typed<Float32>(work);
+}
+
+template <class Type>
+float sum_of_squares(const typename Type::Element* values, uint32_t size) {
+  Vec squares = Vec::zero();
+  float rest = 0.0f;
+  for_each(
+      size,
+      [&](uint32_t i) {
+        const Vec value = Type::load(values + i);
+        squares = Vec::fma(value, value, squares);
+      },
+      [&](uint32_t i) {
+        const float value = load_one<Type>(values + i);
+        rest += value * value;
+      });
+  return sum_of(squares) + rest;
+}
+
+// --- the gated delta rule
+
+// Added to the squares of a head, see gpu_service/ops/linear_attention.py.
+constexpr float kUnitEpsilon = 1e-6f;
+
+// Of length `length`.
+template <class Type>
+void unit_head(const void* head, float length, uint32_t size, float* target) {
+  const auto* const values = static_cast<const typename Type::Element*>(head);
+  const float factor = length / __builtin_sqrtf(sum_of_squares<Type>(values, size) + kUnitEpsilon);
+  for_each(
+      size,
+      [&](uint32_t i) { Vec::mul(Type::load(values + i), Vec::broadcast(factor)).store(target + i); },
+      [&](uint32_t i) { target[i] = load_one<Type>(values + i) * factor; });
+}
+
+// Columns of the state from `column` on: read once for what is known, then, from the first-level cache, once more.
+template <class Type, uint32_t kVectors>
+void delta_columns(const DeltaWork& work, const float* query, const float* key, uint32_t column) {
+  const Vec decay = Vec::broadcast(work.decay);
+  const float* const state = work.state + column;
+  float* const next = work.next + column;
+  const auto* const value = static_cast<const typename Type::Element*>(work.value) + column;
+  auto* const output = static_cast<typename Type::Element*>(work.output) + column;
+  Vec change[kVectors];
+  Vec result[kVectors];
+  for (Vec& sum : change) sum = Vec::zero();
+  for (Vec& sum : result) sum = Vec::zero();
+  for (uint32_t d = 0; d < work.key_dim; ++d) {
+    const Vec own = Vec::broadcast(key[d]);
+    const float* const row = state + size_t{d} * work.value_dim;
+    for (uint32_t v = 0; v < kVectors; ++v) change[v] = Vec::fma(own, Vec::load(row + v * Vec::kLanes), change[v]);
+  }
+  for (uint32_t v = 0; v < kVectors; ++v) {
+    const Vec known = Vec::mul(change[v], decay);
+    change[v] = Vec::mul(Vec::broadcast(work.beta), Vec::sub(Type::load(value + v * Vec::kLanes), known));
+  }
+  for (uint32_t d = 0; d < work.key_dim; ++d) {
+    const Vec own = Vec::broadcast(key[d]);
+    const Vec asked = Vec::broadcast(query[d]);
+    const float* const row = state + size_t{d} * work.value_dim;
+    float* const target = next + size_t{d} * work.value_dim;
+    for (uint32_t v = 0; v < kVectors; ++v) {
+      const Vec kept = Vec::mul(Vec::load(row + v * Vec::kLanes), decay);
+      const Vec changed = Vec::fma(own, change[v], kept);
+      changed.store(target + v * Vec::kLanes);
+      result[v] = Vec::fma(asked, changed, result[v]);
+    }
+  }
+  for (uint32_t v = 0; v < kVectors; ++v) Type::store(result[v], output + v * Vec::kLanes);
+}
+
+template <class Type>
+void delta_typed(const DeltaWork& work) {
+  float* const query = work.scratch;
+  float* const key = work.scratch + work.key_dim;
+  unit_head<Type>(work.query, 1.0f / __builtin_sqrtf(static_cast<float>(work.key_dim)), work.key_dim, query);
+  unit_head<Type>(work.key, 1.0f, work.key_dim, key);
+  constexpr uint32_t kTogether = 4 * Vec::kLanes;
+  uint32_t column = 0;
+  for (; column + kTogether <= work.value_dim; column += kTogether) delta_columns<Type, 4>(work, query, key, column);
+  for (; column < work.value_dim; column += Vec::kLanes) delta_columns<Type, 1>(work, query, key, column);
+}
+
+void update_delta(const DeltaWork& work) {
+  if (work.is_bfloat16) return delta_typed<BFloat16>(work);
+  delta_typed<Float32>(work);
+}
+
+// --- gates
+
+template <class Type>
+void gated_norm_typed(const GatedNormWork& work) {
+  using Element = typename Type::Element;
+  const auto* const values = static_cast<const Element*>(work.values);
+  const auto* const gates = static_cast<const Element*>(work.gates);
+  const auto* const weight = static_cast<const Element*>(work.weight);
+  auto* const output = static_cast<Element*>(work.output);
+  const float mean = sum_of_squares<Type>(values, work.size) / static_cast<float>(work.size);
+  const Vec factor = Vec::broadcast(1.0f / __builtin_sqrtf(mean + work.eps));
+  const auto gated = [&](Vec value, Vec scale, Vec gate) {
+    if (work.is_sigmoid) return Vec::mul(Vec::mul(Vec::mul(value, factor), scale), sigmoid(gate));
+    const Vec normed = rounded<Type>(Vec::mul(rounded<Type>(Vec::mul(value, factor)), scale));
+    return Vec::mul(normed, Vec::mul(gate, sigmoid(gate)));
+  };
+  for_each(
+      work.size,
+      [&](uint32_t i) {
+        Type::store(gated(Type::load(values + i), Type::load(weight + i), Type::load(gates + i)), output + i);
+      },
+      [&](uint32_t i) {
+        const Vec value = Vec::broadcast(load_one<Type>(values + i));
+        const Vec scale = Vec::broadcast(load_one<Type>(weight + i));
+        store_first<Type>(gated(value, scale, Vec::broadcast(load_one<Type>(gates + i))), output + i);
+      });
+}
+
+void gated_norm(const GatedNormWork& work) {
+  if (work.is_bfloat16) return gated_norm_typed<BFloat16>(work);
+  gated_norm_typed<Float32>(work);
+}
+
+// softplus has a straight line above 20, as torch's.
+inline Vec softplus(float x) { return Vec::broadcast(x > 20.0f ? x : __builtin_log1pf(__builtin_expf(x))); }
+
+template <class Type>
+void apply_gate_typed(const ApplyGateWork& work) {
+  using Element = typename Type::Element;
+  const auto* const gates = static_cast<const Element*>(work.gates);
+  const uint32_t together = work.size / work.num_gates;
+  const auto multiply = [&](uint32_t begin, uint32_t size, auto weight_of) {
+    const auto* const values = static_cast<const Element*>(work.values) + begin;
+    auto* const output = static_cast<Element*>(work.output) + begin;
+    for_each(
+        size,
+        [&](uint32_t i) { Type::store(Vec::mul(Type::load(values + i), weight_of(i)), output + i); },
+        [&](uint32_t i) {
+          store_first<Type>(Vec::mul(Vec::broadcast(load_one<Type>(values + i)), weight_of(i)), output + i);
+        });
+  };
+  if (together == 1 && !work.is_softplus && work.size % Vec::kLanes == 0) {
+    return multiply(0, work.size, [&](uint32_t i) { return rounded<Type>(sigmoid(Type::load(gates + i))); });
+  }
+  for (uint32_t gate = 0; gate < work.num_gates; ++gate) {
+    const float own = load_one<Type>(gates + gate);
+    const Vec weight = rounded<Type>(work.is_softplus ? softplus(own) : sigmoid(Vec::broadcast(own)));
+    multiply(gate * together, together, [&](uint32_t) { return weight; });
+  }
+}
+
+void apply_gate(const ApplyGateWork& work) {
+  if (work.is_bfloat16) return apply_gate_typed<BFloat16>(work);
+  apply_gate_typed<Float32>(work);
+}
