@@ -9,6 +9,7 @@ import typer
 
 from app.access_options import Access, with_access
 from app.cli_options import BaseUrl, ModelName, with_settings
+from app.server_address import server_url
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
 
@@ -35,10 +36,10 @@ def _add_chat(app: typer.Typer) -> None:
     @with_access
     def chat(
         server: Annotated[
-            str, typer.Argument(metavar="URL", help="Running server, as --base-url", show_default=False)
+            str, typer.Argument(metavar="URL|PORT", help="Running server, as --base-url", show_default=False)
         ] = "",
         prompt: Annotated[str, typer.Option(help="Ask this, print the answer, end")] = "",
-        base_url: BaseUrl = "http://127.0.0.1:8000",
+        base_url: BaseUrl = "",
         model: ModelName = "",
         system: System = "",
         image: Images = None,
@@ -53,7 +54,7 @@ def _add_chat(app: typer.Typer) -> None:
         from app.chat.terminal import converse
 
         images = [image_url(place) for place in image or ()]
-        client = access.client(_address(server) or base_url)
+        client = access.client(_address(server, base_url))
         name = model or client.first_model().name
         conversation = Conversation(_body(name, max_tokens, temperature), system, images=images)
         if prompt:
@@ -114,9 +115,16 @@ def _piped() -> str:
         raise UserError("PROMPT: what the pipe brings is not valid UTF-8") from None
 
 
-def _address(given: str) -> str:
-    """Raises UserError for a model, which other programs' `chat` starts."""
-    if given and not given.startswith(("http://", "https://")):
+def _address(given: str, base_url: str) -> str:
+    """Returns a server's URL: as given, or of a port here; else `base_url`, else of the only server here.
+
+    Raises UserError for a model, which other programs' `chat` starts.
+    """
+    if not given:
+        return base_url or server_url("")
+    if given.isdecimal():
+        return server_url(given)
+    if not given.startswith(("http://", "https://")):
         raise UserError(
             f"{given!r} is no server's address (http://HOST:PORT): `moebius serve {given}` starts a model, "
             "`moebius chat` then talks to it"

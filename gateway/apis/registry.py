@@ -8,10 +8,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from gateway.apis import batch_lines, compaction, embeddings, messages, native, ollama, responses
+from gateway.apis import batch_lines, cohere, compaction, embeddings, messages, native, ollama, responses
 from gateway.apis.translation import Context, Translation
 from gateway.generation.model import ServedModel
 from gateway.schemas.batches import BatchRequest
+from gateway.schemas.cohere import CohereChatRequest
 from gateway.schemas.embeddings import (
     CohereEmbedRequest,
     EmbeddingRequest,
@@ -43,6 +44,7 @@ Kind = Literal[
     "count_tokens",
     "responses",
     "input_tokens",
+    "cohere_chat",
     "ollama_chat",
     "ollama_generate",
     "ollama_show",
@@ -73,6 +75,7 @@ TRANSLATIONS: Mapping[Kind, tuple[type[BaseModel], Translate]] = {
     "count_tokens": (CountTokensRequest, messages.translate),
     "responses": (ResponsesRequest, responses.translate),
     "input_tokens": (InputTokensRequest, responses.translate),
+    "cohere_chat": (CohereChatRequest, cohere.translate),
     "ollama_chat": (OllamaChatRequest, ollama.translate_chat),
     "ollama_generate": (OllamaGenerateRequest, ollama.translate_generate),
     "ollama_show": (OllamaModelRequest, ollama.translate_show),

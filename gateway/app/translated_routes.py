@@ -8,12 +8,14 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from gateway.apis import ollama
+from gateway.apis.cohere import CohereChatFormat
 from gateway.apis.messages import MessagesFormat
 from gateway.apis.ollama import OllamaFormat
 from gateway.apis.registry import Kind
 from gateway.app.openapi import refuses, takes
 from gateway.app.serving import answered, respond
 from gateway.app.state import Gateway, gateway_of
+from gateway.schemas.cohere import CohereChatRequest
 from gateway.schemas.messages import CountTokensRequest, MessagesRequest
 from gateway.schemas.ollama import OllamaChatRequest, OllamaGenerateRequest, OllamaModelRequest
 
@@ -33,6 +35,13 @@ async def create_message(request: Request) -> Response:
 async def count_tokens(request: Request) -> Response:
     """Counts the tokens of a conversation with its tools; each image counts as one."""
     return await answered(request, "count_tokens")
+
+
+@router.post("/v2/chat", **takes(CohereChatRequest))
+async def cohere_chat(request: Request) -> Response:
+    """Answers Cohere's chat with the next message, whole or as a stream of events."""
+    prepared = await gateway_of(request).generation(request, "cohere_chat")
+    return await respond(request, prepared, CohereChatFormat())
 
 
 async def _generated(request: Request, kind: Kind) -> Response:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, Field
+from pydantic import AliasChoices, Field, model_validator
 
 from gateway.schemas.common import INT64_MAX, INT64_MIN, MAX_LABEL_CHARACTERS, StrictModel
 
@@ -28,6 +28,14 @@ class PooledFields(StrictModel):
     priority: int = Field(0, ge=INT64_MIN, le=INT64_MAX, description="Lower runs earlier")
     cache_salt: Label | None = None
     user: Label | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: Any) -> Any:
+        """Returns the fields that are set: clients send null for those that are not."""
+        if not isinstance(data, dict):
+            return data
+        return {name: value for name, value in data.items() if value is not None}
 
 
 class EmbeddingRequest(PooledFields):

@@ -47,6 +47,10 @@ def test_openais_client_gets_embeddings(gateway: AgentGateway) -> None:
     ids = client.embeddings.create(model=MODEL, input=[[5, 6, 7], [9]], encoding_format="float")
     wanted = unit([pooled_states([5, 6, 7], pb.POOLING_LAST), pooled_states([9], pb.POOLING_LAST)])
     assert np.allclose([item.embedding for item in ids.data], wanted, atol=1e-6)
+    nulls = dict.fromkeys(("encoding_format", "dimensions", "pooling", "normalize", "priority"))
+    unset = gateway.post("/v1/embeddings", input=[5, 6, 7], **nulls).json()
+    assert np.allclose(unset["data"][0]["embedding"], wanted[0], atol=1e-6)
+    assert "'input'" in gateway.post("/v1/embeddings", input=None).json()["error"]["message"]
     raw = gateway.post("/v1/embeddings", input=[5, 6, 7], encoding_format="base64").json()
     decoded = np.frombuffer(base64.b64decode(raw["data"][0]["embedding"]), "<f4")
     assert np.allclose(decoded, wanted[0], atol=1e-6)
