@@ -12,7 +12,7 @@ import torch
 from gpu_service.ops import activation, kv, norm, router
 from gpu_service.ops.backends import install, uninstall
 from gpu_service.ops.host_kernels import HostKernels, implementations
-from gpu_service.ops.rope import rope_table
+from gpu_service.ops.rope import apply_rope, rope_table
 from moebius import _kernels
 from moebius.kernels import supported_isas
 from moebius.models.layers.router import RouterConfig
@@ -42,9 +42,13 @@ def test_norms(isa: str, dtype: torch.dtype) -> None:
     for size in SIZES:
         for rows in (1, 7):
             residual, update = torch.randn(rows, size).to(dtype), torch.randn(rows, size)
+            columns = torch.randn(rows, size + 8).to(dtype)[:, 4 : 4 + size]
             for weight in (torch.rand(size) + 0.5, (torch.rand(size) + 0.5).to(dtype)):
                 assert_same(
                     own.rms_norm(residual, weight, 1e-5), norm.rms_norm.reference(residual, weight, 1e-5)
+                )
+                assert_same(
+                    own.rms_norm(columns, weight, 1e-5), norm.rms_norm.reference(columns, weight, 1e-5)
                 )
                 for given in (update, update.to(dtype)):
                     ours, theirs = residual.clone(), residual.clone()
@@ -92,6 +96,22 @@ def test_rotation_and_storing(isa: str, dtype: torch.dtype, interleaved: bool) -
                 torch.testing.assert_close(ours, theirs, rtol=allowed, atol=allowed)
             kept = [slot for slot in range(9) if slot not in mapping.tolist()]
             assert torch.equal(results[0][2][kept], slots[kept])
+
+
+@LEVELS
+@DTYPES
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotation_alone(isa: str, dtype: torch.dtype, interleaved: bool) -> None:
+    """Heads are columns of a wider product, which keeps the others."""
+    for head_dim, rotary_dim in ((32, 32), (48, 24)):
+        table = rope_table.reference(torch.arange(3, 8), torch.rand(rotary_dim // 2), dtype, interleaved)
+        ours = torch.randn(5, 4 * head_dim).to(dtype)
+        theirs = ours.clone()
+        for function, projected in ((kernels(isa).apply_rope, ours), (apply_rope.reference, theirs)):
+            heads = projected[:, : 3 * head_dim].view(5, 3, head_dim)
+            assert function(heads, table) is heads
+        allowed = 1e-5 if dtype == torch.float32 else 3e-2
+        torch.testing.assert_close(ours, theirs, rtol=allowed, atol=allowed)
 
 
 ROUTERS = {
