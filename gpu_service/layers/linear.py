@@ -182,7 +182,7 @@ class RowParallelLinear(Linear):
 
     @property
     def projection(self) -> Projection | None:
-        """As `Linear.projection`; None also where what it computes is a part of a sum over ranks."""
+        """Returns `Linear.projection`; None also where what it computes is a part of a sum over ranks."""
         return super().projection if self._num_ranks == 1 else None
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
