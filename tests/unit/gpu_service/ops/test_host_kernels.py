@@ -146,11 +146,11 @@ def test_routing(name: str) -> None:
 
 
 def test_what_a_kernel_does_not_know_is_left_to_the_reference() -> None:
-    """Float16, strided rows, and a score that needs more than a choice of the best."""
+    """Float16, a strided sum that is to be changed, and a score that needs more than a choice of the best."""
     found = implementations(_kernels.DenseThreads(1))
-    weight = torch.ones(32)
-    for hidden_states in (torch.zeros(2, 32).half(), torch.zeros(2, 64)[:, ::2]):
-        assert not found["rms_norm"].supports(hidden_states, weight, 1e-5)
+    weight, strided = torch.ones(32), torch.zeros(2, 64)[:, ::2]
+    assert not found["rms_norm"].supports(torch.zeros(2, 32).half(), weight, 1e-5)
+    assert not found["fused_add_rms_norm"].supports(torch.zeros(2, 32), strided, weight, 1e-5)
     mixed = replace(ROUTERS["softmax"], score="sparse_mixer")
     assert not found["route"].supports(torch.zeros(2, 24), None, mixed)
 
