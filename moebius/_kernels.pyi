@@ -177,6 +177,19 @@ class DenseThreads:
         slot_mapping: int,
         num_rows: int,
     ) -> None: ...
+    def rotate(
+        self,
+        is_bfloat16: bool,
+        heads: int,
+        heads_stride: int,
+        num_heads: int,
+        head_dim: int,
+        cosine: int,
+        sine: int,
+        rotary_dim: int,
+        interleaved: bool,
+        num_rows: int,
+    ) -> None: ...
     def attend(
         self,
         is_bfloat16: bool,
@@ -334,6 +347,7 @@ class AttentionWeights:
         query_norm: int,
         key_norm: int,
         norms_are_bfloat16: bool,
+        norms_are_full_width: bool,
         norm_eps: float,
         sinks: int,
         pages: int,

@@ -214,7 +214,7 @@ class GQAttention(nn.Module):
 
         See `HostMixer`.
         """
-        spec, norms, cache = self._spec, self._fused_norms(), places.cache
+        spec, norms, cache = self._spec, self._full_width_norms() or self._fused_norms(), places.cache
         qkv, output = self.qkv_proj.projection, self.o_proj.projection
         gate = None if self.g_proj is None else self.g_proj.projection
         plain_values = spec.value_dim == spec.head_dim and spec.value_scale == 1.0 and not spec.value_norm
@@ -240,6 +240,7 @@ class GQAttention(nn.Module):
             query_norm=addresses[0],
             key_norm=addresses[1],
             norms_are_bfloat16=torch.bfloat16 in kinds,
+            norms_are_full_width=isinstance(self.q_norm, FullWidthNorm),
             norm_eps=norms[2],
             sinks=addresses[2],
             pages=cache.pages(self.layer_id).data_ptr(),
@@ -285,6 +286,15 @@ class GQAttention(nn.Module):
         if q_norm is None and k_norm is None:
             return None, None, self._spec.eps
         if isinstance(q_norm, RMSNorm) and isinstance(k_norm, RMSNorm):
+            return q_norm.weight, k_norm.weight, q_norm.eps
+        return None
+
+    def _full_width_norms(self) -> tuple[torch.Tensor, torch.Tensor, float] | None:
+        """Returns weights and epsilon of norms over all heads together; None: there is another norm."""
+        q_norm, k_norm = self.q_norm, self.k_norm
+        if self._spec.limit != math.inf or self._norm_after_rope or self._spec.unit_norm:
+            return None
+        if isinstance(q_norm, FullWidthNorm) and isinstance(k_norm, FullWidthNorm) and q_norm.rows.is_whole:
             return q_norm.weight, k_norm.weight, q_norm.eps
         return None
 

@@ -67,8 +67,9 @@ class HostKernels:
 
     def rms_norm(self, hidden_states: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Computes `ops.norm.rms_norm`."""
-        output = torch.empty_like(hidden_states)
-        self._add_norm(hidden_states, None, weight, eps, output)
+        rows = hidden_states.contiguous()
+        output = torch.empty_like(rows)
+        self._add_norm(rows, None, weight, eps, output)
         return output
 
     def fused_add_rms_norm(
@@ -108,6 +109,23 @@ class HostKernels:
         rows = output.numel() // size
         self._threads.gate(_is_bfloat16(gate_up), gate_up.data_ptr(), output.data_ptr(), size, rows)
         return output
+
+    def apply_rope(self, heads: torch.Tensor, table: RopeTable) -> torch.Tensor:
+        """Computes `ops.rope.apply_rope`."""
+        rows, total, head_dim = heads.shape
+        self._threads.rotate(
+            _is_bfloat16(heads),
+            heads.data_ptr(),
+            heads.stride(0),
+            total,
+            head_dim,
+            table.cos.data_ptr(),
+            table.sin.data_ptr(),
+            table.cos.shape[-1],
+            table.interleaved,
+            rows,
+        )
+        return heads
 
     def rotate_and_append(
         self,
@@ -224,17 +242,23 @@ class HostKernels:
 
 
 def _norms(hidden_states: torch.Tensor, weight: torch.Tensor, eps: float) -> bool:
-    own = weight.dtype in (hidden_states.dtype, torch.float32)
-    return hidden_states.dtype in _FLOATS and own and hidden_states.is_contiguous()
+    return hidden_states.dtype in _FLOATS and weight.dtype in (hidden_states.dtype, torch.float32)
 
 
 def _adds_and_norms(update: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> bool:
     fits = update.dtype in (residual.dtype, torch.float32) and update.is_contiguous()
+    fits = fits and residual.is_contiguous()
     return fits and _norms(residual, weight, eps)
 
 
 def _gates(gate_up: torch.Tensor) -> bool:
     return gate_up.dtype in _FLOATS and gate_up.is_contiguous()
+
+
+def _applies_rope(heads: torch.Tensor, table: RopeTable) -> bool:
+    head_dim, dtype = heads.shape[2], heads.dtype
+    rows = heads.stride()[1:] == (head_dim, 1) and table.cos.is_contiguous() and table.sin.is_contiguous()
+    return rows and table.cos.dtype == dtype and dtype in _FLOATS and head_dim % 16 == 0
 
 
 def _rotates(
@@ -283,6 +307,7 @@ def _adds_and_routes(
     *_: object,
 ) -> bool:
     fits = _norms(residual, norm_weight, eps) and residual.shape[0] <= MOST_SCORED_ROWS
+    fits = fits and residual.is_contiguous()
     if update is not None:
         fits = fits and _adds_and_norms(update, residual, norm_weight, eps)
     plain = weight.dtype in _FLOATS and weight.is_contiguous()
@@ -296,6 +321,7 @@ def implementations(threads: _kernels.DenseThreads) -> Mapping[str, Implementati
         "rms_norm": Implementation(kernels.rms_norm, _norms),
         "fused_add_rms_norm": Implementation(kernels.fused_add_rms_norm, _adds_and_norms),
         "silu_and_mul": Implementation(kernels.silu_and_mul, _gates),
+        "apply_rope": Implementation(kernels.apply_rope, _applies_rope),
         "rotate_and_append": Implementation(kernels.rotate_and_append, _rotates),
         "route": Implementation(kernels.route, _routes),
         "linear": Implementation(kernels.linear, _is_single),

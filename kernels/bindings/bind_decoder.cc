@@ -39,16 +39,18 @@ void bind_mixers(py::module_& m) {
   py::class_<AttentionWeights>(m, "AttentionWeights")
       .def(py::init([](const GivenProjection& qkv, const GivenProjection& output, const MaybeProjection& gate,
                        bool gates_are_softplus, uintptr_t query_norm, uintptr_t key_norm, bool norms_are_bfloat16,
-                       float norm_eps,
+                       bool norms_are_full_width, float norm_eps,
                        uintptr_t sinks, uintptr_t pages, uint32_t page_size, uint32_t num_heads,
                        uint32_t num_kv_heads, uint32_t head_dim, float scale, uint32_t rotation, uint32_t sight) {
              return AttentionWeights{projection(qkv), projection(output), projection(gate), gates_are_softplus,
-                                     pointer<void>(query_norm), pointer<void>(key_norm), norms_are_bfloat16, norm_eps,
+                                     pointer<void>(query_norm), pointer<void>(key_norm), norms_are_bfloat16,
+                                     norms_are_full_width, norm_eps,
                                      pointer<float>(sinks), pointer<void>(pages), page_size, num_heads, num_kv_heads,
                                      head_dim, scale, rotation, sight};
            }),
            py::kw_only(), py::arg("qkv"), py::arg("output"), py::arg("gate"), py::arg("gates_are_softplus"),
-           py::arg("query_norm"), py::arg("key_norm"), py::arg("norms_are_bfloat16"), py::arg("norm_eps"),
+           py::arg("query_norm"), py::arg("key_norm"), py::arg("norms_are_bfloat16"),
+           py::arg("norms_are_full_width"), py::arg("norm_eps"),
            py::arg("sinks"), py::arg("pages"), py::arg("page_size"), py::arg("num_heads"), py::arg("num_kv_heads"),
            py::arg("head_dim"), py::arg("scale"), py::arg("rotation"), py::arg("sight"));
   py::class_<DeltaWeights>(m, "DeltaWeights")

@@ -83,6 +83,16 @@ void rotate_and_append(DenseThreads& threads, bool is_bfloat16, uintptr_t heads,
                                      pointer<void>(slots), pointer<int64_t>(slot_mapping)});
 }
 
+void rotate(DenseThreads& threads, bool is_bfloat16, uintptr_t heads, size_t heads_stride, uint32_t num_heads,
+            uint32_t head_dim, uintptr_t cosine, uintptr_t sine, uint32_t rotary_dim, bool interleaved,
+            uint32_t num_rows) {
+  const ReleasedGil release;
+  const dense::RotateWork first{is_bfloat16, false, pointer<void>(heads), nullptr, nullptr, pointer<void>(cosine),
+                                pointer<void>(sine), nullptr, 0.0f, num_heads, num_heads, head_dim, rotary_dim,
+                                interleaved};
+  dense::rotate(threads, first, heads_stride, num_rows);
+}
+
 void attend(DenseThreads& threads, bool is_bfloat16, uintptr_t query, size_t query_stride, uintptr_t pages,
             uint32_t page_size, uintptr_t block_table, size_t table_stride, uintptr_t requests, uintptr_t begins,
             uintptr_t ends, uintptr_t sinks, uintptr_t output, float scale, uint32_t num_rows, uint32_t num_heads,
@@ -200,6 +210,9 @@ void bind_dense(py::module_& m) {
            py::arg("rotary_dim"),
            py::arg("interleaved"), py::arg("values"), py::arg("values_stride"), py::arg("slots"),
            py::arg("slot_mapping"), py::arg("num_rows"))
+      .def("rotate", &rotate, py::arg("is_bfloat16"), py::arg("heads"), py::arg("heads_stride"), py::arg("num_heads"),
+           py::arg("head_dim"), py::arg("cosine"), py::arg("sine"), py::arg("rotary_dim"), py::arg("interleaved"),
+           py::arg("num_rows"))
       .def("attend", &attend, py::arg("is_bfloat16"), py::arg("query"), py::arg("query_stride"), py::arg("pages"),
            py::arg("page_size"), py::arg("block_table"), py::arg("table_stride"), py::arg("requests"),
            py::arg("begins"), py::arg("ends"), py::arg("sinks"), py::arg("output"), py::arg("scale"),

@@ -112,9 +112,12 @@ void DecoderLayers::mix(const StepRows& step, const AttentionWeights& attention)
   const Sight& sight = step.sights[attention.sight];
   multiply(step, attention.qkv, buffers_.normed, buffers_.projected);
   std::byte* const projected = buffers_.projected.data();
-  const RotateWork first{is_bfloat16_, attention.norms_are_bfloat16, projected, attention.query_norm,
-                         attention.key_norm, rotation.cosine, rotation.sine, nullptr, attention.norm_eps, rotated,
-                         attention.num_heads, head_dim, rotation.rotary_dim, rotation.interleaved};
+  if (attention.norms_are_full_width) norm_full_width(step, attention, stride);
+  const bool by_head = !attention.norms_are_full_width;
+  const RotateWork first{is_bfloat16_, attention.norms_are_bfloat16, projected,
+                         by_head ? attention.query_norm : nullptr, by_head ? attention.key_norm : nullptr,
+                         rotation.cosine, rotation.sine, nullptr, attention.norm_eps, rotated, attention.num_heads,
+                         head_dim, rotation.rotary_dim, rotation.interleaved};
   rotate_and_append(*threads_, {first, stride, step.num_rows, projected + size_t{rotated} * head_dim * element_bytes_,
                                 stride, attention.pages, step.slot_mapping});
   buffers_.attended.grow(size_t{step.num_rows} * attention.num_heads * head_dim * element_bytes_);
@@ -124,6 +127,21 @@ void DecoderLayers::mix(const StepRows& step, const AttentionWeights& attention)
                             attention.page_size});
   weigh(step, attention, stride);
   multiply(step, attention.output, buffers_.attended, buffers_.dense);
+}
+
+// Queries of all heads together, and keys likewise.
+void DecoderLayers::norm_full_width(const StepRows& step, const AttentionWeights& attention, size_t stride) {
+  const uint32_t query_size = attention.num_heads * attention.head_dim;
+  const uint32_t key_size = attention.num_kv_heads * attention.head_dim;
+  const auto norm = [&](size_t begin, const void* weight, uint32_t size) {
+    std::byte* const heads = at(buffers_.projected.data(), begin, is_bfloat16_);
+    dense::add_norm(*threads_, {is_bfloat16_, false, attention.norms_are_bfloat16, heads, nullptr, weight, heads,
+                                attention.norm_eps, size}, 1);
+  };
+  for (uint32_t row = 0; row < step.num_rows; ++row) {
+    norm(row * stride, attention.query_norm, query_size);
+    norm(row * stride + query_size, attention.key_norm, key_size);
+  }
 }
 
 // By the gates of what is attended to, where there are any.

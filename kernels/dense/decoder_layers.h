@@ -52,6 +52,7 @@ class DecoderLayers {
   void add_norm(const StepRows& step, const NormWeights& norm, const Update& update);
   void multiply(const StepRows& step, const Projection& projection, const AlignedBuffer& rows, AlignedBuffer& output);
   void mix(const StepRows& step, const AttentionWeights& attention);
+  void norm_full_width(const StepRows& step, const AttentionWeights& attention, size_t stride);
   void weigh(const StepRows& step, const AttentionWeights& attention, size_t stride);
   void mix(const StepRows& step, const DeltaWeights& delta);
   void ask_experts(const StepRows& step, const LayerWeights& layer, RoutedExperts& experts);

@@ -31,9 +31,10 @@ struct AttentionWeights {
   Projection output;
   Projection gate;          // a gate of each head, or of each element
   bool gates_are_softplus;  // else sigmoids
-  const void* query_norm;   // [head_dim]; null: none
-  const void* key_norm;     // [head_dim]; null: none
+  const void* query_norm;   // [head_dim], or of all heads together; null: none
+  const void* key_norm;     // likewise
   bool norms_are_bfloat16;
+  bool norms_are_full_width;
   float norm_eps;
   const float* sinks;       // [num_heads]; null: none
   void* pages;              // [pages][page_size][2 * num_kv_heads][head_dim]

@@ -32,23 +32,37 @@ void gate(DenseThreads& threads, const GateWork& first, uint32_t num_rows) {
   });
 }
 
+namespace {
+
+void rotate_row(DenseThreads& threads, const RotateWork& first, size_t heads_stride, uint32_t row, uint32_t worker) {
+  AlignedBuffer& scratch = threads.scratch(worker).result;
+  scratch.grow(first.head_dim * sizeof(float));
+  RotateWork work = first;
+  work.heads = at(first.heads, row * heads_stride, first.is_bfloat16);
+  work.cosine = at(first.cosine, size_t{row} * first.rotary_dim, first.is_bfloat16);
+  work.sine = at(first.sine, size_t{row} * first.rotary_dim, first.is_bfloat16);
+  work.scratch = scratch.as<float>();
+  threads.row_kernels().rotate(work);
+}
+
+}  // namespace
+
+void rotate(DenseThreads& threads, const RotateWork& first, size_t heads_stride, uint32_t num_rows) {
+  for_rows(threads, num_rows, 2 * size_t{first.num_heads} * first.head_dim, [&](uint32_t row, uint32_t worker) {
+    rotate_row(threads, first, heads_stride, row, worker);
+  });
+}
+
 void rotate_and_append(DenseThreads& threads, const RotateAppend& call) {
   const RotateWork& first = call.first;
-  const RowKernels& kernels = threads.row_kernels();
   const bool is_bfloat16 = first.is_bfloat16;
   const size_t key_size = size_t{first.num_heads - first.num_query_heads} * first.head_dim;
   const size_t bytes = key_size * element_bytes(is_bfloat16);
   for_rows(threads, call.num_rows, 2 * size_t{first.num_heads} * first.head_dim, [&](uint32_t row, uint32_t worker) {
-    AlignedBuffer& scratch = threads.scratch(worker).result;
-    scratch.grow(first.head_dim * sizeof(float));
-    RotateWork work = first;
-    work.heads = at(first.heads, row * call.heads_stride, is_bfloat16);
-    work.cosine = at(first.cosine, size_t{row} * first.rotary_dim, is_bfloat16);
-    work.sine = at(first.sine, size_t{row} * first.rotary_dim, is_bfloat16);
-    work.scratch = scratch.as<float>();
-    kernels.rotate(work);
+    rotate_row(threads, first, call.heads_stride, row, worker);
+    const size_t keys = row * call.heads_stride + size_t{first.num_query_heads} * first.head_dim;
     std::byte* const slot = at(call.slots, static_cast<size_t>(call.slot_mapping[row]) * 2 * key_size, is_bfloat16);
-    std::memcpy(slot, at(work.heads, size_t{first.num_query_heads} * first.head_dim, is_bfloat16), bytes);
+    std::memcpy(slot, at(first.heads, keys, is_bfloat16), bytes);
     std::memcpy(slot + bytes, at(call.values, row * call.values_stride, is_bfloat16), bytes);
   });
 }

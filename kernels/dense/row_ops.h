@@ -17,6 +17,9 @@ void add_norm(DenseThreads& threads, const NormWork& first, uint32_t num_rows);
 // See GateWork, which describes the first row.
 void gate(DenseThreads& threads, const GateWork& first, uint32_t num_rows);
 
+// Rotates heads in place, see RotateWork, which describes the first row; its scratch is not read.
+void rotate(DenseThreads& threads, const RotateWork& first, size_t heads_stride, uint32_t num_rows);
+
 // Rotates queries and keys in place (RotateWork describes the first row), then stores keys and values in slots.
 struct RotateAppend {
   RotateWork first;       // scratch is not read

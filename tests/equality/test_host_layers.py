@@ -39,6 +39,7 @@ NAMES = (
     "qwen3_next",  # The gated delta rule; gates that queries bring; a gate of always active experts.
     "qwen3_5_moe",  # The same with an output projection that no format holds as it is stored.
     "laguna",  # Gates of heads.
+    "minimax_m2",  # Norms over all heads together.
 )
 # Those with kernels of rows of their own, and what this machine takes.
 LEVELS = dict.fromkeys(

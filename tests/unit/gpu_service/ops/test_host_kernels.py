@@ -12,7 +12,7 @@ import torch
 from gpu_service.ops import activation, kv, norm, router
 from gpu_service.ops.backends import install, uninstall
 from gpu_service.ops.host_kernels import HostKernels, implementations
-from gpu_service.ops.rope import rope_table
+from gpu_service.ops.rope import apply_rope, rope_table
 from moebius import _kernels
 from moebius.kernels import supported_isas
 from moebius.models.layers.router import RouterConfig
@@ -42,9 +42,13 @@ def test_norms(isa: str, dtype: torch.dtype) -> None:
     for size in SIZES:
         for rows in (1, 7):
             residual, update = torch.randn(rows, size).to(dtype), torch.randn(rows, size)
+            columns = torch.randn(rows, size + 8).to(dtype)[:, 4 : 4 + size]
             for weight in (torch.rand(size) + 0.5, (torch.rand(size) + 0.5).to(dtype)):
                 assert_same(
                     own.rms_norm(residual, weight, 1e-5), norm.rms_norm.reference(residual, weight, 1e-5)
+                )
+                assert_same(
+                    own.rms_norm(columns, weight, 1e-5), norm.rms_norm.reference(columns, weight, 1e-5)
                 )
                 for given in (update, update.to(dtype)):
                     ours, theirs = residual.clone(), residual.clone()
@@ -94,6 +98,22 @@ def test_rotation_and_storing(isa: str, dtype: torch.dtype, interleaved: bool) -
             assert torch.equal(results[0][2][kept], slots[kept])
 
 
+@LEVELS
+@DTYPES
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotation_alone(isa: str, dtype: torch.dtype, interleaved: bool) -> None:
+    """Heads are columns of a wider product, which keeps the others."""
+    for head_dim, rotary_dim in ((32, 32), (48, 24)):
+        table = rope_table.reference(torch.arange(3, 8), torch.rand(rotary_dim // 2), dtype, interleaved)
+        ours = torch.randn(5, 4 * head_dim).to(dtype)
+        theirs = ours.clone()
+        for function, projected in ((kernels(isa).apply_rope, ours), (apply_rope.reference, theirs)):
+            heads = projected[:, : 3 * head_dim].view(5, 3, head_dim)
+            assert function(heads, table) is heads
+        allowed = 1e-5 if dtype == torch.float32 else 3e-2
+        torch.testing.assert_close(ours, theirs, rtol=allowed, atol=allowed)
+
+
 ROUTERS = {
     "softmax": RouterConfig(24, 3, "softmax"),
     "renormalised": RouterConfig(24, 4, "softmax", post="renormalize"),
@@ -126,11 +146,11 @@ def test_routing(name: str) -> None:
 
 
 def test_what_a_kernel_does_not_know_is_left_to_the_reference() -> None:
-    """Float16, strided rows, and a score that needs more than a choice of the best."""
+    """Float16, a strided sum that is to be changed, and a score that needs more than a choice of the best."""
     found = implementations(_kernels.DenseThreads(1))
-    weight = torch.ones(32)
-    for hidden_states in (torch.zeros(2, 32).half(), torch.zeros(2, 64)[:, ::2]):
-        assert not found["rms_norm"].supports(hidden_states, weight, 1e-5)
+    weight, strided = torch.ones(32), torch.zeros(2, 64)[:, ::2]
+    assert not found["rms_norm"].supports(torch.zeros(2, 32).half(), weight, 1e-5)
+    assert not found["fused_add_rms_norm"].supports(torch.zeros(2, 32), strided, weight, 1e-5)
     mixed = replace(ROUTERS["softmax"], score="sparse_mixer")
     assert not found["route"].supports(torch.zeros(2, 24), None, mixed)
 
