@@ -68,7 +68,7 @@ def test_each_tensor_goes_the_way_that_was_measured(monkeypatch: Any, most_bytes
     def all_reduce(tensor: torch.Tensor, group: object) -> None:
         ways.append(("nccl", tensor.nbytes))
 
-    monkeypatch.setattr(collectives.dist, "all_reduce", all_reduce)
+    monkeypatch.setattr("gpu_service.parallel.collectives.dist.all_reduce", all_reduce)
     group = TorchCollectives(cast(Any, None), 2, cast(Any, Small()))
     sizes = (64, 256, 512)
     for size in sizes:

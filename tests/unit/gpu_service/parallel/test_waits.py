@@ -36,7 +36,7 @@ def test_the_words_name_ranks_and_setting() -> None:
 def test_the_longest_wait_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wait ends with what it covers, also by an error; of several waits the longest is reported."""
     now = [100.0]
-    monkeypatch.setattr(waits.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr("gpu_service.parallel.waits.time.monotonic", lambda: now[0])
     own, seen = CollectiveWaits(), []
 
     def fail() -> None:
