@@ -7,7 +7,6 @@ from typing import Any, cast
 import pytest
 import torch
 
-from gpu_service.parallel import collectives
 from gpu_service.parallel.collectives import DEFAULT_BYTES, MAX_BYTES, TorchCollectives, takes_one_shot
 from gpu_service.parallel.crossover import SIZES, crossover_bytes
 from gpu_service.parallel.nccl import in_effect, set_up

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from gpu_service.parallel import waits
 from gpu_service.parallel.waits import CollectiveWaits, late_ranks, late_words
 
 
