@@ -25,6 +25,8 @@ _REFUSALS = {
     503: "The server is not ready, or stops",
     504: "The engine did not answer in time",
 }
+# Refusals of single routes.
+_OF_SOME_ROUTES = {501: "The server was started without the option that this needs"}
 _OVERLOADED = 529  # Anthropic's, where other APIs have 503
 
 
@@ -53,7 +55,7 @@ def _refusal(description: str) -> dict[str, Any]:
 
 def refuses(*statuses: int) -> dict[str, Any]:
     """Returns a route decorator's arguments for these refusals."""
-    return {"responses": {status: _refusal(_REFUSALS[status]) for status in statuses}}
+    return {"responses": {status: _refusal((_REFUSALS | _OF_SOME_ROUTES)[status]) for status in statuses}}
 
 
 def takes(*schemas: type[BaseModel]) -> dict[str, Any]:

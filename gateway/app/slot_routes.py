@@ -34,7 +34,7 @@ async def slots(request: Request) -> list[dict[str, Any]]:
     ]
 
 
-@router.post("/slots/{id_slot}", **refuses(400, 401, 429, 500, 503))
+@router.post("/slots/{id_slot}", **refuses(400, 401, 429, 500, 501, 503))
 async def slot_action(
     request: Request,
     id_slot: int,

@@ -121,6 +121,8 @@ def serve_forks(control: socket.socket, run: Callable[[socket.socket], int]) -> 
                 if key.fileobj is control:
                     message, sockets, _, _ = socket.recv_fds(control, len(_FORK), 2)
                     if not message:
+                        # Its socket is closed now, and forks may still end.
+                        signal.set_wakeup_fd(-1)
                         return
                     channel, report = (socket.socket(fileno=number) for number in sockets)
                     inherited = [control, waker, woken, report, *reports.values()]

@@ -171,8 +171,8 @@ void gated_norm(const GatedNormWork& work) {
   gated_norm_typed<Float32>(work);
 }
 
-// softplus has a straight line above 20, as torch's.
-inline Vec softplus(float x) { return Vec::broadcast(x > 20.0f ? x : __builtin_log1pf(__builtin_expf(x))); }
+// A straight line above 20, as torch's softplus.
+inline Vec softplus_weight(float x) { return Vec::broadcast(x > 20.0f ? x : __builtin_log1pf(__builtin_expf(x))); }
 
 template <class Type>
 void apply_gate_typed(const ApplyGateWork& work) {
@@ -194,7 +194,7 @@ void apply_gate_typed(const ApplyGateWork& work) {
   }
   for (uint32_t gate = 0; gate < work.num_gates; ++gate) {
     const float own = load_one<Type>(gates + gate);
-    const Vec weight = rounded<Type>(work.is_softplus ? softplus(own) : sigmoid(Vec::broadcast(own)));
+    const Vec weight = rounded<Type>(work.is_softplus ? softplus_weight(own) : sigmoid(Vec::broadcast(own)));
     multiply(gate * together, together, [&](uint32_t) { return weight; });
   }
 }

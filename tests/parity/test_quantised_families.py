@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from gpu_service.layers.linear import Linear
+from gpu_service.layers.linear import Linear, StoredWeight
 from gpu_service.loader.load import load_weights
 from gpu_service.loader.names import expected_names
 from gpu_service.models.compose import build_model
@@ -31,7 +31,7 @@ FAMILIES = {tiny.model_type: name for name, tiny in reversed(TINY_MODELS.items()
 def weights_of(directory: Path, *, keep_fp8: bool) -> dict[str, torch.Tensor]:
     """Returns every parameter in float32, out of packed layouts and 8 bits."""
     model = build_model(read_model_config(directory))
-    load_weights(model, directory, "fp8" if keep_fp8 else "dequantised")
+    load_weights(model, directory, "panels" if keep_fp8 else "dequantised")
     names = {name for name in expected_names(model.config) if name.endswith(".weight_scales")}
     assert not names, "what is kept is still expected under the checkpoint's names"
     found = {
@@ -42,6 +42,11 @@ def weights_of(directory: Path, *, keep_fp8: bool) -> dict[str, torch.Tensor]:
     for name, module in model.named_modules():
         if isinstance(module, Linear) and module.weight_scales is not None:
             found[f"{name}.weight"] = dequantise(module.weight, module.weight_scales, module._first_column)
+        elif isinstance(module, StoredWeight) and module.packed is not None:
+            stored_order = torch.arange(module.packed.out_features)
+            order = module._output_order if isinstance(module, Linear) else None
+            rows = stored_order if order is None else order
+            found[f"{name}.weight"] = module.packed.take_rows(rows, torch.float32)
     return found
 
 

@@ -24,7 +24,8 @@ def test_answers_are_as_the_document_says(tmp_path: Path) -> None:
     The full run is `python -m tests.tools.try_openapi`.
     """
     statuses: Counter[int] = Counter()
-    with described_gateway(tmp_path, batch_dir=str(tmp_path / "batches")) as (url, schema):
+    directories = {"batch_dir": str(tmp_path / "batches"), "slot_save_path": str(tmp_path / "slots")}
+    with described_gateway(tmp_path, **directories) as (url, schema):
         for operation in operations(schema):
             statuses += try_operation(operation, url, 4)
     assert statuses[200] > 20, "some must get behind the validation"

@@ -130,7 +130,7 @@ def test_killed_asleep_and_under_load(stack: Stack) -> None:
         (
             "/api/chat",
             {"model": "tiny", "messages": [], "keep_alive": "soon"},
-            "'keep_alive' is 'soon'; allowed are seconds, or as 5m, 1h30m, -1",
+            "'keep_alive': 'soon' is no duration; allowed are seconds, or as 5m, 1h30m, -1",
         ),
     ],
 )

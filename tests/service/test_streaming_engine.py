@@ -161,7 +161,7 @@ def test_layers_of_prediction_are_streamed_with_the_others(
     def watched_propose(drafter: MtpDrafter, context: Any, plan: Any, *given: Any) -> Any:
         """Notes the first draft after the known tokens; later ones share memory with other requests'."""
         found = propose(drafter, context, plan, *given)
-        for row, ids in zip(given[-1].tolist(), [] if found is None else found.tolist(), strict=False):
+        for row, ids in zip(given[2].tolist(), [] if found is None else found.tolist(), strict=False):
             known = drafter._pool.tokens[plan.token_slots[row], : plan.positions[row] + 2]
             draft_ids[tuple(known.tolist())] = ids[0]
         return found
