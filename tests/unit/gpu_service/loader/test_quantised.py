@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from gpu_service.core.parallel import ParallelContext
+from gpu_service.layers.linear import RowParallelLinear
 from gpu_service.loader import sources
 from gpu_service.loader.load import load_weights
 from gpu_service.models.compose import build_model
@@ -49,6 +50,20 @@ def test_ranks_hold_their_parts(name: str, models: Models, tmp_path: Path) -> No
     quantised, plain = model.write(tmp_path / "quantised"), model.dequantised().write(tmp_path / "plain")
     for rank in (2, 3):
         check(quantised, plain, ParallelContext(rank, 4, 0, 1))
+
+
+def test_a_part_of_a_sum_is_in_no_call_of_several_layers(models: Models, tmp_path: Path) -> None:
+    """On a CPU a rank's product is summed over ranks by itself: one call for several layers would leave the
+    sum out, and answers would be wrong in silence.
+    """
+    chosen = MODEL_FORMATS["awq_int4_g32"]
+    directory = quantise(models("qwen3_moe"), lambda _: chosen, chosen.config).write(tmp_path)
+    for parallel, is_whole in ((ParallelContext(), True), (ParallelContext(1, 2), False)):
+        model = build_model(read_model_config(directory), parallel=parallel)
+        load_weights(model, directory, "packed")
+        sums = [m for m in model.modules() if isinstance(m, RowParallelLinear) and m.packed is not None]
+        assert len(sums) > 1
+        assert all((module.projection is not None) == is_whole for module in sums)
 
 
 @pytest.mark.parametrize("name", ["fp8_block", "awq_int4_g32", "int8_words", "nvfp4"])
