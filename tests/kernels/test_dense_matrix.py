@@ -4,8 +4,6 @@ instruction-set level, whatever the formats of its parts and the number and plac
 
 from __future__ import annotations
 
-import zlib
-
 import numpy as np
 import pytest
 import torch
@@ -13,18 +11,9 @@ import torch
 from gpu_service.ops.packed_weight import PackedPart, PackedWeight, packed_bytes
 from moebius import _kernels
 from moebius.kernels import supported_isas
-from moebius.kernels.weight_formats import WEIGHT_FORMATS
-from tests.helpers.quantised_sources import ENCODERS, Quantised, random_weights
+from tests.helpers.panel_weights import COLUMNS, FORMATS, encoded, relative_error
+from tests.helpers.quantised_sources import Quantised
 from tests.tolerances import GEMM_BFLOAT16, GEMM_FLOAT32, GEMM_SPLIT
-
-COLUMNS = 160
-# No multiples of a panel's 16 rows, but of the 8 that some encoders need.
-PART_ROWS = (72, 40)
-FORMATS = [
-    name
-    for name, encode in ENCODERS.items()
-    if not WEIGHT_FORMATS[encode(np.ones((8, 32), np.float32)).format].quantised_rows
-]
 
 
 def aligned(size: int) -> torch.Tensor:
@@ -46,16 +35,6 @@ def packed(isa: str, sources: list[Quantised]) -> PackedWeight:
             weight.pack(number, begin, source.source.take_rows(begin, end))
     weight.calibrate()
     return weight
-
-
-def encoded(*names: str) -> list[Quantised]:
-    rng = np.random.default_rng(zlib.crc32("".join(names).encode()))
-    pairs = zip(names, PART_ROWS, strict=False)
-    return [ENCODERS[name](random_weights(rng, rows, COLUMNS)) for name, rows in pairs]
-
-
-def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found.double() - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize("isa", supported_isas())
