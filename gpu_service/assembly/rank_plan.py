@@ -179,8 +179,7 @@ def _settings(trial: Trial, longest: int) -> list[_Setting]:
         ("kv_cache_dtype", ["fp8_e4m3"] if gpu.kv_cache_dtype == "auto" else []),
     ]
     found = [_gpu_setting(name, values) for name, values in kinds]
-    kept = ["keep"] if config.model.dense_weights != "keep" else []
-    found.append(_model_setting("dense_weights", kept))
+    found.append(_model_setting("dense_weights", ["keep"] if config.model.dense_weights != "keep" else []))
     found.append(_model_setting("max_model_len", _halves(longest, min(longest, _LEAST_CONTEXT), 1)))
     if gpu.kv_cache_gib is not None:
         whole = gpu.kv_cache_gib
