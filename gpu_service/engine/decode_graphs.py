@@ -2,8 +2,9 @@
 
 A graph holds a whole step whose requests compute one token each: gather of the token ids, forward, logits,
 the greedy token and its way into the token pool. So a greedy batch needs one copy, one graph and one copy
-back; other sampling runs on the graph's logits. Rows of padding are a token at position 0 of a slot that no
-request has, with the dummy page as their cache, and choose no experts.
+back; other sampling runs on the graph's logits. A short prompt is a request for each of its tokens. Rows of
+padding are a token at position 0 of a slot that no request has, with the dummy page as their cache, and
+choose no experts.
 
 The first pass of a drafter with one layer is a graph of its own after it, because tokens that are not the
 likeliest are drawn between the two; it reads the same inputs and the same plan of attention. Passes for
@@ -21,6 +22,7 @@ from functools import partial
 import structlog
 import torch
 
+from gpu_service.core.prompt_rows import as_decode_rows, fit_rows
 from gpu_service.core.step import Dummy, StepPlan, captured_fields, graph_plan, graph_rows
 from gpu_service.device.graphs import CapturedGraph, GraphBackend
 from gpu_service.device.stream import Uploader, packed_offsets
@@ -118,23 +120,25 @@ class DecodeGraphs:
 
     def graph_for(self, plan: StepPlan) -> DecodeGraph | None:
         """Returns the graph that fits a step best; None: it has to run eagerly."""
-        if not self._graphs or not plan.is_sampling_decode or plan.num_requests > self._sizes[-1]:
+        rows = plan.query_start_loc[-1]
+        if not self._graphs or rows > self._sizes[-1] or not fit_rows(plan):
             return None
         if plan.depths:  # a graph's rows have no order among them
             return None
         recorder = self._runner.recorder
         if recorder is not None and recorder.needs_eager_steps:
             return None
-        return self._graphs[self._sizes[bisect.bisect_left(self._sizes, plan.num_requests)]]
+        return self._graphs[self._sizes[bisect.bisect_left(self._sizes, rows)]]
 
     def replay(self, graph: DecodeGraph, plan: StepPlan) -> StepOutputs:
-        """Launches a step. Returns its logits float32 `[R, V]`, and tokens if all rows want the likeliest.
+        """Launches a step. Returns its logits float32 `[S, V]`, and tokens if all rows want the likeliest.
 
         All of them are valid until the next replay.
         """
-        count, padding = plan.num_requests, graph.size - plan.num_requests
-        self._upload(graph_rows(self._fields, graph.size, self._dummies, plan), graph.size)
-        self._runner.attention.plan_replay(replace(graph.inputs, seq_lens=plan.seq_lens + [1] * padding))
+        rows = as_decode_rows(plan, self._dummies[Dummy.SLOT])
+        count, padding = rows.num_requests, graph.size - rows.num_requests
+        self._upload(graph_rows(self._fields, graph.size, self._dummies, rows), graph.size)
+        self._runner.attention.plan_replay(replace(graph.inputs, seq_lens=rows.seq_lens + [1] * padding))
         assert graph.captured is not None
         fetched = self._runner.fetch(graph.size)
         graph.captured.replay()
@@ -142,15 +146,24 @@ class DecodeGraphs:
             fetched.launched()
         overflow, hidden_states = self._first_overflow, self._hidden_states
         is_greedy = plan.sampling is not None and plan.sampling.takes_argmax
+        of_samples, first_pass = self._sampled_rows(plan), None
+        if graph.first_pass is not None and plan.is_uniform_decode:
+            first_pass = partial(self._replay_pass, graph, count)
         return StepOutputs(
-            self._logits[:count],
+            self._logits[of_samples],
             None if hidden_states is None else hidden_states[:count],
-            self._token_ids[:count] if is_greedy else None,
-            self._finite[:count] if is_greedy else None,
+            self._token_ids[of_samples] if is_greedy else None,
+            self._finite[of_samples] if is_greedy else None,
             streamed=fetched,
             first_overflow=None if overflow is None else overflow[:count],
-            replay_first_pass=None if graph.first_pass is None else partial(self._replay_pass, graph, count),
+            replay_first_pass=first_pass,
         )
+
+    def _sampled_rows(self, plan: StepPlan) -> slice | torch.Tensor:
+        """Returns which of a graph's rows a step samples from."""
+        if plan.is_uniform_decode:
+            return slice(plan.num_requests)
+        return self._uploader.upload([plan.logits_indices])[0]
 
     def _replay_pass(self, graph: DecodeGraph, count: int) -> FirstPass:
         """Launches the drafter's first pass after its step, of `count` rows; valid until the next replay."""

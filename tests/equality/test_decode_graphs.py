@@ -286,3 +286,33 @@ def test_sizes() -> None:
     assert graph_sizes(8) == [1, 2, 4, 8]
     assert graph_sizes(32) == [1, 2, 4, 8, 16, 24, 32]
     assert graph_sizes(50) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 50]
+
+
+def prefixed(params: dict[str, Any]) -> list[Request]:
+    """Returns prompts of which the later ones begin with an earlier one."""
+    wanted = requests(6, params)
+    for request in wanted[4:]:
+        request.prompt_token_ids[:0] = wanted[3].prompt_token_ids
+    return wanted
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("setup", [Setup(largest_graph=80, budget=80), Setup(largest_graph=16, budget=9)])
+def test_short_prompts_are_rows_of_graphs(
+    tiny: Tiny, setup: Setup, params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps with prompts, whole or in chunks, beside rows that decode, give what they give launched one by
+    one. A model with states launches them so: its tokens are no rows.
+    """
+    eager = run(tiny, Setup(budget=setup.budget), prefixed(params))
+    with_prompts: list[int] = []
+    original = DecodeGraphs.replay
+
+    def replay(graphs: DecodeGraphs, graph: DecodeGraph, plan: StepPlan) -> Any:
+        if not plan.is_uniform_decode:
+            with_prompts.append(graph.size)
+        return original(graphs, graph, plan)
+
+    monkeypatch.setattr(DecodeGraphs, "replay", replay)
+    assert run(tiny, setup, prefixed(params)) == eager
+    assert bool(with_prompts) == (tiny[0].config.model_type != "qwen3_next")

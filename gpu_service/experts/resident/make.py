@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from gpu_service.core.parallel import SOLO, ParallelContext
+from gpu_service.device.staged_copies import StagedCopies
 from gpu_service.device.stream import stream_of
 from gpu_service.device.virtual_memory import PhysicalPool
 from gpu_service.experts.resident.experts import (
@@ -193,9 +194,11 @@ def _load(
     )
     errors: dict[int, list[float]] = {layer: [0.0, 0.0] for layer in chosen}
     lock = threading.Lock()
-    active = stream_of(next(iter(slots.values())).weights.device)
+    device = next(iter(slots.values())).weights.device
+    active = stream_of(device)
 
     def load_some() -> None:
+        copies = StagedCopies(device)
         with active(), MappedReader() as reader:
             while True:
                 with lock:
@@ -206,7 +209,7 @@ def _load(
                 reader.reset()
                 try:
                     found = source.read(layer, expert, reader)
-                    slots[layer].put(slot, expert, torch.from_numpy(found.packed))
+                    slots[layer].put(slot, expert, torch.from_numpy(found.packed), copies)
                 except BaseException:
                     with lock:  # the other threads need not read the rest
                         list(work)

@@ -152,6 +152,7 @@ def running_engine(config: MoebiusConfig) -> Iterator[EngineUnderTest]:
     gate = WarmUpGate()
     built = build_engine(config, NullObserver(), gate.on_output)
     built.engine.start()
+    engine: EngineUnderTest | None = None
     try:
         vocab_size, seconds = built.model_config.vocab_size, config.supervisor.ready_timeout_s
         gate.run(built.engine, vocab_size, seconds, built.warm_up_tokens)
@@ -167,6 +168,9 @@ def running_engine(config: MoebiusConfig) -> Iterator[EngineUnderTest]:
     finally:
         if not any(built is lost for lost in _lost):
             built.close()
+        if engine is not None:
+            # The caller's name for it lives on while the next engine looks for memory.
+            del engine.built
 
 
 def wait_until_streaming(streamer: ExpertStreamer, timeout_s: float = _READY_S) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from gpu_service.core import prompt_rows
+from gpu_service.core.prompt_rows import as_decode_rows, fit_rows
 from gpu_service.core.step import (
     Dummy,
     Feature,
@@ -124,7 +127,7 @@ def test_a_staged_plan_has_every_tensor_replaced_and_shares_the_rest() -> None:
 def test_rows_of_a_graph_are_the_plans_then_padding(has_mrope: bool) -> None:
     """Padding is position 0 of the dummy slot in the dummy page with one token of KV, and is not valid."""
     plan = plans(has_mrope)[-1]
-    assert plan.is_sampling_decode or plan.is_uniform_decode
+    assert plan.is_uniform_decode
     count, size = plan.num_requests, plan.num_requests + 2
     fields = captured_fields({Feature.MROPE} if has_mrope else ())
     rows = graph_rows(fields, size, DUMMIES, plan)
@@ -178,3 +181,32 @@ def test_a_declaration_is_all_that_staging_and_graphs_need() -> None:
     assert [leaf.shape for leaf in tensors_of(wider)] == [(2, 4), (2,)]
     rows = graph_rows(tensor_fields(Wider), 3, DUMMIES, wider)
     assert rows["token_types"].tolist() == [1, 2, 7]
+
+
+def test_tokens_of_prompts_become_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row has its token's place, its request's pages and the tokens up to its own; only rows that sample
+    name a slot to write to. Steps whose rows would see too much, or score the prompt, are none.
+    """
+    scored, mixed, decoding = plans()
+    assert not fit_rows(scored)
+    assert fit_rows(decoding)
+    assert as_decode_rows(decoding, 8) is decoding
+    assert mixed.num_requests < mixed.query_start_loc[-1]
+    mixed = dataclasses.replace(mixed, prompt_logprobs=[])
+    rows, count = as_decode_rows(mixed, 8), mixed.query_start_loc[-1]
+    assert rows.is_uniform_decode
+    assert rows.num_requests == count == rows.sample_slots.shape[0]
+    assert rows.seq_lens == rows.seq_lens_tensor.tolist() == (mixed.positions + 1).tolist()
+    owners = [
+        owner
+        for owner, (begin, end) in enumerate(itertools.pairwise(mixed.query_start_loc))
+        for _ in range(begin, end)
+    ]
+    assert torch.equal(rows.block_table, mixed.block_table[owners])
+    sampled = mixed.logits_indices.tolist()
+    assert rows.sample_slots[sampled].tolist() == mixed.sample_slots.tolist()
+    assert rows.sample_positions[sampled].tolist() == mixed.sample_positions.tolist()
+    assert all(slot == 8 for row, slot in enumerate(rows.sample_slots.tolist()) if row not in sampled)
+    assert fit_rows(mixed)
+    monkeypatch.setattr(prompt_rows, "_MOST_SEEN", 1)
+    assert not fit_rows(mixed)
