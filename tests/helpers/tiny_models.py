@@ -18,7 +18,7 @@ import torch
 import yaml
 
 from tests.helpers.tiny_dsa_models import DSA_MODELS
-from tests.helpers.tiny_multimodal_text import MULTIMODAL_MODELS, TEXT_TOWERS
+from tests.helpers.tiny_multimodal_text import TEXT_TOWERS
 
 _COMMON = {
     "vocab_size": 211,
@@ -79,7 +79,7 @@ def _read_models(families: dict[str, dict[str, Any]]) -> dict[str, TinyModel]:
 KINDS = {kind: _read_models(families) for kind, families in read_table("tiny_models.yaml").items()}
 KINDS["sparse"] = {name: TinyModel(**fields) for name, fields in DSA_MODELS.items()}
 TINY_MODELS = {name: tiny for models in KINDS.values() for name, tiny in models.items()}
-TINY_MODELS |= {name: TinyModel(**fields) for name, fields in MULTIMODAL_MODELS.items()}
+TINY_MODELS |= _read_models(read_table("tiny_multimodal_models.yaml"))
 
 
 def attending_to_all(name: str, num_tokens: int) -> TinyModel:
