@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -14,12 +12,12 @@ from typing import Literal
 from gpu_service.experts.client import ExpertClient
 from gpu_service.experts.factory import make_expert_client
 from moebius.config import ExpertConfig, ModelConfigSection, MoebiusConfig
-from moebius.config.loader import effective_config
 from moebius.mailbox import Mailbox
 from moebius.mailbox.plan import mailbox_geometry
 from moebius.models.geometry import MoeGeometry
 from moebius.models.read import read_geometry
 from tests.helpers.demo import demo_checkpoint
+from tests.helpers.warm_processes import ExpertProcess
 
 READY_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 30.0
@@ -92,13 +90,9 @@ def running_fleet(fleet: Fleet, directory: Path, top_k: int | None = None) -> It
 
 @contextmanager
 def server_process(config: MoebiusConfig, base: Path) -> Iterator[None]:
-    """Run `moebius expert` with the configuration; it must end well on SIGTERM."""
-    settings = base.with_suffix(".yaml")
-    settings.write_text(effective_config(config))
+    """Runs an expert server with the configuration; it must end well on SIGTERM."""
     log = base.with_suffix(".log")
-    command = [sys.executable, "-m", "moebius", "expert", "--config", str(settings)]
-    with log.open("wb") as sink:
-        process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT)
+    process = ExpertProcess(config, log)
     try:
         yield
         process.terminate()

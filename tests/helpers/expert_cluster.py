@@ -6,8 +6,6 @@ import contextlib
 import itertools
 import secrets
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,20 +24,8 @@ from moebius.models.read import read_geometry
 from moebius.network.grpc_channels import open_channel
 from protos import expert_pb2_grpc
 from tests.helpers.waiting import wait_until
+from tests.helpers.warm_processes import ExpertProcess
 
-ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = """
-import sys
-from expert_service.main import run
-from moebius.config import MoebiusConfig, PlacementConfig
-from moebius.errors import UserError
-try:
-    status = run(MoebiusConfig.model_validate_json(sys.argv[1]))
-except UserError as error:  # as the CLI does
-    print(error, file=sys.stderr)
-    status = error.exit_status
-sys.exit(status)
-"""
 READY_S = 60.0
 
 
@@ -57,13 +43,6 @@ def make_config(model: Path | str, directory: Path, **experts: Any) -> MoebiusCo
     return MoebiusConfig.model_validate(document)
 
 
-def start_expert(config: MoebiusConfig, log: Path) -> subprocess.Popen[bytes]:
-    """Returns one expert process; its log is appended to `log`."""
-    with log.open("ab") as sink:
-        command = [sys.executable, "-c", SCRIPT, config.model_dump_json()]
-        return subprocess.Popen(command, cwd=ROOT, stderr=sink)
-
-
 @dataclass
 class Cluster:
     """Running servers of one model; filled by `running_cluster`."""
@@ -71,7 +50,7 @@ class Cluster:
     config: MoebiusConfig
     geometry: MoeGeometry
     log: Path
-    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    processes: list[ExpertProcess] = field(default_factory=list)
 
     def own_config(self, index: int) -> MoebiusConfig:
         """Returns what the server `index` is started with."""
@@ -79,9 +58,9 @@ class Cluster:
         update = {"split_index": index, "expert_address": addresses[index]}
         return self.config.model_copy(update={"experts": self.config.experts.model_copy(update=update)})
 
-    def start(self, index: int) -> subprocess.Popen[bytes]:
+    def start(self, index: int) -> ExpertProcess:
         """Start the server, or start it again."""
-        process = start_expert(self.own_config(index), self.log)
+        process = ExpertProcess(self.own_config(index), self.log)
         self.processes[index : index + 1] = [process]
         return process
 
@@ -185,7 +164,7 @@ def relative_rms(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-def freeze(process: subprocess.Popen[bytes]) -> None:
+def freeze(process: ExpertProcess) -> None:
     """SIGSTOP, and waits until no thread of the process runs: on a spare core one could still answer."""
     process.send_signal(signal.SIGSTOP)
     tasks = Path(f"/proc/{process.pid}/task")

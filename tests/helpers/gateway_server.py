@@ -16,7 +16,7 @@ from gateway.prompts import pool
 from moebius.config import MoebiusConfig
 from tests.helpers import tls_everywhere
 from tests.helpers.waiting import wait_until
-from tests.helpers.warm_prompts import WarmForkServer
+from tests.helpers.warm_processes import WarmForkServer
 
 
 def gateway_config(engine_address: str, **gateway: Any) -> MoebiusConfig:

@@ -9,20 +9,38 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.helpers.tiny_mla_models import MLA_SIZES, MLA_YARN
-
 _WINDOW, _SPARSE, _HEAVY = (
     "sliding_attention",
     "compressed_sparse_attention",
     "heavily_compressed_attention",
 )
 
+_MLA_SIZES: dict[str, Any] = {
+    "num_key_value_heads": 6,
+    "head_dim": 8,
+    "q_lora_rank": 28,
+    "kv_lora_rank": 26,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 14,
+    "num_mtp_layers": 0,
+}
+# Both of YaRN's temperatures: that of the rotation and that of the scores.
+_MLA_YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 4.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+    "original_max_position_embeddings": 128,
+}
+
 # Name -> fields of `TinyModel`.
 DSA_MODELS: dict[str, dict[str, Any]] = {
     "deepseek_v32": {
         "model_type": "deepseek_v32",
         "changes": {
-            **MLA_SIZES,
+            **_MLA_SIZES,
             "index_n_heads": 16,
             "index_head_dim": 12,
             "index_topk": 8,
@@ -35,13 +53,13 @@ DSA_MODELS: dict[str, dict[str, Any]] = {
             "norm_topk_prob": True,
             "routed_scaling_factor": 2.5,
             "attention_bias": False,
-            "rope_parameters": MLA_YARN,
+            "rope_parameters": _MLA_YARN,
         },
     },
     "deepseek_v32_listed_layers_biased_tied": {
         "model_type": "deepseek_v32",
         "changes": {
-            **MLA_SIZES,
+            **_MLA_SIZES,
             "q_lora_rank": 20,
             "kv_lora_rank": 22,
             "qk_nope_head_dim": 12,
@@ -67,7 +85,7 @@ DSA_MODELS: dict[str, dict[str, Any]] = {
     "glm_moe_dsa": {
         "model_type": "glm_moe_dsa",
         "changes": {
-            **MLA_SIZES,
+            **_MLA_SIZES,
             "index_n_heads": 12,
             "index_head_dim": 18,
             "index_topk": 7,
@@ -85,7 +103,7 @@ DSA_MODELS: dict[str, dict[str, Any]] = {
     "glm_moe_dsa_shared_groups_biased_tied": {
         "model_type": "glm_moe_dsa",
         "changes": {
-            **MLA_SIZES,
+            **_MLA_SIZES,
             "num_hidden_layers": 4,
             "num_attention_heads": 4,
             "num_key_value_heads": 4,
@@ -106,14 +124,14 @@ DSA_MODELS: dict[str, dict[str, Any]] = {
             "routed_scaling_factor": 1.0,
             "attention_bias": True,
             "tie_word_embeddings": True,
-            "rope_parameters": MLA_YARN,
+            "rope_parameters": _MLA_YARN,
         },
         "shard_bytes": 60_000,
     },
     "hy_v4": {
         "model_type": "hy_v4",
         "changes": {
-            **MLA_SIZES,
+            **_MLA_SIZES,
             "index_n_heads": 18,
             "index_head_dim": 14,
             "index_topk": 7,
@@ -131,7 +149,7 @@ DSA_MODELS: dict[str, dict[str, Any]] = {
     "hy_v4_three_streams_groups_tied": {
         "model_type": "hy_v4",
         "changes": {
-            **MLA_SIZES,
+            **_MLA_SIZES,
             "num_hidden_layers": 4,
             "num_attention_heads": 4,
             "num_key_value_heads": 4,
@@ -159,7 +177,7 @@ DSA_MODELS: dict[str, dict[str, Any]] = {
             "hc_eps": 1e-3,
             "rms_norm_eps": 3e-2,
             "tie_word_embeddings": True,
-            "rope_parameters": MLA_YARN,
+            "rope_parameters": _MLA_YARN,
         },
         "shard_bytes": 60_000,
     },
@@ -167,7 +185,7 @@ DSA_MODELS: dict[str, dict[str, Any]] = {
     "mistral_large4": {
         "model_type": "mistral_large4",
         "changes": {
-            **MLA_SIZES,
+            **_MLA_SIZES,
             "q_lora_rank": None,
             "num_hidden_layers": 4,
             "no_rope_layers": [1, 1, 0, 0],
@@ -188,7 +206,7 @@ DSA_MODELS: dict[str, dict[str, Any]] = {
     "mistral_large4_own_latents_groups_tied": {
         "model_type": "mistral_large4",
         "changes": {
-            **MLA_SIZES,
+            **_MLA_SIZES,
             "q_lora_rank": None,
             "num_hidden_layers": 4,
             "num_attention_heads": 4,

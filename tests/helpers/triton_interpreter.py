@@ -3,11 +3,15 @@
 The interpreter holds scalars as arrays of one element and turns them into integers with `int`, which numpy
 now refuses: with this, kernels may loop over bounds that they loaded. It searches `triton.language` for what
 it replaces at each launch and each call of a function within: here once, and a launch replaces a module's
-functions once. And it makes the type and the shape of each value from nothing: here values share them.
+functions once. It makes the type and the shape of each value from nothing: here values share them. It tells
+numpy's types by a table that it writes for each value, and brings operands of one type to a common one: here
+neither is done. And it computes twice whether integers overflow, without a look at the result, which is only
+asserted where its options say `debug`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Sequence
@@ -15,10 +19,13 @@ from functools import cache
 from typing import Any
 
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 _patch_tensor, _patch_lang = interpreter._patch_lang_tensor, interpreter._patch_lang
 _make_block_type = tl.core.block_type.__init__
+_to_common_type = TritonSemantic.binary_op_type_checking_impl
+_numpy_type = cache(interpreter._get_np_dtype)
 # Ids of the globals of functions for which the launch that runs has replaced what they call.
 _replaced: set[int] = set()
 
@@ -78,10 +85,36 @@ def _tensor_init(self: Any, handle: Any, type: Any) -> None:
     self.shape, self.numel = _shape(type.sizes if type.is_block() else ())
 
 
+def _get_numpy_type(type: Any) -> Any:
+    return _numpy_type(type.scalar)
+
+
+def _of_common_type(self: Any, left: Any, right: Any, *checks: bool, **named: bool) -> tuple[Any, Any]:
+    """Returns operands of one numeric type and shape as they are, but not those of a division or of bits,
+    which ask for more than whether they may be pointers."""
+    if (
+        len(checks) <= 2
+        and not named
+        and isinstance(left, tl.core.tensor)
+        and isinstance(right, tl.core.tensor)
+        and left.dtype is right.dtype
+        and left.shape is right.shape
+        and not left.dtype.is_ptr()
+    ):
+        return left, right
+    found: tuple[Any, Any] = _to_common_type(self, left, right, *checks, **named)
+    return found
+
+
 interpreter._LangPatchScope = _Scope
 interpreter._patch_lang_tensor = _patch_with_index
 interpreter._patch_lang = _patch_once
 interpreter._patch_builtin = _patch_builtin
+interpreter._get_np_dtype = _get_numpy_type
+interpreter.interpreter_builder.options = dataclasses.replace(
+    interpreter.interpreter_builder.options, sanitize_overflow=False
+)
+TritonSemantic.binary_op_type_checking_impl = _of_common_type
 tl.core.pointer_type.__hash__ = lambda self: hash(self.name)
 tl.core.block_type.__init__ = _block_init
 tl.core.tensor.__init__ = _tensor_init

@@ -13,10 +13,7 @@ import pytest
 from gpu_service.core.request import Request, SamplingParams
 from moebius.config import ExpertConfig, GpuConfig, ModelConfigSection, MoebiusConfig
 from tests.helpers.built_engine import running_engine
-from tests.helpers.tiny_dsa_models import DSA_MODELS
-from tests.helpers.tiny_linear_models import LINEAR_MODELS
-from tests.helpers.tiny_mla_models import MLA_MODELS
-from tests.helpers.tiny_models import TINY_MODELS, greedy_answer, make_tiny_model
+from tests.helpers.tiny_models import KINDS, TINY_MODELS, greedy_answer, make_tiny_model
 
 # Tokens of each answer, and pages of 4 tokens of which four such requests need more, so that someone is
 # preempted: of `make test-all`, and otherwise.
@@ -31,9 +28,6 @@ PROMPTS = [
 ROOMY = GpuConfig(
     page_size=4, num_pages=256, max_num_batched_tokens=64, gpu_threads=1, overlap_scheduling=False
 )
-
-
-KINDS = {"latents": MLA_MODELS, "sparse": DSA_MODELS, "linear": LINEAR_MODELS}
 
 
 def kind(name: str) -> str:

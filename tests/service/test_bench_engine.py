@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from lab.random_model import RandomModelOptions, write_random_model
+from tests.helpers.command_line import run_cli
 
 
 def test_engine_bench_end_to_end(tmp_path: Path) -> None:
@@ -147,10 +148,9 @@ def test_steps_bench_needs_a_gpu(tmp_path: Path) -> None:
     """On a CPU the command says so, in one line, before anything starts."""
     model = tmp_path / "model"
     write_random_model(model, RandomModelOptions("tiny"))
-    command = [sys.executable, "-m", "moebius", "bench", "steps", str(model), "--device", "cpu"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert ended.returncode == 2
-    assert ended.stderr.strip().splitlines() == [
+    status, _, err = run_cli("bench", "steps", model, "--device", "cpu")
+    assert status == 2
+    assert err.strip().splitlines() == [
         "moebius: error: moebius bench steps looks at a GPU's work; there is none here, or device is 'cpu'"
     ]
 

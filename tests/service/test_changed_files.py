@@ -142,6 +142,8 @@ def test_an_engine_of_another_tokenizer_is_refused(served: Served) -> None:
     served.restore()
 
 
+# That times do not count is among the tests of test_identity.py.
+@pytest.mark.full
 def test_touched_files_are_the_same(served: Served) -> None:
     """Times do not count, nor does a copy in a file's place."""
     for file in served.model.iterdir():
@@ -150,6 +152,18 @@ def test_touched_files_are_the_same(served: Served) -> None:
     wait_until(served.is_right, READY_S)
 
 
+def test_the_fingerprint_is_of_answers_card_and_metrics(served: Served) -> None:
+    """A client and an operator see the same one."""
+    card = httpx.get(f"{served.stack.base_url}/v1/models").json()["data"][0]
+    page = httpx.get(f"{served.stack.base_url}/metrics").text
+    assert served.fingerprint.startswith("fp_")
+    assert card["system_fingerprint"] == served.fingerprint
+    line = f'moebius:model_info{{model_name="{MODEL}",system_fingerprint="{served.fingerprint}"}} 1.0'
+    assert line in page
+
+
+# Other files have another identity, of which it is made: test_identity.py.
+@pytest.mark.full
 def test_a_full_restart_serves_what_is_there(served: Served, tmp_path: Path) -> None:
     """A full restart serves the present files, with a fingerprint of its own."""
     other = write_checkpoint(tmp_path / "other")
@@ -157,9 +171,4 @@ def test_a_full_restart_serves_what_is_there(served: Served, tmp_path: Path) -> 
     flags = (*FLAGS, "--expert-servers", "1")
     with running_stack(other, tmp_path, *flags, timeout_s=READY_S) as stack:
         answer = Served(stack, other)
-        card = httpx.get(f"{stack.base_url}/v1/models").json()["data"][0]
-        page = httpx.get(f"{stack.base_url}/metrics").text
-    assert answer.fingerprint.startswith("fp_")
     assert answer.fingerprint != served.fingerprint
-    assert card["system_fingerprint"] == answer.fingerprint
-    assert f'moebius:model_info{{model_name="{MODEL}",system_fingerprint="{answer.fingerprint}"}} 1.0' in page

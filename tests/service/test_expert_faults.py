@@ -27,10 +27,10 @@ from tests.helpers.expert_cluster import (
     make_config,
     random_routing,
     running_cluster,
-    start_expert,
 )
 from tests.helpers.idle import becomes_idle
 from tests.helpers.waiting import wait_until
+from tests.helpers.warm_processes import ExpertProcess
 
 
 @pytest.mark.parametrize("transport", ["mailbox", "grpc"])
@@ -124,7 +124,7 @@ def test_wrong_geometry_is_refused_and_named(cluster: Cluster, tmp_path: Path) -
     config = cluster.own_config(0)
     own = config.experts.model_copy(update={"expert_address": f"unix:{tmp_path}/x"})
     model = config.model.model_copy(update={"model": str(other)})
-    process = start_expert(config.model_copy(update={"model": model, "experts": own}), tmp_path / "log")
+    process = ExpertProcess(config.model_copy(update={"model": model, "experts": own}), tmp_path / "log")
     assert process.wait(timeout=60) != 0
     log = (tmp_path / "log").read_text()
     assert "hidden_size=64" in log
@@ -133,7 +133,7 @@ def test_wrong_geometry_is_refused_and_named(cluster: Cluster, tmp_path: Path) -
 
 def test_server_without_a_model_ends_on_sigterm(tmp_path: Path) -> None:
     """It waits for Load, and leaves with status 0 all the same."""
-    process = start_expert(make_config("", tmp_path), tmp_path / "log")
+    process = ExpertProcess(make_config("", tmp_path), tmp_path / "log")
     wait_until(lambda: "listening" in (tmp_path / "log").read_text())
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=60) == 0

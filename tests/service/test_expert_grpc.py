@@ -27,10 +27,10 @@ from tests.helpers.expert_cluster import (
     make_config,
     random_routing,
     running_cluster,
-    start_expert,
 )
 from tests.helpers.ports import free_port
 from tests.helpers.waiting import wait_until
+from tests.helpers.warm_processes import ExpertProcess
 
 EXPERT_HEALTH = "moebius.expert.v1.Expert"
 
@@ -40,7 +40,7 @@ def lonely(tmp_path: Path) -> Iterator[tuple[grpc.Channel, MoebiusConfig]]:
     """A server that was given no model, and a channel to it; it must leave with status 0."""
     config = make_config("", tmp_path, expert_metrics_port=free_port())
     config = config.model_copy(update={"telemetry": TelemetryConfig(grpc_reflection=True)})
-    process = start_expert(config, tmp_path / "log")
+    process = ExpertProcess(config, tmp_path / "log")
     with open_channel(config.experts.expert_address) as channel:
         grpc.channel_ready_future(channel).result(timeout=60)
         yield channel, config

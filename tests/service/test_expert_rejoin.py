@@ -24,9 +24,9 @@ from tests.helpers.expert_cluster import (
     freeze,
     make_config,
     random_routing,
-    start_expert,
 )
 from tests.helpers.waiting import wait_until
+from tests.helpers.warm_processes import ExpertProcess
 
 
 def kill(cluster: Cluster, index: int) -> None:
@@ -87,7 +87,7 @@ def test_a_replacement_with_other_settings_is_refused(
     kill(cluster, 0)
     config = cluster.own_config(0)
     other = config.model_copy(update={"experts": config.experts.model_copy(update={setting: value})})
-    assert start_expert(other, cluster.log).wait(READY_S) == WRONG_IDENTITY_EXIT
+    assert ExpertProcess(other, cluster.log).wait(READY_S) == WRONG_IDENTITY_EXIT
     assert text in last_words(cluster)
     cluster.start(0)
     client = cluster.client("mailbox")
@@ -110,7 +110,7 @@ def test_by_grpc_a_reconnect_compares(cluster: Cluster, tmp_path: Path) -> None:
     config = make_config(model, tmp_path, expert_transport="grpc")
     log = tmp_path / "log"
     lone = Cluster(config, cluster.geometry, log)
-    process = start_expert(config, log)
+    process = ExpertProcess(config, log)
     other = config.model_copy(update={"experts": config.experts.model_copy(update={"expert_dtype": "int8"})})
     try:
         client = lone.client("grpc")
@@ -121,7 +121,7 @@ def test_by_grpc_a_reconnect_compares(cluster: Cluster, tmp_path: Path) -> None:
             process.wait()
             with pytest.raises(ExpertUnavailable):
                 compute(client, 1, routing)
-            process = start_expert(replacement, log)
+            process = ExpertProcess(replacement, log)
             wait_until(lambda: _has_loaded(lone), READY_S)
             if replacement is other:
                 with pytest.raises(ExpertRefused, match="expert_dtype is int8, expected keep"):

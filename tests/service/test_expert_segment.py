@@ -6,7 +6,6 @@ import contextlib
 import gc
 import os
 import signal
-import subprocess
 import tempfile
 import threading
 import time
@@ -35,9 +34,10 @@ from moebius.kernels.weight_segment import WeightSegment, segment_path
 from moebius.network.grpc_channels import open_channel
 from protos import expert_pb2, expert_pb2_grpc
 from tests.helpers.checkpoints import TinyMoe
-from tests.helpers.expert_cluster import make_config, start_expert
+from tests.helpers.expert_cluster import make_config
 from tests.helpers.quantised_checkpoints import QuantisedMoe
 from tests.helpers.waiting import wait_until
+from tests.helpers.warm_processes import ExpertProcess
 
 MODEL = TinyMoe(num_experts=5, num_layers=3)
 
@@ -389,7 +389,7 @@ def test_a_killed_server_comes_back_without_loading(tmp_path: Path, memory: Path
         return [line for line in log.read_text().splitlines() if "experts loaded" in line]
 
     for run in (1, 2):
-        process: subprocess.Popen[bytes] = start_expert(config, log)
+        process: ExpertProcess = ExpertProcess(config, log)
         try:
             found.append(compute(config.experts.expert_address, MODEL))
             # A server answers before it logs that it has loaded.
@@ -408,10 +408,10 @@ def test_two_servers_of_one_file_are_one_too_many(tmp_path: Path, memory: Path) 
     config = make_config(model, tmp_path, expert_weights_dir=str(memory))
     (tmp_path / "second").mkdir()
     other = make_config(model, tmp_path / "second", expert_weights_dir=str(memory))
-    first = start_expert(config, tmp_path / "log")
+    first = ExpertProcess(config, tmp_path / "log")
     try:
         output = compute(config.experts.expert_address, MODEL)
-        second = start_expert(other, tmp_path / "second.log")
+        second = ExpertProcess(other, tmp_path / "second.log")
         assert second.wait(60) == USER_ERROR_EXIT
         assert (
             "expert-0.weights: another expert server uses this file" in (tmp_path / "second.log").read_text()

@@ -9,8 +9,6 @@ from __future__ import annotations
 import collections
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ from moebius.config.leaves import leaves
 from moebius.config.loader import load_config
 from moebius.errors import ConfigError, UserError
 from moebius.other_servers.tensor_overrides import resident_layers
+from tests.helpers.command_line import run_cli
 
 DATA = Path(__file__).resolve().parents[2] / "data"
 LINES: list[dict[str, Any]] = yaml.safe_load((DATA / "command_lines.yaml").read_text())
@@ -254,9 +253,7 @@ def test_the_command_prints_the_line_and_lists_what_differs() -> None:
     """From end to end: stdout is a command, stderr says the rest, the status says whether all is the same."""
 
     def translate(*words: str, typed: str = "") -> tuple[int, str, str]:
-        command = [sys.executable, "-m", "moebius", "translate", *words]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, input=typed)
-        return ended.returncode, ended.stdout, ended.stderr
+        return run_cli("translate", *words, typed=typed)
 
     status, out, err = translate("--", "vllm", "serve", "m", "-tp", "2", "--trust-remote-code")
     assert (status, out) == (0, "moebius serve m --tensor-parallel-size 2\n")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ from app.planning.comparison import machines
 from app.planning.hardware import HardwareOptions
 from lab.random_model import RandomModelOptions, write_random_model
 from moebius.errors import UserError
+from tests.helpers.command_line import run_cli
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +29,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def plan(*arguments: str) -> tuple[int, str, str]:
     """Returns the command: (status, stdout, stderr)."""
-    command = [sys.executable, "-m", "moebius", "plan", *arguments, "--cores", "16"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    return ended.returncode, ended.stdout, ended.stderr
+    return run_cli("plan", *arguments, "--cores", "16")
 
 
 def test_machines_are_gpus_and_ram() -> None:

@@ -66,15 +66,18 @@ def change(file: Path) -> None:
 
 @pytest.mark.parametrize("name", MODEL_FILES)
 def test_every_file_that_makes_an_answer_counts(model: Path, name: str) -> None:
-    """One that changes, appears or goes is named, and nothing else is."""
-    before = read_identity(config_of(model)).parts
+    """One that changes, appears or goes is named, and nothing else is; the digest is another one."""
+    whole = read_identity(config_of(model))
+    before = whole.parts
     assert (before[name] == ABSENT) == (name not in _HELD)
     if name == "config.json":  # nothing could be read of a broken one
         content = json.loads((model / name).read_text())
         (model / name).write_text(json.dumps({**content, "note": 1}))
     else:
         change(model / name)
-    words = changes(before, read_identity(config_of(model)).parts)
+    after = read_identity(config_of(model))
+    assert after.digest != whole.digest
+    words = changes(before, after.parts)
     assert words == f"{name} {'has changed' if name in _HELD else 'is new'}"
     (model / name).unlink()
     assert changes(before, model_parts(model)) == (f"{name} is missing" if name in _HELD else "")

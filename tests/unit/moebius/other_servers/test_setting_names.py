@@ -5,8 +5,6 @@ with what does it here.
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ from app.other_options import note_variables, translated
 from moebius.config.loader import leaves, load_config
 from moebius.errors import ConfigError
 from moebius.other_servers.setting_names import OTHER_NAMES, OTHER_VALUES, OtherName
+from tests.helpers.command_line import run_cli
 
 OPTIONS = {
     **dict.fromkeys(("--config", "--port", "--page-size", "--tensor-parallel-size"), True),
@@ -248,17 +247,11 @@ def test_variables_of_others_are_named(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_the_command_line_understands_them() -> None:
     """From end to end: -h and --version answer, a wrong option ends as one line."""
-
-    def moebius(*arguments: str) -> tuple[int, str, str]:
-        command = [sys.executable, "-m", "moebius", *arguments]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-        return ended.returncode, ended.stdout, ended.stderr
-
-    status, out, _ = moebius("serve", "--help-all")
+    status, out, _ = run_cli("serve", "--help-all")
     assert status == 0
     assert out.index("Model:") < out.index("--dtype") < out.index("Telemetry") < out.index("--log-level")
-    assert moebius("--version")[1].startswith("moebius ")
-    status, _, err = moebius("serve", "/nowhere", "--tp", "two")
+    assert run_cli("--version")[1].startswith("moebius ")
+    status, _, err = run_cli("serve", "/nowhere", "--tp", "two")
     assert (status, err) == (
         2,
         "  --tensor-parallel-size: 'two' is not allowed; allowed: an integer, >= 1, <= 64\n"
