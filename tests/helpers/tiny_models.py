@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from tests.helpers.deepseek_v41_reference import DeepseekV41Config, DeepseekV41ForCausalLM
 from tests.helpers.tiny_dsa_models import DSA_MODELS
 from tests.helpers.tiny_gqa_models import GQA_MODELS
 from tests.helpers.tiny_linear_models import LINEAR_MODELS, ONE_PLUS_WEIGHT_NORMS
@@ -196,6 +197,8 @@ def common_sizes(tiny: TinyModel) -> dict[str, Any]:
 
 
 def _classes(model_type: str) -> tuple[type[Any], type[Any]]:
+    if model_type == "deepseek_v41":
+        return DeepseekV41Config, DeepseekV41ForCausalLM
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 

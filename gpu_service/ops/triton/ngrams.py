@@ -21,7 +21,7 @@ def _earlier(ids, state, row, start, places, KEPT: tl.constexpr):  # type: ignor
 @jit_for_any("num_requests")
 def ngram_rows_kernel(  # type: ignore[no-untyped-def]
     ids, positions, states, reads, writes, query_starts, factors, primes, offsets, output, num_requests,
-    end_token_id, KEPT: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    end_token_id, KEPT: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, ENDS: tl.constexpr,
 ):  # fmt: skip
     """Program (row); that of a request's last row leaves its latest tokens."""
     row, head = tl.program_id(0), tl.arange(0, BLOCK)
@@ -32,7 +32,9 @@ def ngram_rows_kernel(  # type: ignore[no-untyped-def]
     mixed, ended = token * tl.load(factors), position < 0
     for order in tl.static_range(KEPT):
         before = _earlier(ids, state, row, start, order + 1, KEPT)
-        ended = ended | (position < order + 1) | (before == end_token_id)
+        ended = ended | (position < order + 1)
+        if ENDS:
+            ended = ended | (before == end_token_id)
         before = tl.where(ended, end_token_id, before)
         mixed = mixed ^ (before * tl.load(factors + order + 1))
         at = order * HEADS + head
@@ -56,6 +58,7 @@ def ngram_rows(
     primes: torch.Tensor,
     offsets: torch.Tensor,
     end_token_id: int,
+    ends: bool = True,
 ) -> torch.Tensor:
     tokens, kept, hashes = ids.shape[0], states.shape[1], primes.shape[0]
     output = torch.empty(tokens, hashes, dtype=torch.int64, device=ids.device)
@@ -63,7 +66,7 @@ def ngram_rows(
         ngram_rows_kernel[(tokens,)](
             ids, positions, states, reads, writes, query_starts, factors, primes, offsets, output,
             reads.shape[0], end_token_id, KEPT=kept, HEADS=hashes // kept,
-            BLOCK=next_power_of_2(hashes // kept),
+            BLOCK=next_power_of_2(hashes // kept), ENDS=ends,
         )  # fmt: skip
     return output
 
