@@ -20,7 +20,7 @@ from gpu_service.ops.gated_streams import gate_values
 from gpu_service.ops.ngrams import ngram_table
 from moebius.checkpoint.token_kinds import read_token_kinds
 from moebius.models.layers.layer import Places
-from moebius.models.layers.ngrams import Engram
+from moebius.models.layers.ngrams import ENGRAM_GROUP, Engram
 
 
 class EngramLayer(HashedNGrams):
@@ -38,7 +38,7 @@ class EngramLayer(HashedNGrams):
         self._state, self._spec, self._eps = places.state, spec, eps
         self._vocab_size, self._hidden_size = made.vocab_size, made.hidden_size
         first_row = spec.table_part(made.parallel.tp_rank, made.parallel.tp_size).begin
-        self.embed = NGramRows(own.under("embed"), first_row, made)
+        self.embed = NGramRows(own.under("embed"), first_row, made, ENGRAM_GROUP)
         self.wkv = Linear(own.under("wkv"))
         self.q_weight, self.k_weight = own.parameter("q_weight"), own.parameter("k_weight")
         # Of each token id, int64 `[vocab_size]`; filled by `pack`.

@@ -15,18 +15,21 @@ from moebius.models.layers.ngrams import NGramConfig
 
 
 class NGramRows(nn.Module):
-    """A layer's table of n-grams `[rows, row_dim]`, which checkpoints store in equal parts.
+    """A layer's table of n-grams `[rows, row_dim]`, which checkpoints may store in equal parts.
 
     No other tensor of a model is nearly as large, and a token reads some rows only. So it stays in the host's
     memory, page-locked, where a GPU reads these rows itself; a rank has an equal part of the table; and
-    stored in 8 bits with one scale it stays so.
+    stored in 8 bits with one scale, or with scales of each row, it stays so.
     """
 
-    def __init__(self, own: RankWeights, first_row: int, made: Composition) -> None:
-        """`first_row`: of the rank's part."""
+    def __init__(self, own: RankWeights, first_row: int, made: Composition, scale_columns: int = 0) -> None:
+        """`first_row`: of the rank's part; `scale_columns`: of a row that share a scale, 0: all values do."""
         super().__init__()
+        self._scale_columns = scale_columns
         self.weight, self._first_row = own.parameter("weight"), first_row
+        # The one scale, float32 `[1]`, or those of rows, uint8 `[rows, row_dim / scale_columns]`.
         self.weight_scale: nn.Parameter | None = None
+        self.scale: nn.Parameter | None = None
         self._dtype, self._device = made.dtype, made.device
         self._group = made.parallel.tensor_group
 
@@ -34,16 +37,23 @@ class NGramRows(nn.Module):
         """Lets the GPU read the table; the loader calls it once."""
         if self._device.type == "cuda":
             page_lock(self.weight, self._device, "the table of n-grams")
+            if self.scale is not None:
+                page_lock(self.scale, self._device, "the scales of the table of n-grams")
 
     def keep_fp8(self) -> None:
         """See `linear.Scaled`."""
-        self.weight = empty_parameter(*self.weight.shape, dtype=torch.float8_e4m3fn)
-        self.weight_scale = empty_parameter(1, dtype=torch.float32)
+        rows, size = self.weight.shape
+        self.weight = empty_parameter(rows, size, dtype=torch.float8_e4m3fn)
+        if self._scale_columns:
+            self.scale = empty_parameter(rows, size // self._scale_columns, dtype=torch.uint8)
+        else:
+            self.weight_scale = empty_parameter(1, dtype=torch.float32)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Maps int64 `[T, n]` to `[T, n, row_dim]`: each row from the rank that has it, zeros from others."""
         own = rows - self._first_row if self._first_row else rows
-        return self._group.all_reduce(table_rows(own, self.weight, self.weight_scale, self._dtype))
+        scale = self.weight_scale if self.scale is None else self.scale
+        return self._group.all_reduce(table_rows(own, self.weight, scale, self._dtype))
 
 
 class HashedNGrams(nn.Module):

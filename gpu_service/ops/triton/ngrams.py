@@ -73,15 +73,22 @@ def ngram_rows(
 
 @jit_for_any("num_rows")
 def table_rows_kernel(  # type: ignore[no-untyped-def]
-    rows, table, scale, output, num_rows, SIZE: tl.constexpr, IS_SCALED: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Program (row): the table may lie in the host's memory, of which nothing but the row is read."""
+    rows, table, scale, output, num_rows, SIZE: tl.constexpr, IS_SCALED: tl.constexpr, BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+):  # fmt: skip
+    """Program (row): the table may lie in the host's memory, of which nothing but the row is read. GROUP:
+    columns that share a scale of the row; 0: all values share one.
+    """
     at, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     row = tl.load(rows + at).to(tl.int64)
     is_held = (column < SIZE) & (row >= 0) & (row < num_rows)
     found = tl.load(table + row * SIZE + column, mask=is_held, other=0)
     if IS_SCALED:
-        found = decode_e4m3(found.to(tl.int32)) * tl.load(scale)
+        if GROUP > 0:
+            code = tl.load(scale + row * (SIZE // GROUP) + column // GROUP, mask=is_held, other=127)
+            found = decode_e4m3(found.to(tl.int32)) * tl.exp2(code.to(tl.float32) - 127.0)
+        else:
+            found = decode_e4m3(found.to(tl.int32)) * tl.load(scale)
     tl.store(output + at * SIZE + column, found.to(output.dtype.element_ty), mask=column < SIZE)
 
 
@@ -93,8 +100,10 @@ def table_rows(
     if rows.numel():
         # As bytes: devices without 8-bit floats decode them, too.
         stored = table if scale is None else table.view(torch.uint8)
+        by_row = scale is not None and scale.dtype == torch.uint8
+        group = size // scale.shape[1] if by_row and scale is not None else 0
         table_rows_kernel[(rows.numel(),)](
             rows.contiguous(), stored, rows if scale is None else scale, output, table.shape[0], SIZE=size,
-            IS_SCALED=scale is not None, BLOCK=next_power_of_2(size), num_warps=1,
+            IS_SCALED=scale is not None, BLOCK=next_power_of_2(size), GROUP=group, num_warps=1,
         )  # fmt: skip
     return output

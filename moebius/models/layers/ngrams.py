@@ -87,6 +87,10 @@ class NGrams:
         yield from conv_taps("conv1d", width, sizes.conv_taps)
 
 
+# Columns of a row of an engram's table that share a scale.
+ENGRAM_GROUP = 32
+
+
 @dataclass(frozen=True, slots=True)
 class Engram:
     """Embeddings of the latest tokens together, which are added to the streams at the layer's begin, gated by
@@ -117,8 +121,17 @@ class Engram:
 
     def weights(self, hidden_size: int) -> Weights:
         """Yields what checkpoints store: all is every rank's, but for the table."""
-        rows = self.num_rows
-        yield Weight("embed.weight", (rows, self.sizes.row_dim), cut=TableRows(0, rows), on_host=True)
+        rows, size = self.num_rows, self.sizes.row_dim
+        # What checkpoints store in 8 bits has a scale for so many columns.
+        columns = 0 if size % ENGRAM_GROUP else ENGRAM_GROUP
+        yield Weight(
+            "embed.weight",
+            (rows, size),
+            cut=TableRows(0, rows),
+            on_host=True,
+            scale="embed.scale" if columns else "",
+            scale_columns=columns,
+        )
         yield from linear("wkv", self.stream_size + hidden_size, self.sizes.embed_dim)
         for name in ("q_weight", "k_weight"):
             yield Weight(name, (self.stream_size // hidden_size, hidden_size), "float32")

@@ -3,29 +3,37 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from gpu_service.attention.compressed.torch_reference import chosen_blocks
+from gpu_service.core.parallel import SOLO
+from gpu_service.layers.ngrams import NGramRows
+from gpu_service.loader.load import plan_weights
 from gpu_service.ops.hyper_connections import collapse_streams
-from gpu_service.ops.ngrams import ngram_rows, ngram_table
+from gpu_service.ops.ngrams import ngram_rows, ngram_table, table_rows
 from gpu_service.ops.triton.hyper_connections import collapse_streams as triton_collapse_streams
 from gpu_service.ops.triton.ngrams import ngram_rows as triton_ngram_rows
+from gpu_service.ops.triton.ngrams import table_rows as triton_table_rows
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.token_kinds import read_token_kinds
+from moebius.config import ModelConfigSection
 from moebius.models.config import ModelConfig, ModelConfigError
 from moebius.models.layers.compressed import EntryBlocks, SharedEntryAttention
 from moebius.models.layers.layer import mixers
-from moebius.models.layers.ngrams import Engram, NGramConfig, hash_factors, hash_primes
+from moebius.models.layers.ngrams import ENGRAM_GROUP, Engram, NGramConfig, hash_factors, hash_primes
 from moebius.models.layers.residual import HyperConnections
 from moebius.models.read import read_model_config
 from tests.helpers.deepseek_v41_reference import write_tokenizer
+from tests.helpers.paged_runner import load_runner
 from tests.helpers.published_checkpoints import Published
-from tests.helpers.tiny_models import tiny_config
-from tests.tolerances import OP_FLOAT32
+from tests.helpers.tiny_models import TINY_MODELS, tiny_config, write_tiny_model
+from tests.tolerances import LOGITS_FLOAT32_VS_TRANSFORMERS, OP_FLOAT32
 
 NAME = "deepseek-v4.1-flash"
 
@@ -143,3 +151,41 @@ def test_ngrams_reach_beyond_the_token_that_stands_for_none(compute: Any) -> Non
     assert rows[2, 2].item() == mixed % table.primes[2].item() + table.offsets[2].item()
     ended = compute(*where, torch.tensor([0, 3], dtype=torch.int32), *table, 2)
     assert ended[2, 2] != rows[2, 2]
+
+
+def test_tables_stay_as_they_are_stored(tmp_path: Path) -> None:
+    """In 8 bits with scales of each row, in memory and in the plan; values are those of the codes."""
+    size = 2 * ENGRAM_GROUP
+    tiny = TINY_MODELS["deepseek_v41"]
+    tiny = replace(tiny, changes=tiny.changes | {"engram_head_dim": size})
+    reference = write_tiny_model(tiny, tmp_path, seed=4)
+    stored, state = load_file(tmp_path / "model.safetensors"), reference.state_dict()
+    names = [name for name in stored if name.endswith("engram.embed.weight")]
+    for name in names:
+        codes = stored[name].to(torch.float8_e4m3fn)
+        scale = torch.randint(124, 130, (len(codes), 2), generator=torch.Generator().manual_seed(1))
+        values = codes.float().unflatten(1, (2, -1)) * (scale - 127).float().exp2()[..., None]
+        state[name].copy_(values.flatten(1))
+        stored |= {name: codes, name.replace("weight", "scale"): scale.to(torch.uint8)}
+    save_file(stored, tmp_path / "model.safetensors")
+    runner, tokens = load_runner(tmp_path), [3, 17, 200, 5, 99, 42]
+    _, logits = runner.prefill(tokens)
+    expected = reference(torch.tensor([tokens])).logits[0]
+    torch.testing.assert_close(logits, expected, rtol=0, atol=LOGITS_FLOAT32_VS_TRANSFORMERS)
+    tables = [module for module in runner.model.modules() if isinstance(module, NGramRows)]
+    assert {table.weight.dtype for table in tables} == {torch.float8_e4m3fn}
+    chosen, device = ModelConfigSection(model=str(tmp_path)), torch.device("cpu")
+    planned = plan_weights(chosen, runner.model.config, SOLO, device)
+    held = [one for one in planned.parameters if ".engram.embed." in one.weights[0].name]
+    assert sum(one.nbytes for one in held) == sum(len(table.weight) for table in tables) * (size + 2)
+
+
+@pytest.mark.parametrize("compute", [table_rows.reference, triton_table_rows], ids=["torch", "triton"])
+def test_rows_have_scales_of_their_own(compute: Any) -> None:
+    codes = torch.randn(5, 64, generator=torch.Generator().manual_seed(2)).to(torch.float8_e4m3fn)
+    scale = torch.tensor([[120, 127], [126, 130], [127, 127], [125, 128], [127, 129]], dtype=torch.uint8)
+    rows = torch.tensor([[1, 4, 0], [-1, 5, 3]])
+    found = compute(rows, codes, scale, torch.float32)
+    values = codes.float() * (scale.float() - 127).exp2().repeat_interleave(32, dim=1)
+    assert torch.equal(found[0], values[[1, 4, 0]])
+    assert torch.equal(found[1], torch.stack((torch.zeros(64), torch.zeros(64), values[3])))
