@@ -54,7 +54,7 @@ def chosen_blocks(scores: torch.Tensor, lengths: torch.Tensor, blocks: EntryBloc
     width, size = scores.shape[1], blocks.size
     entry = torch.arange(width, device=scores.device)
     seen = scores.masked_fill(entry >= lengths[:, None], float("-inf"))
-    best = functional.pad(seen, (0, -width % size), value=float("-inf")).unflatten(1, (-1, size)).amax(-1)
+    best = functional.pad(seen, (0, -width % size), value=float("-inf")).view(len(seen), -1, size).amax(-1)
     number = torch.arange(best.shape[1], device=scores.device)
     best = best.masked_fill(number == (lengths[:, None] - 1) // size, float("inf"))
     top = best.topk(min(blocks.top_blocks, best.shape[1]), dim=-1)

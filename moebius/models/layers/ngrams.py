@@ -122,7 +122,7 @@ class Engram:
     def weights(self, hidden_size: int) -> Weights:
         """Yields what checkpoints store: all is every rank's, but for the table."""
         rows, size = self.num_rows, self.sizes.row_dim
-        # What checkpoints store in 8 bits has a scale for so many columns.
+        # What checkpoints store in 8 bits has a scale for this number of columns.
         columns = 0 if size % ENGRAM_GROUP else ENGRAM_GROUP
         yield Weight(
             "embed.weight",

@@ -139,7 +139,7 @@ def test_kernels_agree_where_the_weights_are_given() -> None:
 
 @pytest.mark.parametrize("compute", [ngram_rows.reference, triton_ngram_rows], ids=["torch", "triton"])
 def test_ngrams_reach_beyond_the_token_that_stands_for_none(compute: Any) -> None:
-    """Of DeepSeek-V4.1 a padding token ends no text."""
+    """A padding token ends no text in DeepSeek-V4.1."""
     config = tiny_config("deepseek_v41")
     sizes = NGramConfig((1,), 3, 2, 8, 60, 1, 1, 10007, 2, 0, "pcg64")
     table = ngram_table(sizes, 0, config.vocab_size, "cpu")
