@@ -44,7 +44,7 @@ def _earlier(
 
     recent `[R, kept, 2 * size]`, starts int64 `[R]`: by request; `requests` says which one each of `of` has.
     """
-    at = of[:, None] - torch.tensor(list(places), device=rows.device)
+    at = of[:, None] - torch.arange(places.start, places.stop, places.step, device=rows.device)
     first, kept = starts[requests][:, None], recent.shape[1]
     before = recent[requests[:, None], (at - first + kept).clamp(0, kept - 1)]
     return torch.where((at >= first)[..., None], rows[at.clamp(min=0)], before)
