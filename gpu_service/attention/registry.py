@@ -20,7 +20,7 @@ from gpu_service.attention.compressed.base import CompressedAttentionBackend, Co
 from gpu_service.attention.mla.base import IndexDimensions, MlaAttentionBackend, MlaDimensions
 from gpu_service.cache.kv_cache import CompressedCache, MlaCache, PagedCache
 from moebius.errors import UserError, brief
-from moebius.models.layers.compressed import CompressedAttention, EntryIndexer
+from moebius.models.layers.compressed import EntryIndexer, SharedEntryAttention, entry_mixers
 from moebius.models.layers.latent import MLA
 from moebius.models.layers.layer import Layers, mixers
 
@@ -187,7 +187,7 @@ COMPRESSED_BACKENDS: dict[str, BackendEntry] = {
 
 def compressed_dimensions(layers: Layers) -> CompressedDimensions:
     """Returns the sizes of a rank's own layers. Raises ValueError where none compresses."""
-    kept = [mixer for mixer in mixers(layers) if isinstance(mixer, CompressedAttention)]
+    kept = entry_mixers(layers)
     if not kept:
         raise ValueError("no layer has compressed attention")
     choosing = {layer: mixer.indexer for layer, mixer in enumerate(kept) if mixer.indexer is not None}
@@ -203,6 +203,10 @@ def compressed_dimensions(layers: Layers) -> CompressedDimensions:
         index_num_heads=index.num_heads,
         index_head_dim=index.head_dim,
         softmax_scale=kept[0].scale,
+        projects_keys=isinstance(kept[0], SharedEntryAttention),
+        chooses_blocks=any(
+            isinstance(mixer, SharedEntryAttention) and mixer.blocks is not None for mixer in mixers(layers)
+        ),
     )
 
 

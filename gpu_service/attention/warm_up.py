@@ -136,7 +136,7 @@ def _attend_compressed(attention: CompressedAttentionBackend, inputs: ForwardInp
         selection, pages = None, [cache.pages(layer)] if rate else []
         if is_sparse:
             pages.append(cache.index_pages(layer))
-        for entries in pages:
+        for entries in [] if sizes.projects_keys else pages:
             size, parts = entries.shape[2], 1 + is_sparse
             rotary = torch.zeros(num_rows, 1, 2, dtype=cache.dtype, device=cache.device)
             offsets = torch.zeros(rate, parts * size, device=cache.device)

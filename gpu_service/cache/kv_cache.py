@@ -15,7 +15,7 @@ from gpu_service.cache.fp8 import E4M3, quantise_e4m3
 from gpu_service.device.stream import own_pages
 from gpu_service.ops.kv import append_kv, rotate_and_append
 from gpu_service.ops.rope import Unrotated
-from moebius.models.layers.compressed import CompressedAttention
+from moebius.models.layers.compressed import CompressedAttention, SharedEntryAttention, entry_mixers
 from moebius.models.layers.gqa import GQA
 from moebius.models.layers.latent import MLA
 from moebius.models.layers.layer import Layers, cached, indexed, mixers
@@ -272,7 +272,7 @@ class CompressedCache(AttendedPages):
     """
 
     def _describe(self, layers: Layers) -> None:
-        kept = [mixer for mixer in mixers(layers) if isinstance(mixer, CompressedAttention)]
+        kept = entry_mixers(layers)
         self.rates = tuple(mixer.rate for mixer in kept)
         choosing = (layer for layer, mixer in enumerate(kept) if mixer.indexer is not None)
         self._index_layers = {layer: index for index, layer in enumerate(choosing)}
@@ -282,6 +282,16 @@ class CompressedCache(AttendedPages):
         assert self.index_keys is not None, "asked only of layers that choose"
         return self.index_keys.pages(self._index_layers[layer_id])
 
+    def entry_places(
+        self, layer_id: int, positions: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> torch.Tensor:
+        """Returns where the entries lie that end with tokens at `positions` in slots `slot_mapping`, counted
+        over all pages, int64 `[T]`; of other tokens a place in the dummy page.
+        """
+        rate, page_size = self.rates[layer_id], self.page_size
+        places = slot_mapping // page_size * -(-page_size // rate) + slot_mapping % page_size // rate
+        return torch.where((positions + 1) % rate == 0, places, 0)
+
 
 PagedCache = KVCache | MlaCache | CompressedCache
 # Which cache holds what a kind of mixer attends to; a rank has one.
@@ -289,6 +299,7 @@ CACHES: dict[type[Mixer], type[KVCache] | type[MlaCache] | type[CompressedCache]
     GQA: KVCache,
     MLA: MlaCache,
     CompressedAttention: CompressedCache,
+    SharedEntryAttention: CompressedCache,
 }
 
 

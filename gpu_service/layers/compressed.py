@@ -92,15 +92,14 @@ class Compressor(nn.Module):
         backend.compress(self.projections(hidden_states), recent, pages, how)
 
 
-class EntryIndexer(nn.Module):
-    """Small queries and small entries whose products only rank entries; every rank has all of it."""
+class EntryQueries(nn.Module):
+    """Small queries whose products with small keys only rank entries; every rank has all of it."""
 
     def __init__(
-        self, spec: compressed.CompressedAttention, sizes: compressed.EntryIndexer, own: RankWeights
+        self, spec: compressed.EntryAttention, sizes: compressed.EntryIndexer, own: RankWeights
     ) -> None:
         super().__init__()
         self._heads, self._head_dim, self._rope_dim = sizes.num_heads, sizes.head_dim, spec.rope_dim
-        self.compressor = Compressor(spec, own.under("compressor"))
         self.wq_b, self.weights_proj = Linear(own.under("wq_b")), Linear(own.under("weights_proj"))
         self._score_scale = (self._heads * self._head_dim) ** -0.5
 
@@ -111,6 +110,7 @@ class EntryIndexer(nn.Module):
         rope: RopeTable,
         backend: CompressedAttentionBackend,
         layer_id: int,
+        blocks: compressed.EntryBlocks | None = None,
     ) -> torch.Tensor:
         """Returns the choice of each row, as `CompressedAttentionBackend.select`; its entries are stored
         already.
@@ -118,7 +118,17 @@ class EntryIndexer(nn.Module):
         query = self.wq_b(query_latent).view(-1, self._heads, self._head_dim)
         apply_rope(query[..., self._head_dim - self._rope_dim :], rope)
         weights = self.weights_proj(hidden_states.float()) * self._score_scale
-        return backend.select(query, weights, layer_id)
+        return backend.select(query, weights, layer_id, blocks)
+
+
+class EntryIndexer(EntryQueries):
+    """The same with small entries of its own, which have the tokens' own projections."""
+
+    def __init__(
+        self, spec: compressed.CompressedAttention, sizes: compressed.EntryIndexer, own: RankWeights
+    ) -> None:
+        super().__init__(spec, sizes, own)
+        self.compressor = Compressor(spec, own.under("compressor"))
 
 
 class GroupedProjection(nn.Module):
@@ -137,26 +147,76 @@ class GroupedProjection(nn.Module):
         return torch.bmm(rows, weight.transpose(1, 2)).transpose(0, 1).flatten(1).to(heads.dtype)
 
 
-class CompressedAttention(nn.Module):
+class EntryAttention(nn.Module):
     """Queries through a latent, one head of keys that are values, both rotated at their ends; attention; the
     result rotated back, so that of a value only its distance counts; output in groups of heads.
 
     A rank computes its own heads; keys and entries, which all heads share, are computed and kept by every
-    rank.
+    rank. A subclass fills in where entries come from.
     """
 
-    def __init__(self, spec: compressed.CompressedAttention, places: Places, made: Composition) -> None:
+    def __init__(self, spec: compressed.EntryAttention, places: Places, made: Composition) -> None:
         super().__init__()
         assert places.cache is not None
         assert places.state is not None
         self.layer_id, self._state, self._spec = places.cache, places.state, spec
         self._tables = made.shared(_step_tables, spec.rope, made.max_model_len, made.dtype, made.device)
         own, eps = made.weights(spec.weights(made.hidden_size)), spec.eps
+        self._own = own
         self.a_proj = Linear(own.under("a_proj"))
         self.q_a_norm, self.kv_norm = RMSNorm(own.under("q_a_norm"), eps), RMSNorm(own.under("kv_norm"), eps)
         self.q_b_proj, self.sinks = Linear(own.under("q_b_proj")), own.parameter("sinks")
         self.o_a_proj = GroupedProjection(made.own(spec).output_groups, own.under("o_a_proj"))
         self.o_b_proj = RowParallelLinear(own.under("o_b_proj"), made.parallel)
+
+    def forward(
+        self, hidden_states: torch.Tensor, rope: RopeTable | None, context: ForwardContext
+    ) -> torch.Tensor:
+        """Maps `[T, H]` to a new `[T, H]`; what later tokens need of these is in cache and states
+        afterwards.
+        """
+        spec, backend, states = self._spec, context.attention, context.states
+        assert isinstance(backend, CompressedAttentionBackend), "the cache of this model holds entries"
+        assert states is not None, "a model with compressed attention keeps the latest tokens"
+        assert rope is not None, "every layer rotates"
+        rotated = slice(spec.head_dim - spec.rope_dim, None)
+        narrow: torch.Tensor = self.a_proj(hidden_states)
+        latent: torch.Tensor = self.q_a_norm(narrow[:, : spec.q_lora_rank])
+        keys: torch.Tensor = self.kv_norm(narrow[:, spec.q_lora_rank :])
+        apply_rope(keys[:, None, rotated], rope)
+        query = self._query(self.q_b_proj(latent).view(hidden_states.shape[0], -1, spec.head_dim))
+        apply_rope(query[..., rotated], rope)
+        window, *recent = states.of(self._state)
+        selection = self._compress(hidden_states, latent, rope, context.inputs, recent, backend)
+        attended = backend.attend(query, keys, window, self.layer_id, self.sinks, selection)
+        inverse = self._tables.inverse(rope, spec.rate > 0)
+        apply_rope(attended[..., rotated], inverse)
+        output: torch.Tensor = self.o_b_proj(self.o_a_proj(attended))
+        return output
+
+    def _query(self, query: torch.Tensor) -> torch.Tensor:
+        """Returns queries `[T, heads, head_dim]` before they are rotated."""
+        return query
+
+    def _compress(
+        self,
+        hidden_states: torch.Tensor,
+        latent: torch.Tensor,
+        rope: RopeTable,
+        inputs: ForwardInputs,
+        recent: list[torch.Tensor],
+        backend: CompressedAttentionBackend,
+    ) -> torch.Tensor | None:
+        """Stores the step's entries; which ones its rows see, None where they see all."""
+        raise NotImplementedError
+
+
+class CompressedAttention(EntryAttention):
+    """Every layer has entries of its own, and queries are normed."""
+
+    def __init__(self, spec: compressed.CompressedAttention, places: Places, made: Composition) -> None:
+        super().__init__(spec, places, made)
+        own = self._own
         self.compressor = Compressor(spec, own.under("compressor")) if spec.rate else None
         self.indexer: EntryIndexer | None = None
         if spec.indexer is not None:
@@ -169,32 +229,9 @@ class CompressedAttention(nn.Module):
         weight = self.kv_norm.weight
         self._ones = torch.ones(self._spec.head_dim, dtype=weight.dtype, device=weight.device)
 
-    def forward(
-        self, hidden_states: torch.Tensor, rope: RopeTable | None, context: ForwardContext
-    ) -> torch.Tensor:
-        """Maps `[T, H]` to a new `[T, H]`; what later tokens need of these is in cache and states
-        afterwards.
-        """
-        spec, backend, states = self._spec, context.attention, context.states
-        assert isinstance(backend, CompressedAttentionBackend), "the cache of this model holds entries"
-        assert states is not None, "a model with compressed attention keeps the latest tokens"
-        assert rope is not None, "every layer rotates"
+    def _query(self, query: torch.Tensor) -> torch.Tensor:
         assert self._ones is not None, "the loader calls `pack`"
-        rotated = slice(spec.head_dim - spec.rope_dim, None)
-        narrow: torch.Tensor = self.a_proj(hidden_states)
-        latent: torch.Tensor = self.q_a_norm(narrow[:, : spec.q_lora_rank])
-        keys: torch.Tensor = self.kv_norm(narrow[:, spec.q_lora_rank :])
-        apply_rope(keys[:, None, rotated], rope)
-        query = self.q_b_proj(latent).view(hidden_states.shape[0], -1, spec.head_dim)
-        query = rms_norm(query, self._ones, spec.eps)
-        apply_rope(query[..., rotated], rope)
-        window, *recent = states.of(self._state)
-        selection = self._compress(hidden_states, latent, rope, context.inputs, recent, backend)
-        attended = backend.attend(query, keys, window, self.layer_id, self.sinks, selection)
-        inverse = self._tables.inverse(rope, self.compressor is not None)
-        apply_rope(attended[..., rotated], inverse)
-        output: torch.Tensor = self.o_b_proj(self.o_a_proj(attended))
-        return output
+        return rms_norm(query, self._ones, self._spec.eps)
 
     def _compress(
         self,
@@ -205,7 +242,6 @@ class CompressedAttention(nn.Module):
         recent: list[torch.Tensor],
         backend: CompressedAttentionBackend,
     ) -> torch.Tensor | None:
-        """Stores the step's entries; which ones its rows see, None where they see all."""
         layer_id, compressor = self.layer_id, self.compressor
         if compressor is None:
             return None

@@ -10,19 +10,18 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from gpu_service.core.depths import at_depth
 from gpu_service.core.step import ForwardInputs
-from gpu_service.device.stream import page_lock
 from gpu_service.layers.composition import Composition, LayerParts
 from gpu_service.layers.context import ForwardContext
 from gpu_service.layers.decoder import ResidualStream
 from gpu_service.layers.hyper_connections import HyperStreams
 from gpu_service.layers.linear import Linear
+from gpu_service.layers.ngrams import HashedNGrams, NGramRows
 from gpu_service.layers.norm import OnePlusWeightRMSNorm
-from gpu_service.layers.rank_weights import RankWeights, empty_parameter
+from gpu_service.layers.rank_weights import RankWeights
 from gpu_service.layers.states import ConvTaps, LayerStates, StepSequences
 from gpu_service.ops.gated_streams import gate_values, inject_update, mix_gated_streams, norm_streams
-from gpu_service.ops.ngrams import NGramTable, ngram_rows, ngram_table, table_rows
+from gpu_service.ops.ngrams import ngram_table
 from gpu_service.ops.rope import RopeTable
 from moebius.models.layers import residual as specs
 from moebius.models.layers.layer import Layer, Places
@@ -82,77 +81,20 @@ class GatedStreams(HyperStreams):
         return output
 
 
-class NGramRows(nn.Module):
-    """A layer's table of n-grams `[rows, row_dim]`, which checkpoints store in equal parts.
-
-    No other tensor of a model is nearly as large, and a token reads some rows only. So it stays in the host's
-    memory, page-locked, where a GPU reads these rows itself; a rank has an equal part of the table; and
-    stored in 8 bits with one scale it stays so.
-    """
-
-    def __init__(self, own: RankWeights, first_row: int, made: Composition) -> None:
-        """`first_row`: of the rank's part."""
-        super().__init__()
-        self.weight, self._first_row = own.parameter("weight"), first_row
-        self.weight_scale: nn.Parameter | None = None
-        self._dtype, self._device = made.dtype, made.device
-        self._group = made.parallel.tensor_group
-
-    def pack(self) -> None:
-        """Lets the GPU read the table; the loader calls it once."""
-        if self._device.type == "cuda":
-            page_lock(self.weight, self._device, "the table of n-grams")
-
-    def keep_fp8(self) -> None:
-        """See `linear.Scaled`."""
-        self.weight = empty_parameter(*self.weight.shape, dtype=torch.float8_e4m3fn)
-        self.weight_scale = empty_parameter(1, dtype=torch.float32)
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """Maps int64 `[T, n]` to `[T, n, row_dim]`: each row from the rank that has it, zeros from others."""
-        own = rows - self._first_row if self._first_row else rows
-        return self._group.all_reduce(table_rows(own, self.weight, self.weight_scale, self._dtype))
-
-
-class NGramEmbedding(nn.Module):
+class NGramEmbedding(HashedNGrams):
     """A token's rows of the table, one after another. Its factors follow from config.json."""
 
     def __init__(self, spec: NGrams, own: RankWeights, made: Composition) -> None:
-        super().__init__()
-        self._sizes, self._device = spec.sizes, made.device
+        super().__init__(spec.sizes, made.device)
         self._table = ngram_table(spec.sizes, spec.place, made.vocab_size, "cpu")
+        self._end = spec.sizes.end_token_id
         first_row = spec.table_part(made.parallel.tp_rank, made.parallel.tp_size).begin
         self.ngram_embedding = NGramRows(own.under("ngram_embedding"), first_row, made)
 
-    def pack(self) -> None:
-        """Puts what was computed to the weights; the loader calls it once."""
-        self._table = NGramTable(*(numbers.to(self._device) for numbers in self._table))
-
     def forward(self, inputs: ForwardInputs, tokens: torch.Tensor) -> torch.Tensor:
         """Returns `[T, embed_dim]`; tokens: all slots of the layer's latest tokens."""
-        if inputs.depths:
-            rows = torch.cat([self._rows(at_depth(inputs, depth), tokens) for depth in inputs.depths])
-            order = torch.cat([depth.index for depth in inputs.depths])
-            rows = torch.empty_like(rows).index_copy_(0, order, rows)
-        else:
-            rows = self._rows(inputs, tokens)
-        embedded: torch.Tensor = self.ngram_embedding(rows)
+        embedded: torch.Tensor = self.ngram_embedding(self.rows(inputs, tokens))
         return embedded.flatten(1)
-
-    def _rows(self, inputs: ForwardInputs, tokens: torch.Tensor) -> torch.Tensor:
-        """Returns what `ngram_rows` does."""
-        assert inputs.state_reads is not None
-        assert inputs.state_writes is not None
-        return ngram_rows(
-            inputs.input_ids,
-            inputs.positions,
-            tokens,
-            inputs.state_reads,
-            inputs.state_writes,
-            inputs.query_start_loc_tensor,
-            *self._table,
-            self._sizes.end_token_id,
-        )
 
 
 class NGramLayer(nn.Module):

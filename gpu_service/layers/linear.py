@@ -40,7 +40,7 @@ class Packed(Protocol):
 
 @runtime_checkable
 class Scaled(Protocol):
-    """A module whose weight may stay in 8 bits with one scale of all its values, `Weight.scale`."""
+    """A module whose weight may stay in 8 bits with scales of their own, `Weight.scales`."""
 
     def keep_fp8(self) -> None:
         """Hold the weight in e4m3; the loader calls this before filling it."""

@@ -11,7 +11,7 @@ from gpu_service.core.parallel import SOLO, ParallelContext
 from moebius.models.layers.ranks import ShardRange
 from moebius.models.layers.weights import Weight
 
-_TYPES = {"float32": torch.float32, "int32": torch.int32}
+_TYPES = {"float32": torch.float32, "int32": torch.int32, "e8m0": torch.uint8}
 
 
 def empty_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:

@@ -73,7 +73,7 @@ class PackedForm:
 
 @dataclass(frozen=True, slots=True)
 class ScaledForm:
-    """8-bit floats with the one scale that is a weight by itself."""
+    """8-bit floats with scales that are a weight by themselves."""
 
     def hold(self, module: nn.Module) -> None:
         assert isinstance(module, Scaled)
@@ -165,6 +165,7 @@ def _held(
     shapes = [weight.held_shape(*rank) for weight in weights]
     rows, rest = tuple(shape[0] for shape in shapes), shapes[0][1:]
     types = {"activation": TORCH_DTYPES[config.dtype], "float32": torch.float32, "int32": torch.int32}
+    types["e8m0"] = torch.uint8
     dtype, elements = types[weights[0].dtype], sum(rows) * math.prod(rest)
     if form is None:
         return HeldParameter(tuple(weights), rows, dtype, elements * dtype.itemsize, elements, False)

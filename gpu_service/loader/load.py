@@ -54,7 +54,6 @@ from moebius.models import eagle3
 from moebius.models.checkpoint import check_mtp_layers, open_index
 from moebius.models.config import ModelConfig
 from moebius.models.layers.ranks import ShardRange
-from moebius.models.layers.weights import Weight
 from moebius.models.registry import vision_family
 from moebius.models.tied_head import is_stored_as_head
 from moebius.models.weights import model_weights
@@ -115,7 +114,7 @@ class _Search:
         info = self.finder.tensors.get(name)
         weight = target.weight
         is_fp8 = weight.scale in self.expected
-        allowed_types = INTEGERS if weight.dtype == "int32" else (FP8,) if is_fp8 else FLOATS
+        allowed_types = _ALLOWED.get(weight.dtype, (FP8,) if is_fp8 else FLOATS)
         if info is not None and info.dtype in allowed_types:
             self._take_plain(name, info, target)
         elif len(target.shape) == 2 and self._is_quantised(name):
@@ -176,6 +175,8 @@ class _Search:
 
 
 FP8 = "F8_E4M3"
+# Stored types of weights that are no numbers of activations.
+_ALLOWED = {"int32": INTEGERS, "e8m0": ("F8_E8M0", "U8")}
 _FLOAT_DTYPES = ("F32", "F16", "BF16")
 
 
@@ -380,8 +381,9 @@ def _find(config: ModelConfig, parallel: ParallelContext, directory: str | Path,
     expected = expected_names(config, parallel)
     scaled = _scaled(expected, present)
     for target in scaled:
-        scale = Weight(target.weight.scale, (1,), "float32")
-        expected[scale.name] = Target(scale, ShardRange.whole(1), None, 0)
+        scale = target.weight.scales
+        rows = target.rows if target.weight.scale_columns else ShardRange.whole(1)
+        expected[scale.name] = Target(scale, rows, None, 0)
     forms: dict[str, KeptForm] = {target.parameter: ScaledForm() for target in scaled}
     of_head = eagle3.head_tensors(config) if config.draft_model else {}
     head = f"model.layers.{config.num_decoder_layers}."
@@ -399,7 +401,7 @@ def _find(config: ModelConfig, parallel: ParallelContext, directory: str | Path,
 
 
 def _scaled(expected: Mapping[str, Target], present: Mapping[str, TensorInfo]) -> list[Target]:
-    """Returns the weights that stay in 8 bits with one scale: all that may, where one is stored so."""
+    """Returns the weights that stay in 8 bits with scales: all that may, where one is stored so."""
     found = [target for target in expected.values() if target.weight.scale]
     infos = (present.get(target.weight.name) for target in found)
     return found if any(info is not None and info.dtype == FP8 for info in infos) else []

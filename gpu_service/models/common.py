@@ -65,6 +65,8 @@ class Backbone(nn.Module):
         self._streams: type[HyperStreams] | None = None
         hyper = first if isinstance(first, HyperConnections | GatedStreams) else None
         self._num_streams = 1 if hyper is None else hyper.num_streams
+        # Whether a stage's first half reads the streams with weights that the stage before computed.
+        self._lags = isinstance(first, HyperConnections) and first.lags
         embeds = parallel.is_first_stage or (last and config.tie_word_embeddings)
         self.embed_tokens = Embedding(own.under("embed_tokens"), dtype, parallel) if embeds else None
         self.layers = nn.ModuleList(layers)
@@ -142,6 +144,8 @@ class Backbone(nn.Module):
         if self.norm is None:
             hidden_states = stream.sum()
             self._parallel.send_to_next_stage(hidden_states)
+            if self._lags and isinstance(stream, HyperStreams):
+                self._parallel.send_to_next_stage(stream.given_weights())
             return hidden_states
         hidden_states = self._ended(stream, self.norm)
         if overflow is not None:
@@ -164,7 +168,13 @@ class Backbone(nn.Module):
             shape = ids.shape[0], num_streams * self._hidden_size
             received = torch.empty(shape, dtype=self._dtype, device=ids.device)
             received = self._parallel.receive_from_previous_stage(received)
-            return ResidualStream(received) if kind is None else kind(received, num_streams)
+            if kind is None:
+                return ResidualStream(received)
+            stream = kind(received, num_streams)
+            if self._lags:
+                weights = torch.empty(ids.shape[0], num_streams, dtype=torch.float32, device=ids.device)
+                stream.weights = self._parallel.receive_from_previous_stage(weights)
+            return stream
         embedded = self._embedded(ids)
         if inputs.image_features is not None:
             inputs.image_features.replace_embeddings(embedded)

@@ -12,7 +12,7 @@ from gpu_service.core.parallel import SOLO, ParallelContext
 from gpu_service.core.partition import rank_layers, stage_layers
 from gpu_service.device import TORCH_DTYPES
 from gpu_service.layers import compressed as compressed_modules
-from gpu_service.layers import gated_delta_net, mamba2, moe, short_conv
+from gpu_service.layers import gated_delta_net, mamba2, moe, shared_entries, short_conv
 from gpu_service.layers.attention import GQAttention
 from gpu_service.layers.composition import Composition, LayerParts
 from gpu_service.layers.decoder import (
@@ -32,7 +32,7 @@ from gpu_service.layers.mla import MLAttention
 from gpu_service.layers.mtp import MtpLayer
 from gpu_service.models.common import CausalLM
 from moebius.models.config import ModelConfig
-from moebius.models.layers.compressed import CompressedAttention
+from moebius.models.layers.compressed import CompressedAttention, SharedEntryAttention
 from moebius.models.layers.ffn import Dense, FeedForward, LatentMoE, MoE, NormedMoE
 from moebius.models.layers.gqa import GQA
 from moebius.models.layers.latent import MLA
@@ -56,6 +56,7 @@ MIXERS: dict[type[Mixer], Callable[[Any, Places, Composition], nn.Module]] = {
     GQA: GQAttention,
     MLA: MLAttention,
     CompressedAttention: compressed_modules.CompressedAttention,
+    SharedEntryAttention: shared_entries.SharedEntryAttention,
     GatedDeltaNet: gated_delta_net.GatedDeltaNet,
     KDA: KimiDeltaAttention,
     Mamba2: mamba2.Mamba2,

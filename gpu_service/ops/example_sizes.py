@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from moebius.models.config import ModelConfig
-from moebius.models.layers.compressed import CompressedAttention
+from moebius.models.layers.compressed import EntryAttention
 from moebius.models.layers.ffn import Dense, MoE, Routed
 from moebius.models.layers.gqa import GQA
 from moebius.models.layers.latent import MLA
@@ -146,7 +146,7 @@ def _rotated(mixer: Mixer) -> tuple[int, int, int, int, bool] | None:
     rotates.
     """
     rope = mixer.rope
-    if isinstance(mixer, CompressedAttention):
+    if isinstance(mixer, EntryAttention):
         # The ends of heads are rotated.
         return mixer.num_heads, 1, mixer.rope_dim, mixer.rope_dim, True
     if isinstance(mixer, MLA) and rope is not None:

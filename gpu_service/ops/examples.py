@@ -155,7 +155,8 @@ class _Maker:
         rows, kinds = ((2 + num) * num, 3) if hyper.iterations else (2 * num, 2)
         projection = self._random(rows, columns, dtype=torch.float32) * columns**-0.5
         base, scale = self._random(rows, dtype=torch.float32), self._random(kinds, dtype=torch.float32)
-        return streams, projection, base, scale, 1e-6, hyper.eps, hyper.iterations, hyper.magnitude
+        given = self._random(len(streams), num, dtype=torch.float32) if hyper.lags else None
+        return streams, projection, base, scale, 1e-6, hyper.eps, hyper.iterations, hyper.magnitude, given
 
     def mix(self) -> tuple[Any, ...]:
         """Returns the update as experts leave it."""

@@ -11,6 +11,8 @@ which a sigmoid, twice a sigmoid, and a softmax turned doubly stochastic by Sink
 
 Independent hyper-connections (Hy4) have no `comb`: a projection gives N + N numbers, and stream j becomes
 `post_j * output + stream_j`.
+
+Lagging hyper-connections (DeepSeek-V4.1): `pre` is what the half before computed, from what it read.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ class Collapsed(NamedTuple):
     post: torch.Tensor  # float32 [T, N]
     # float32 [T, N, N]: to stream j from stream i is `[i, j]`; [T, 0, 0]: each stream keeps what it has.
     comb: torch.Tensor
+    pre: torch.Tensor  # float32 [T, N], of a half that reads with what the one before gave it; else [0].
 
 
 @Op
@@ -42,13 +45,15 @@ def collapse_streams(
     eps: float,
     iterations: int,
     magnitude: float = 2.0,
+    given: torch.Tensor | None = None,
 ) -> Collapsed:
     """Returns the input of one half of a layer.
 
     streams `[T, N, H]`, contiguous; projection `[(2 + N) * N, N * H]`, base `[(2 + N) * N]` and scale `[3]`
     float32, in the order of pre, post, comb. `eps` is added to pre, to comb and to the sums that Sinkhorn
     divides by. post is at most `magnitude`. No iterations: there is no comb, projection, base and scale are
-    without it (`2 * N` rows, 2 scales), and `eps` is added to post instead.
+    without it (`2 * N` rows, 2 scales), and `eps` is added to post instead. given float32 `[T, N]`: collapses
+    the streams with these weights, and returns the computed ones as `pre`.
     """
     num_streams = streams.shape[1]
     mixed = project_streams(streams, projection)
@@ -56,17 +61,19 @@ def collapse_streams(
     ends = num_streams, 2 * num_streams
     pre = mixed[:, : ends[0]] * scale[0] + base[: ends[0]]
     post = mixed[:, ends[0] : ends[1]] * scale[1] + base[ends[0] : ends[1]]
-    collapsed = ((pre.sigmoid() + eps)[..., None] * streams).sum(1).to(streams.dtype)
+    pre = pre.sigmoid() + eps
+    collapsed = ((pre if given is None else given)[..., None] * streams).sum(1).to(streams.dtype)
+    kept = pre.new_empty(0) if given is None else pre
     post = magnitude * post.sigmoid()
     if not iterations:
-        return Collapsed(collapsed, post + eps, post.new_empty(post.shape[0], 0, 0))
+        return Collapsed(collapsed, post + eps, post.new_empty(post.shape[0], 0, 0), kept)
     comb = mixed[:, ends[1] :] * scale[2] + base[ends[1] :]
     weights = comb.view(-1, num_streams, num_streams).softmax(-1) + eps
     weights = weights / (weights.sum(-2, keepdim=True) + eps)
     for _ in range(iterations - 1):
         weights = weights / (weights.sum(-1, keepdim=True) + eps)
         weights = weights / (weights.sum(-2, keepdim=True) + eps)
-    return Collapsed(collapsed, post, weights)
+    return Collapsed(collapsed, post, weights, kept)
 
 
 def weigh_streams(

@@ -45,13 +45,15 @@ def ngram_rows(
     primes: torch.Tensor,
     offsets: torch.Tensor,
     end_token_id: int,
+    ends: bool = True,
 ) -> torch.Tensor:
     """Returns the rows of the table for the n-grams that end with each new token, int64 `[T, num_hashes]`.
 
     ids, positions int64 `[T]` and query_starts int32 `[R + 1]` as in `ForwardInputs`; states int64 `[slots,
     size - 1]`: each request's latest tokens before the step, oldest first, in slots `reads` int64 `[R]`;
     afterwards those after it, in slots `writes`. What a slot holds of positions before the first is not
-    read. factors, primes, offsets as in `NGramTable`. Nothing is asked of the host.
+    read: the end token stands for them. factors, primes, offsets as in `NGramTable`. ends: no n-gram reaches
+    beyond an end token among the tokens. Nothing is asked of the host.
     """
     kept, rows = states.shape[1], torch.arange(ids.shape[0], device=ids.device)
     requests = torch.searchsorted(query_starts[1:], rows.to(query_starts.dtype), right=True)
@@ -59,11 +61,12 @@ def ngram_rows(
     before = _earlier(ids, rows, states, reads, query_starts, requests, range(1, kept + 1))
     inside = positions[:, None] >= torch.arange(1, kept + 1, device=ids.device)
     before = torch.where(inside, before, end_token_id)
-    ended = (before == end_token_id).cumsum(1) > 0
-    before = torch.where(ended, end_token_id, before)
+    if ends:
+        ended = (before == end_token_id).cumsum(1) > 0
+        before = torch.where(ended, end_token_id, before)
     # The latest tokens as they will be: those `kept - 1`, ..., 0 before each request's last row.
-    ends, every = query_starts[1:].long() - 1, torch.arange(reads.shape[0], device=ids.device)
-    own = (ids, ends, states, reads, query_starts, every)
+    latest, every = query_starts[1:].long() - 1, torch.arange(reads.shape[0], device=ids.device)
+    own = (ids, latest, states, reads, query_starts, every)
     states[writes] = _earlier(*own, range(kept - 1, -1, -1))
     tokens = torch.cat((ids[:, None], before), dim=1) * factors
     hashes, mixed = [], tokens[:, 0]
@@ -99,7 +102,8 @@ def table_rows(
     """Returns the rows of a table, `[T, n, D]` in `dtype`; zeros for rows that it does not have.
 
     rows int64 `[T, n]`; table `[R, D]`, on the rows' device or in page-locked memory of its host: in `dtype`,
-    or in e4m3 with a scale, float32 `[1]` on the rows' device.
+    or in e4m3 with a scale: float32 `[1]` on the rows' device, or of equal parts of each row uint8 `[R, S]`
+    next to the table, which stand for powers of two (e8m0).
     """
     is_held = (rows >= 0) & (rows < table.shape[0])
     # As bytes, because torch indexes no 8-bit floats.
@@ -107,5 +111,9 @@ def table_rows(
     places = rows.masked_fill(~is_held, 0).to(table.device)
     found = functional.embedding(places, stored).to(rows.device)
     if scale is not None:
-        found = (found.view(table.dtype).float() * scale).to(dtype)
+        values = found.view(table.dtype).float()
+        if scale.dtype == torch.uint8:
+            exponents = functional.embedding(places, scale).to(rows.device).float() - 127
+            scale = exponents.exp2().repeat_interleave(table.shape[1] // scale.shape[1], dim=-1)
+        found = (values * scale).to(dtype)
     return found.masked_fill(~is_held[..., None], 0)

@@ -125,6 +125,8 @@ def _fp8(config: Config) -> tuple[WeightScheme, ...]:
         blocks = tuple(schemes.fp8("fp8", "block", suffix, block) for suffix in ("weight_scale_inv", "scale"))
         # DeepSeek-V4: its experts' pairs of codes have the names of its blocks' codes.
         is_fp4 = require(config, _EXPERT_DTYPE, ("fp4", "fp8", None)) == "fp4"
+        # DeepSeek-V4.1's tables: each row has scales of its own.
+        rows = schemes.for_targets(schemes.mxfp8("fp8 rows", "scale"), (r"re:.*\.engram\.embed$",))
         # NVIDIA's copies of it, whose experts are of another quantiser and whose rest is as it was.
         own = require(config, "moe_quant_algo", ("NVFP4", None)) and _modelopt_nvfp4()
         experts = [schemes.mxfp4("fp4 experts", "weight", "scale")] if is_fp4 else []
@@ -134,7 +136,7 @@ def _fp8(config: Config) -> tuple[WeightScheme, ...]:
                 require(config, key, (32, None))
             names = ("weight_scale_inv", "weight_scale")
             experts += [schemes.mxfp4("mxfp4 experts", "weight", name) for name in names]
-        return (*blocks, *experts, *([own] if own else []))
+        return (*blocks, rows, *experts, *([own] if own else []))
     return tuple(
         schemes.fp8("fp8", strategy, suffix)
         for suffix in ("weight_scale", "weight_scale_inv")

@@ -104,7 +104,7 @@ def _described(directory: Path, overrides: ModelOverrides) -> ModelConfig:
         raise ModelConfigError(str(error)) from error
     family = FAMILIES.get(hf.string("model_type"))
     if family is None:
-        raise hf.error("model_type", hf.string("model_type"), known_families(hf.string("model_type")))
+        raise hf.error("model_type", hf.string("model_type"), known_families())
     config = _apply_overrides(hf, family.read(hf), overrides)
     vision = read_vision(hf, family, wanted=not overrides.language_model_only)
     if config.routed:

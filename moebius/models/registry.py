@@ -34,26 +34,17 @@ GGUF_ARCHITECTURES = tuple(
     sorted({spec.architecture for family in FAMILIES.values() for spec in family.gguf})
 )
 
-# What looks like a family here by its name, and why it is none.
-_RELATIVES = dict.fromkeys(
-    ("deepseek_v41", "deepseek_v41_text", "deepseek_v4.1"),
-    "DeepSeek-V4.1 is another architecture than DeepSeek-V4",
-)
 
-
-def known_families(model_type: str) -> str:
+def known_families() -> str:
     """Returns what is allowed in the place of a `model_type` that no module describes."""
-    reason = _RELATIVES.get(model_type)
-    return ", ".join(sorted(FAMILIES)) + ("" if reason is None else f" ({reason})")
+    return ", ".join(sorted(FAMILIES))
 
 
 def family_of(model_type: str) -> Family:
     """Raises ModelConfigError for a `model_type` that no module describes, naming those that one does."""
     family = FAMILIES.get(model_type)
     if family is None:
-        raise ModelConfigError(
-            f"model_type {model_type!r} is not supported; known: {known_families(model_type)}"
-        )
+        raise ModelConfigError(f"model_type {model_type!r} is not supported; known: {known_families()}")
     return family
 
 

@@ -21,8 +21,9 @@ from tests.helpers.built_engine import running_engine
 from tests.helpers.drafters import AnswerDrafter, ScatteredDrafter
 from tests.helpers.tiny_models import make_tiny_model
 
-# Keys and values; windows and sinks; latents; latents that an indexer chooses; entries for several tokens.
-CACHES = ["qwen3_moe", "gpt_oss", "deepseek_v3", "deepseek_v32", "deepseek_v4"]
+# Keys and values; windows and sinks; latents; latents that an indexer chooses; entries for several tokens, of
+# each layer and shared.
+CACHES = ["qwen3_moe", "gpt_oss", "deepseek_v3", "deepseek_v32", "deepseek_v4", "deepseek_v41"]
 # States: Gated DeltaNet, KDA, lightning attention, Mamba-2, Mamba, a short convolution; n-grams of tokens.
 STATES = ["qwen3_next", "kimi_linear", "minimax", "nemotron_h", "jamba", "lfm2_moe"]
 FAMILIES = [*CACHES, *STATES, "qwen4_exp_text_three_streams_bias_tied"]

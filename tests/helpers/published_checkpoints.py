@@ -36,8 +36,9 @@ class Published:
 
     @property
     def last_experts(self) -> set[int]:
-        """The highest numbers of experts that have tensors of their own."""
-        return {int(match[1]) for pattern, _, _ in self.tensors for match in _EXPERTS.finditer(pattern)}
+        """The highest numbers of experts that have tensors of their own; those of drafts do not count."""
+        patterns = (pattern for pattern, _, _ in self.tensors if not pattern.startswith("mtp."))
+        return {int(match[1]) for pattern in patterns for match in _EXPERTS.finditer(pattern)}
 
     def index(self, directory: Path) -> CheckpointIndex:
         """Returns all tensors, of experts with tensors of their own the first and the last.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
@@ -127,18 +128,21 @@ class QuantisedModel:
     meant: dict[str, Floats] = field(default_factory=dict)
     # Names of the tensors that they are stored as.
     parts: set[str] = field(default_factory=set)
+    tokenizer: Path | None = None  # File of the checkpoint, which n-grams are hashed by.
 
     def dequantised(self) -> QuantisedModel:
         """Returns the same weights as a plain checkpoint."""
         kept = {name: array for name, array in self.tensors.items() if name not in self.parts}
         config = {key: value for key, value in self.config.items() if key != "quantization_config"}
-        return QuantisedModel({**kept, **self.meant}, {}, config)
+        return QuantisedModel({**kept, **self.meant}, {}, config, tokenizer=self.tokenizer)
 
     def write(self, directory: Path) -> Path:
         """Returns one safetensors file and config.json."""
         directory.mkdir(parents=True, exist_ok=True)
         write_safetensors(directory / "model.safetensors", self.tensors, self.dtypes)
         (directory / "config.json").write_text(json.dumps(self.config))
+        if self.tokenizer is not None:
+            shutil.copy(self.tokenizer, directory)
         return directory
 
 
@@ -146,7 +150,8 @@ def quantise(plain: PlainModel, choose: Choose, config: dict[str, Any] | None) -
     """Store every matrix as chosen."""
     settings = json.loads((plain.directory / "config.json").read_text())
     settings |= {} if config is None else {"quantization_config": config}
-    model = QuantisedModel({}, {}, settings)
+    tokenizer = plain.directory / "tokenizer.json"
+    model = QuantisedModel({}, {}, settings, tokenizer=tokenizer if tokenizer.exists() else None)
     for name, weight in plain.weights.items():
         chosen = choose(name) if _MATRIX.fullmatch(name) else None
         if chosen is None:

@@ -110,6 +110,13 @@ MODELS |= {"shortcut": TINY_MODELS["longcat_flash"]}
 MODELS |= {"latent_with_sinks": TINY_MODELS["hy_v4_three_streams_groups_tied"]}
 # Learned growth is of a rank's heads; learned frequencies are every stage's.
 MODELS |= {"latents_shared": TINY_MODELS["mistral_large4"]}
+# With which weights streams are read, one stage computes for the next; entries are every rank's. Without
+# n-grams, which are hashed by a tokenizer of the model's own.
+MODELS |= {
+    "entries_shared": TinyModel(
+        "deepseek_v41", TINY_MODELS["deepseek_v41_three_streams_tied"].changes | {"engram_layer_ids": []}
+    )
+}
 MODELS |= {"latent": TINY_MODELS["deepseek_v3"], "latent_choosing": TINY_MODELS["deepseek_v32"]}
 # Convolutions are of a rank's channels; the norm after lightning attention is over all ranks' heads.
 MODELS |= {"short_convolutions": TINY_MODELS["lfm2_moe"], "lightning": TINY_MODELS["minimax_window_tied"]}

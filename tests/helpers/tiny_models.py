@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import yaml
 
+from tests.helpers.deepseek_v41_reference import DeepseekV41Config, DeepseekV41ForCausalLM
 from tests.helpers.tiny_dsa_models import DSA_MODELS
 from tests.helpers.tiny_multimodal_text import TEXT_TOWERS
 
@@ -115,6 +116,8 @@ def common_sizes(tiny: TinyModel) -> dict[str, Any]:
 
 
 def _classes(model_type: str) -> tuple[type[Any], type[Any]]:
+    if model_type == "deepseek_v41":
+        return DeepseekV41Config, DeepseekV41ForCausalLM
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 

@@ -81,7 +81,7 @@ class TorchExperts:
         x = hidden_state.float()
         if self.config["model_type"].startswith("gemma4"):
             return down @ (functional.gelu(gate @ x, approximate="tanh") * (up @ x))
-        if self.config["model_type"] in ("deepseek_v4", "glm5_next", "hy_v4"):
+        if self.config["model_type"] in ("deepseek_v4", "deepseek_v41", "glm5_next", "hy_v4"):
             limit = self.config.get("text_config", self.config)["swiglu_limit"]
             return down @ (functional.silu((gate @ x).clamp(max=limit)) * (up @ x).clamp(-limit, limit))
         if self.config["model_type"] == "minimax_m3_vl":

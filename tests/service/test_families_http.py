@@ -40,7 +40,8 @@ def test_logits_and_greedy_tokens_over_http(name: str, tmp_path: Path) -> None:
     tiny = replace(tiny, changes=tiny.changes | {"vocab_size": size})
     checkpoint = tmp_path / "model"
     reference = write_tiny_model(tiny, checkpoint, seed=sum(name.encode()))
-    write_tokenizer(checkpoint, tokenizer)
+    if not (checkpoint / "tokenizer.json").exists():  # n-grams are hashed by the model's own
+        write_tokenizer(checkpoint, tokenizer)
     body = {
         "model": "tiny",
         "prompt": PROMPT,

@@ -20,6 +20,7 @@ from gpu_service.attention.base import PlannedAttention
 from gpu_service.cache.kv_cache import CompressedCache
 from gpu_service.core.step import ForwardInputs
 from gpu_service.ops.rope import RopeTable
+from moebius.models.layers.compressed import EntryBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,9 @@ class CompressedDimensions:
     index_num_heads: int
     index_head_dim: int
     softmax_scale: float
+    # Whether layers store entries and keys themselves, which `compress` is not asked for.
+    projects_keys: bool = False
+    chooses_blocks: bool = False  # Whether some layer chooses blocks of entries first.
 
 
 class Compression(NamedTuple):
@@ -76,6 +80,8 @@ class CompressedAttentionBackend(PlannedAttention):
         self.cache = cache
         # Whether queries of the planned step may have to choose entries; filled by `plan`.
         self.selects = False
+        # What the latest layer that chooses did, for layers that share its choice; None: all entries.
+        self.selection: torch.Tensor | None = None
 
     @classmethod
     def unsupported(cls, dimensions: CompressedDimensions, cache: CompressedCache) -> str:
@@ -111,12 +117,20 @@ class CompressedAttentionBackend(PlannedAttention):
         """
 
     @abstractmethod
-    def select(self, query: torch.Tensor, head_weights: torch.Tensor, layer_id: int) -> torch.Tensor:
+    def select(
+        self,
+        query: torch.Tensor,
+        head_weights: torch.Tensor,
+        layer_id: int,
+        blocks: EntryBlocks | None = None,
+    ) -> torch.Tensor:
         """Returns the entries with the highest scores: int32 `[T, top_k]`, ascending, then -1; where
         `selects`.
 
         query `[T, index heads, index head_dim]`, rotated; head_weights float32 `[T, index heads]`, scales
-        included. Scores as in `MlaAttentionBackend.select`; among equal ones the earlier entry wins.
+        included. Scores as in `MlaAttentionBackend.select`; among equal ones the earlier entry wins. blocks:
+        the layer chooses them for later ones, or chooses among the entries of those that an earlier layer of
+        this step chose.
         """
 
     def _may_select(self, longest: int) -> bool:

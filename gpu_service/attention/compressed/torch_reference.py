@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional
 
 from gpu_service.attention.base import check_step
 from gpu_service.attention.compressed.base import (
@@ -18,6 +19,7 @@ from gpu_service.cache.kv_cache import CompressedCache
 from gpu_service.core.step import ForwardInputs
 from gpu_service.ops.norm import rms_norm
 from gpu_service.ops.rope import RopeTable, apply_rope
+from moebius.models.layers.compressed import EntryBlocks
 
 # Rows that attend together: of the window, they share as many keys more.
 _ROWS = 128
@@ -41,6 +43,23 @@ def compressed_entries(gathered: torch.Tensor, seen: torch.Tensor, offsets: torc
         )
     weights = logits.masked_fill(~seen[..., None], float("-inf")).softmax(1)
     return torch.einsum("etd,etd->ed", weights, values)
+
+
+def chosen_blocks(scores: torch.Tensor, lengths: torch.Tensor, blocks: EntryBlocks) -> torch.Tensor:
+    """Returns which entries lie in the blocks whose best entries have the highest scores, bool `[T, E]`.
+
+    scores float32 `[T, E]`, of which row t chooses among the first `lengths[t]`; the block of the last of
+    these is always chosen. Source: `select_candidate_blocks` of DeepSeek-V4.1.
+    """
+    width, size = scores.shape[1], blocks.size
+    entry = torch.arange(width, device=scores.device)
+    seen = scores.masked_fill(entry >= lengths[:, None], float("-inf"))
+    best = functional.pad(seen, (0, -width % size), value=float("-inf")).view(len(seen), -1, size).amax(-1)
+    number = torch.arange(best.shape[1], device=scores.device)
+    best = best.masked_fill(number == (lengths[:, None] - 1) // size, float("inf"))
+    top = best.topk(min(blocks.top_blocks, best.shape[1]), dim=-1)
+    kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, top.indices, top.values > float("-inf"))
+    return kept.repeat_interleave(size, dim=1)[:, :width]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +93,8 @@ class TorchCompressedAttention(CompressedAttentionBackend):
     def __init__(self, dimensions: CompressedDimensions, cache: CompressedCache) -> None:
         super().__init__(dimensions, cache)
         self._spans: list[_Span] = []
+        # Of each span, the entries of the chosen blocks, bool `[rows, E]`; filled by `select`.
+        self._within: dict[int, torch.Tensor] = {}
 
     def plan(self, inputs: ForwardInputs) -> None:
         check_step(inputs, self.cache.page_size)
@@ -179,12 +200,23 @@ class TorchCompressedAttention(CompressedAttentionBackend):
         attended: torch.Tensor = weights @ exact
         return attended.to(query.dtype)
 
-    def select(self, query: torch.Tensor, head_weights: torch.Tensor, layer_id: int) -> torch.Tensor:
+    def select(
+        self,
+        query: torch.Tensor,
+        head_weights: torch.Tensor,
+        layer_id: int,
+        blocks: EntryBlocks | None = None,
+    ) -> torch.Tensor:
         sizes, rate = self.dimensions, self.cache.rates[layer_id]
         selection = torch.empty(query.shape[0], sizes.top_k, dtype=torch.int32, device=query.device)
-        for span in self._spans:
+        for number, span in enumerate(self._spans):
             keys = self._gathered(span, self.cache.index_pages(layer_id), rate)
             scores = index_scores(query[span.rows], head_weights[span.rows], keys)
             lengths = torch.arange(span.first + 1, span.length + 1, device=query.device) // rate
+            if blocks is not None:
+                if blocks.chosen_here:
+                    self._within[number] = chosen_blocks(scores, lengths, blocks)
+                else:
+                    scores = scores.masked_fill(~self._within[number], float("-inf"))
             selection[span.rows] = select_tokens(scores, lengths, sizes.top_k)
         return selection

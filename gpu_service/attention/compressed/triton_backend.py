@@ -22,6 +22,7 @@ from gpu_service.cache.kv_cache import CompressedCache
 from gpu_service.core.depths import at_depth
 from gpu_service.core.step import ForwardInputs
 from gpu_service.ops.rope import RopeTable
+from moebius.models.layers.compressed import EntryBlocks
 
 
 class TritonCompressedAttention(CompressedAttentionBackend):
@@ -41,6 +42,8 @@ class TritonCompressedAttention(CompressedAttentionBackend):
 
     @classmethod
     def unsupported(cls, dimensions: CompressedDimensions, cache: CompressedCache) -> str:
+        if dimensions.chooses_blocks:
+            return "layers that choose blocks of entries first: a shorter max_model_len needs no such choice"
         odd = [size for size in (dimensions.head_dim, dimensions.index_head_dim) if size % 2]
         return f"heads of {odd[0]} elements: an even number is needed" if odd else ""
 
@@ -120,7 +123,14 @@ class TritonCompressedAttention(CompressedAttentionBackend):
         keep_latest(keys, window, inputs)
         return output
 
-    def select(self, query: torch.Tensor, head_weights: torch.Tensor, layer_id: int) -> torch.Tensor:
+    def select(
+        self,
+        query: torch.Tensor,
+        head_weights: torch.Tensor,
+        layer_id: int,
+        blocks: EntryBlocks | None = None,
+    ) -> torch.Tensor:
+        assert blocks is None, "`unsupported` says so"
         inputs, sizes = self._planned, self.dimensions
         return choose_pools(
             query,

@@ -13,10 +13,13 @@ _COLUMNS = 1024
 
 @jit
 def collapse_kernel(  # type: ignore[no-untyped-def]
-    streams, mixed, base, scale, output, post_output, comb_output, norm_eps, eps, magnitude, size,
-    NUM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr, ITERATIONS: tl.constexpr,
+    streams, mixed, base, scale, given, output, post_output, comb_output, pre_output, norm_eps, eps,
+    magnitude, size, NUM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr, ITERATIONS: tl.constexpr,
+    LAGS: tl.constexpr,
 ):  # fmt: skip
-    """Program (token). Streams that fill up a block of them weigh nothing. ITERATIONS 0: there is no comb."""
+    """Program (token). Streams that fill up a block of them weigh nothing. ITERATIONS 0: there is no comb.
+    LAGS: the streams are collapsed with weights that are given.
+    """
     token, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_N)
     held = at < NUM
     rows = streams + token * NUM * size
@@ -30,6 +33,9 @@ def collapse_kernel(  # type: ignore[no-untyped-def]
     of_token = mixed + token * (2 * NUM if ITERATIONS == 0 else (2 + NUM) * NUM)
     pre = tl.load(of_token + at, mask=held, other=0.0) * length * tl.load(scale)
     pre = tl.sigmoid(pre + tl.load(base + at, mask=held, other=0.0)) + eps
+    if LAGS:
+        tl.store(pre_output + token * NUM + at, pre, mask=held)
+        pre = tl.load(given + token * NUM + at, mask=held, other=0.0)
     post = tl.load(of_token + NUM + at, mask=held, other=0.0) * length * tl.load(scale + 1)
     post = magnitude * tl.sigmoid(post + tl.load(base + NUM + at, mask=held, other=0.0))
     if ITERATIONS == 0:
@@ -89,19 +95,24 @@ def collapse_streams(
     eps: float,
     iterations: int,
     magnitude: float = 2.0,
+    given: torch.Tensor | None = None,
 ) -> Collapsed:
     tokens, num, size = streams.shape
     output = torch.empty(tokens, size, dtype=streams.dtype, device=streams.device)
     post = torch.empty(tokens, num, dtype=torch.float32, device=streams.device)
     mixes = num if iterations else 0
     comb = torch.empty(tokens, mixes, mixes, dtype=torch.float32, device=streams.device)
+    pre = torch.empty(0, dtype=torch.float32, device=streams.device)
+    if given is not None:
+        pre = torch.empty_like(post)
     if tokens:
         mixed = project_streams(streams, projection)
         collapse_kernel[(tokens,)](
-            streams, mixed, base, scale, output, post, comb, norm_eps, eps, magnitude, size, NUM=num,
-            BLOCK_N=next_power_of_2(num), BLOCK=_COLUMNS, ITERATIONS=iterations,
+            streams, mixed, base, scale, given if given is not None else pre, output, post, comb, pre,
+            norm_eps, eps, magnitude, size, NUM=num, BLOCK_N=next_power_of_2(num), BLOCK=_COLUMNS,
+            ITERATIONS=iterations, LAGS=given is not None,
         )  # fmt: skip
-    return Collapsed(output, post, comb)
+    return Collapsed(output, post, comb, pre)
 
 
 def mix_streams(

@@ -21,7 +21,7 @@ def _earlier(ids, state, row, start, places, KEPT: tl.constexpr):  # type: ignor
 @jit_for_any("num_requests")
 def ngram_rows_kernel(  # type: ignore[no-untyped-def]
     ids, positions, states, reads, writes, query_starts, factors, primes, offsets, output, num_requests,
-    end_token_id, KEPT: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    end_token_id, KEPT: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, ENDS: tl.constexpr,
 ):  # fmt: skip
     """Program (row); that of a request's last row leaves its latest tokens."""
     row, head = tl.program_id(0), tl.arange(0, BLOCK)
@@ -32,7 +32,9 @@ def ngram_rows_kernel(  # type: ignore[no-untyped-def]
     mixed, ended = token * tl.load(factors), position < 0
     for order in tl.static_range(KEPT):
         before = _earlier(ids, state, row, start, order + 1, KEPT)
-        ended = ended | (position < order + 1) | (before == end_token_id)
+        ended = ended | (position < order + 1)
+        if ENDS:
+            ended = ended | (before == end_token_id)
         before = tl.where(ended, end_token_id, before)
         mixed = mixed ^ (before * tl.load(factors + order + 1))
         at = order * HEADS + head
@@ -56,6 +58,7 @@ def ngram_rows(
     primes: torch.Tensor,
     offsets: torch.Tensor,
     end_token_id: int,
+    ends: bool = True,
 ) -> torch.Tensor:
     tokens, kept, hashes = ids.shape[0], states.shape[1], primes.shape[0]
     output = torch.empty(tokens, hashes, dtype=torch.int64, device=ids.device)
@@ -63,22 +66,29 @@ def ngram_rows(
         ngram_rows_kernel[(tokens,)](
             ids, positions, states, reads, writes, query_starts, factors, primes, offsets, output,
             reads.shape[0], end_token_id, KEPT=kept, HEADS=hashes // kept,
-            BLOCK=next_power_of_2(hashes // kept),
+            BLOCK=next_power_of_2(hashes // kept), ENDS=ends,
         )  # fmt: skip
     return output
 
 
 @jit_for_any("num_rows")
 def table_rows_kernel(  # type: ignore[no-untyped-def]
-    rows, table, scale, output, num_rows, SIZE: tl.constexpr, IS_SCALED: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Program (row): the table may lie in the host's memory, of which nothing but the row is read."""
+    rows, table, scale, output, num_rows, SIZE: tl.constexpr, IS_SCALED: tl.constexpr, BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+):  # fmt: skip
+    """Program (row): the table may lie in the host's memory, of which nothing but the row is read. GROUP:
+    columns that share a scale of the row; 0: all values share one.
+    """
     at, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     row = tl.load(rows + at).to(tl.int64)
     is_held = (column < SIZE) & (row >= 0) & (row < num_rows)
     found = tl.load(table + row * SIZE + column, mask=is_held, other=0)
     if IS_SCALED:
-        found = decode_e4m3(found.to(tl.int32)) * tl.load(scale)
+        if GROUP > 0:
+            code = tl.load(scale + row * (SIZE // GROUP) + column // GROUP, mask=is_held, other=127)
+            found = decode_e4m3(found.to(tl.int32)) * tl.exp2(code.to(tl.float32) - 127.0)
+        else:
+            found = decode_e4m3(found.to(tl.int32)) * tl.load(scale)
     tl.store(output + at * SIZE + column, found.to(output.dtype.element_ty), mask=column < SIZE)
 
 
@@ -90,8 +100,10 @@ def table_rows(
     if rows.numel():
         # As bytes: devices without 8-bit floats decode them, too.
         stored = table if scale is None else table.view(torch.uint8)
+        by_row = scale is not None and scale.dtype == torch.uint8
+        group = size // scale.shape[1] if by_row and scale is not None else 0
         table_rows_kernel[(rows.numel(),)](
             rows.contiguous(), stored, rows if scale is None else scale, output, table.shape[0], SIZE=size,
-            IS_SCALED=scale is not None, BLOCK=next_power_of_2(size), num_warps=1,
+            IS_SCALED=scale is not None, BLOCK=next_power_of_2(size), GROUP=group, num_warps=1,
         )  # fmt: skip
     return output

@@ -8,7 +8,7 @@ published name attention by `compress_ratios`, those that transformers writes by
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moebius.checkpoint.gguf.family import DEEPSEEK_KEYS, Config, GgufFamily
 from moebius.checkpoint.gguf.names import HYPER_RULES, GgufRule, gguf_layer, gguf_linear
@@ -17,7 +17,7 @@ from moebius.models.config import ModelConfig
 from moebius.models.family import Family
 from moebius.models.keys import HfKeys
 from moebius.models.layers.compressed import CompressedAttention, EntryIndexer
-from moebius.models.layers.ffn import Experts, FeedForward
+from moebius.models.layers.ffn import Experts, FeedForward, MoE
 from moebius.models.layers.residual import HyperConnections
 from moebius.models.layers.rope import RopeConfig
 from moebius.models.layers.router import RouterConfig, ScoreFunction
@@ -43,12 +43,16 @@ _SCORES: dict[str, ScoreFunction] = {
     "softmax": "softmax",
     "sigmoid": "sigmoid",
 }
-# Of training, of formats of experts (which `quantisation.py` reads), and of drafts.
-_HARMLESS = (
+# Of drafts.
+DSPARK_KEYS = (
     "dspark_block_size",
     "dspark_markov_rank",
     "dspark_noise_token_id",
     "dspark_target_layer_ids",
+)
+# Of training, and of formats of experts, which `quantisation.py` reads.
+_HARMLESS = (
+    *DSPARK_KEYS,
     "expert_dtype",
     "intermediate_size",
     "router_jitter_noise",
@@ -94,7 +98,7 @@ def _rates(hf: HfKeys) -> dict[str, int]:
     return found
 
 
-def _read_ropes(hf: HfKeys, head_dim: int) -> dict[bool, RopeConfig]:
+def read_ropes(hf: HfKeys, head_dim: int) -> dict[bool, RopeConfig]:
     """Returns rotations by whether a layer compresses, which alone scales, and only frequencies."""
     by_kind = hf.section("rope_parameters")
     theta = hf.number("rope_theta", default=10000.0)
@@ -121,33 +125,39 @@ def _read_ropes(hf: HfKeys, head_dim: int) -> dict[bool, RopeConfig]:
     return {False: ropes[0], True: ropes[1]}
 
 
-def _read_mixers(hf: HfKeys, common: Common) -> list[CompressedAttention]:
-    """Returns the attention of each layer."""
-    ropes = _read_ropes(hf, common.head_dim)
-    rope_dim = ropes[True].rotary_dim
-    kinds, rates = _kinds(hf, common.num_layers), _rates(hf)
+def read_attention(hf: HfKeys, common: Common, rope: RopeConfig) -> dict[str, Any]:
+    """Returns the fields of `EntryAttention` that all layers have, but for their rotation."""
     heads, groups = common.num_heads, hf.integer("o_groups", default=8)
     if heads % groups:
         raise hf.error("o_groups", groups, f"a divisor of num_attention_heads ({heads})")
+    return {
+        "num_heads": heads,
+        "head_dim": common.head_dim,
+        "q_lora_rank": hf.integer("q_lora_rank"),
+        "rope_dim": rope.rotary_dim,
+        "window": hf.integer("sliding_window", default=128),
+        "output_groups": groups,
+        "output_rank": hf.integer("o_lora_rank", default=1024),
+        "scale": common.head_dim**-0.5,
+        "eps": common.eps,
+    }
+
+
+def read_indexer(hf: HfKeys, rope: RopeConfig) -> EntryIndexer:
+    """Returns the indexer of layers that have one."""
     index_head_dim = hf.integer("index_head_dim", default=128)
-    if index_head_dim < rope_dim:
-        raise hf.error("index_head_dim", index_head_dim, f"at least qk_rope_head_dim ({rope_dim})")
-    indexer = EntryIndexer(
-        hf.integer("index_n_heads", default=64), index_head_dim, hf.integer("index_topk", default=512)
-    )
-    plain = CompressedAttention(
-        num_heads=heads,
-        head_dim=common.head_dim,
-        q_lora_rank=hf.integer("q_lora_rank"),
-        rope_dim=rope_dim,
-        rope=ropes[False],
-        window=hf.integer("sliding_window", default=128),
-        rate=0,
-        output_groups=groups,
-        output_rank=hf.integer("o_lora_rank", default=1024),
-        scale=common.head_dim**-0.5,
-        eps=common.eps,
-    )
+    if index_head_dim < rope.rotary_dim:
+        raise hf.error("index_head_dim", index_head_dim, f"at least qk_rope_head_dim ({rope.rotary_dim})")
+    heads, top_k = hf.integer("index_n_heads", default=64), hf.integer("index_topk", default=512)
+    return EntryIndexer(heads, index_head_dim, top_k)
+
+
+def _read_mixers(hf: HfKeys, common: Common) -> list[CompressedAttention]:
+    """Returns the attention of each layer."""
+    ropes = read_ropes(hf, common.head_dim)
+    kinds, rates = _kinds(hf, common.num_layers), _rates(hf)
+    indexer = read_indexer(hf, ropes[True])
+    plain = CompressedAttention(rope=ropes[False], rate=0, **read_attention(hf, common, ropes[True]))
     compressed = replace(plain, rope=ropes[True])
     by_kind = {
         _SLIDING: plain,
@@ -167,8 +177,8 @@ def _hash_layers(hf: HfKeys, num_layers: int) -> frozenset[int]:
     return frozenset(layer for layer, kind in enumerate(kinds) if kind == "hash_moe")
 
 
-def _read_ffns(hf: HfKeys, common: Common) -> list[FeedForward]:
-    """Returns the experts in every layer; in the first, a token's id chooses them."""
+def read_moe(hf: HfKeys, common: Common) -> MoE:
+    """Returns the experts of every layer."""
     hf.refuse("topk_method", "noaux_tc")
     hf.refuse("n_group", 1)
     hf.refuse("topk_group", 1)
@@ -189,10 +199,35 @@ def _read_ffns(hf: HfKeys, common: Common) -> list[FeedForward]:
         scale=hf.number("routed_scaling_factor", default=1.5),
         float32_gate=True,
     )
-    moe = common.moe(router, Experts(size, "clamped_silu", limit=common.limit), size)
+    return common.moe(router, Experts(size, "clamped_silu", limit=common.limit), size)
+
+
+def _read_ffns(hf: HfKeys, common: Common) -> list[FeedForward]:
+    """Returns the experts in every layer; in the first, a token's id chooses them."""
+    moe = read_moe(hf, common)
     hashed = _hash_layers(hf, common.num_layers)
     by_id = replace(moe, hashed_tokens=common.vocab_size)
     return [by_id if layer in hashed else moe for layer in range(common.num_layers)]
+
+
+def read_clamped(hf: HfKeys) -> Common:
+    """Returns what all models of this kind have in common: clamped experts and one head of keys."""
+    hf.refuse("mlp_bias")
+    common = read_common(hf, dense_size=0)
+    refuse_bias(hf, common)
+    limit = hf.number("swiglu_limit", default=10.0)
+    if common.num_kv_heads != 1:
+        raise hf.error("num_key_value_heads", common.num_kv_heads, "1")
+    return replace(common, activation="clamped_silu", limit=limit)
+
+
+def read_streams(hf: HfKeys) -> HyperConnections:
+    """Returns the residual streams."""
+    return HyperConnections(
+        num_streams=hf.integer("hc_mult", default=4, minimum=2),
+        iterations=hf.integer("hc_sinkhorn_iters", default=20),
+        eps=hf.number("hc_eps", default=1e-6),
+    )
 
 
 def read_deepseek_v4(hf: HfKeys) -> ModelConfig:
@@ -200,20 +235,9 @@ def read_deepseek_v4(hf: HfKeys) -> ModelConfig:
     hf.skip(*_HARMLESS)
     for name in _OF_V41:
         hf.refuse(name, [])
-    hf.refuse("mlp_bias")
-    common = read_common(hf, dense_size=0)
-    refuse_bias(hf, common)
-    limit = hf.number("swiglu_limit", default=10.0)
-    common = replace(common, activation="clamped_silu", limit=limit)
-    if common.num_kv_heads != 1:
-        raise hf.error("num_key_value_heads", common.num_kv_heads, "1")
+    common = read_clamped(hf)
     mixers = _read_mixers(hf, common)
-    streams = HyperConnections(
-        num_streams=hf.integer("hc_mult", default=4, minimum=2),
-        iterations=hf.integer("hc_sinkhorn_iters", default=20),
-        eps=hf.number("hc_eps", default=1e-6),
-        weighs_last=True,
-    )
+    streams = replace(read_streams(hf), weighs_last=True)
     ffns = _read_ffns(hf, common)
     return common.model(mixers, ffns, residuals=streams, num_mtp_layers=read_mtp_layers(hf))
 
@@ -251,12 +275,13 @@ _TOP = {
     **{f"hc_head_{part}": f"model.hc_head.hc_{part}" for part in ("fn", "base", "scale")},
 }
 # Published without a prefix; transformers writes one before layers.
-_RULES = tuple(
+LAYER_RULES = tuple(
     rename(f"{prefix}layers.*.{stored}{rest}", f"model.layers.*.{canonical}{rest}")
     for prefix in ("", "model.")
     for rest, names in ((".**", _MODULES), ("", _TENSORS))
     for stored, canonical in names.items()
 )
+TOP_RULES = tuple(rename(stored, canonical) for stored, canonical in _TOP.items())
 
 _GGUF_KEYS = DEEPSEEK_KEYS | {
     "attention.compress_rope_freq_base": "compress_rope_theta",
@@ -319,7 +344,7 @@ FAMILIES = (
         "deepseek_v4",
         read_deepseek_v4,
         TensorNames(
-            (MTP, *_RULES, *(rename(stored, canonical) for stored, canonical in _TOP.items())),
+            (MTP, *LAYER_RULES, *TOP_RULES),
             layouts=("per_expert_ffn",),
         ),
         gguf=(GgufFamily("deepseek4", _GGUF_KEYS, 4, derive=_gguf_config, rules=_GGUF_RULES),),

@@ -61,7 +61,7 @@ class Layer:
     def states(self) -> tuple[tuple[StateTensor, ...], ...]:
         """The states of those of its parts that have one, in order."""
         own = [mixer.state for mixer in self.mixers]
-        if isinstance(self.residual, GatedStreams) and self.residual.ngrams is not None:
+        if isinstance(self.residual, GatedStreams | HyperConnections) and self.residual.ngrams is not None:
             own.append(self.residual.ngrams.state)
         return tuple(state for state in own if state)
 

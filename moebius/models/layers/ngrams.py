@@ -5,12 +5,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Literal
+
+import numpy as np
 
 from moebius.models.layers.ranks import WHOLE, ShardRange, TableRows, even_shard
 from moebius.models.layers.tensors import StateTensor
-from moebius.models.layers.weights import Weight, Weights, conv_taps, fused, under
+from moebius.models.layers.weights import Weight, Weights, conv_taps, fused, linear, under
 
 _MASK64 = 2**64 - 1
 # Of the splitmix64 generator (Steele, Lea, Flood 2014).
@@ -35,8 +38,9 @@ class NGramConfig:
     padded_to: int  # A layer's table has a multiple of this many rows,
     parts: int  # and is stored as this many tensors of equal size.
     seed: int  # Of the hashes' factors.
-    end_token_id: int  # No n-gram reaches beyond it.
+    end_token_id: int  # No n-gram reaches beyond it; stands for what is before a sequence's begin, too.
     conv_taps: int  # Of the causal convolution, `size` tokens apart.
+    generator: Literal["splitmix64", "pcg64"] = "splitmix64"  # Of the hashes' factors.
 
     @property
     def num_hashes(self) -> int:
@@ -83,6 +87,56 @@ class NGrams:
         yield from conv_taps("conv1d", width, sizes.conv_taps)
 
 
+# Columns of a row of an engram's table that share a scale.
+ENGRAM_GROUP = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Engram:
+    """Embeddings of the latest tokens together, which are added to the streams at the layer's begin, gated by
+    them (DeepSeek-V4.1). Tokens that are written alike but for case, accents and blanks count as one.
+
+    Source: `inference/engram.py` and `Engram` in `inference/model.py` of the published model.
+    """
+
+    sizes: NGramConfig
+    place: int  # Among the model's layers that have them.
+    stream_size: int
+    num_kinds: int  # Tokens that count as different.
+    tokenizer: str = field(compare=False)  # File that says which do.
+
+    @property
+    def state(self) -> tuple[StateTensor, ...]:
+        """The latest tokens' kinds."""
+        return (StateTensor((self.sizes.size - 1,), "int64"),)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the table."""
+        return num_table_rows(self.sizes, self.place)
+
+    def table_part(self, rank: int, count: int) -> ShardRange:
+        """Returns the rows of the table that a rank has."""
+        return even_shard(self.num_rows, rank, count)
+
+    def weights(self, hidden_size: int) -> Weights:
+        """Yields what checkpoints store: all is every rank's, but for the table."""
+        rows, size = self.num_rows, self.sizes.row_dim
+        # What checkpoints store in 8 bits has a scale for this number of columns.
+        columns = 0 if size % ENGRAM_GROUP else ENGRAM_GROUP
+        yield Weight(
+            "embed.weight",
+            (rows, size),
+            cut=TableRows(0, rows),
+            on_host=True,
+            scale="embed.scale" if columns else "",
+            scale_columns=columns,
+        )
+        yield from linear("wkv", self.stream_size + hidden_size, self.sizes.embed_dim)
+        for name in ("q_weight", "k_weight"):
+            yield Weight(name, (self.stream_size // hidden_size, hidden_size), "float32")
+
+
 def table_weights(sizes: NGramConfig, num_rows: int) -> Weights:
     """Yields the parts of a table.
 
@@ -125,6 +179,9 @@ def hash_factors(sizes: NGramConfig, place: int, vocab_size: int) -> list[int]:
     No product of a token and a factor exceeds 63 bits.
     """
     half = max(1, (2**63 - 1) // max(vocab_size, 1) // 2)
+    if sizes.generator == "pcg64":
+        drawn = np.random.default_rng(sizes.seed * sizes.layers[place])
+        return [2 * int(value) + 1 for value in drawn.integers(0, half, size=sizes.size, dtype=np.int64)]
     seed = sizes.seed + _LAYER_STEP * place
     return [2 * (_splitmix64((seed + _GAMMA * (i + 1)) & _MASK64) % half) + 1 for i in range(sizes.size)]
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from moebius.models.layers.ffn import Dense
-from moebius.models.layers.ngrams import NGrams, stream_norm
+from moebius.models.layers.ngrams import Engram, NGrams, stream_norm
 from moebius.models.layers.norms import Norm
 from moebius.models.layers.ranks import WHOLE, Cut, Vocabulary
 from moebius.models.layers.weights import Weight, Weights, fused, linear, under
@@ -112,10 +112,16 @@ class HyperConnections:
     # Whether the streams end as a sum with learned weights; False: as their mean.
     weighs_last: bool = False
     magnitude: float = 2.0  # The largest weight with which a half of a layer is added to a stream.
+    # Whether the weights of what a half reads were computed by the half before it, from what that one read:
+    # the first half reads the first stream, and the last one's weights give what the streams end as.
+    lags: bool = False
+    ngrams: Engram | None = None
 
     def weights(self, norm: Norm, hidden_size: int) -> Weights:
         """Yields what checkpoints store of a layer besides its halves; names are those of transformers."""
         yield from Sequential().weights(norm, hidden_size)
+        if self.ngrams is not None:
+            yield from under("engram", self.ngrams.weights(hidden_size))
         num, kinds = self.num_streams, 3 if self.iterations else 2
         # Of the weights between streams there may be none.
         rows = (2 + num) * num if self.iterations else 2 * num

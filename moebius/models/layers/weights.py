@@ -13,8 +13,8 @@ from typing import Literal
 
 from moebius.models.layers.ranks import WHOLE, Cut, ShardRange
 
-# "activation": the type that the model is computed in.
-WeightType = Literal["activation", "float32", "int32"]
+# "activation": the type that the model is computed in; "e8m0": bytes that stand for powers of two.
+WeightType = Literal["activation", "float32", "int32", "e8m0"]
 # "product": multiplies activations, and "lookup": is read by rows; both may stay in a quantised checkpoint's
 # format. "values": its numbers are used otherwise.
 WeightUse = Literal["product", "lookup", "values"]
@@ -35,9 +35,10 @@ class Weight:
     may_be_missing: bool = False  # Whether it is zero where the checkpoint leaves it out.
     # Whether it stays in the host's memory next to a GPU, which reads single rows of it.
     on_host: bool = False
-    # The one scale of all its values where the checkpoint stores them in 8 bits, and they stay so; empty:
-    # such values are not kept.
+    # The scale of its values where the checkpoint stores them in 8 bits, and they stay so; empty: such values
+    # are not kept.
     scale: str = ""
+    scale_columns: int = 0  # Columns of a row that have one, a power of two; 0: all values have the same.
 
     @property
     def parameter(self) -> str:
@@ -48,6 +49,14 @@ class Weight:
         """Returns the same weight with names below `prefix`."""
         into, scale = (f"{prefix}.{name}" if name else "" for name in (self.into, self.scale))
         return replace(self, name=f"{prefix}.{self.name}", into=into, scale=scale)
+
+    @property
+    def scales(self) -> Weight:
+        """The scale as a weight by itself."""
+        if not self.scale_columns:
+            return Weight(self.scale, (1,), "float32")
+        shape = self.shape[0], self.shape[1] // self.scale_columns
+        return Weight(self.scale, shape, "e8m0", cut=self.cut, on_host=self.on_host)
 
     def parts(self, rank: int, count: int) -> tuple[ShardRange, ShardRange | None]:
         """Returns the rows and the columns that a rank reads; None: it has one dimension."""

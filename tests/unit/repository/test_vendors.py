@@ -54,7 +54,7 @@ STILL = {
     "gpu_service/experts/streaming/make.py",
     "gpu_service/experts/streaming/ring.py",
     "gpu_service/experts/streaming/source.py",
-    "gpu_service/layers/gated_streams.py",
+    "gpu_service/layers/ngrams.py",
     "gpu_service/memory/device_memory.py",
     "gpu_service/memory/plan.py",
     "gpu_service/parallel/group.py",

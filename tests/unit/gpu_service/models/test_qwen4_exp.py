@@ -26,7 +26,7 @@ from gpu_service.core.parallel import SOLO, ParallelContext
 from gpu_service.core.partition import rank_layers
 from gpu_service.device import TORCH_DTYPES
 from gpu_service.layers.composition import Composition
-from gpu_service.layers.gated_streams import NGramRows
+from gpu_service.layers.ngrams import NGramRows
 from gpu_service.loader.names import Target
 from gpu_service.loader.sources import LoadContext, target_rows
 from gpu_service.memory.plan import StepSize, activation_bytes, parameter_bytes

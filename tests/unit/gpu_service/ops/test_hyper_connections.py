@@ -52,7 +52,7 @@ def test_weights_and_streams_are_transformers(num_streams: int, iterations: int)
         got = collapse_streams(streams, reference.fn, reference.base, reference.scale, 1e-3, 1e-3, iterations)
         mixed = post[..., None] * output[:, None] + comb.mT @ streams
         ours = mix_streams(output, streams.clone(), got.post, got.comb)
-    for one, other in zip((*got, ours), (collapsed, post, comb, mixed), strict=True):
+    for one, other in zip((*got[:3], ours), (collapsed, post, comb, mixed), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=OP_FLOAT32)
 
 

@@ -34,6 +34,7 @@ NAMES = (
     "qwen3_moe",
     "deepseek_v32",
     "deepseek_v4",
+    "deepseek_v41",
     "qwen3_next",
     "kimi_linear",
     "granitemoehybrid",
