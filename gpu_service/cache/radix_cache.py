@@ -82,7 +82,7 @@ class TreeEvents(Protocol):
     """What follows the pages of a tree; `cache.prefix_events` is the real one."""
 
     def digests(self, namespace: str, parent: Node, tokens: TokenArray) -> list[bytes]:
-        """As `LowerTiers.digests`, where there are no tiers."""
+        """Returns the names of whole pages where there are no tiers to name them."""
 
     def stored(self, namespace: str, node: Node) -> None:
         """The tree has a new node."""

@@ -100,7 +100,7 @@ class RankGroup(ABC):
 
     @abstractmethod
     def report(self, fetch: int, blocks: int) -> None:
-        """This rank has so many blocks of a fetch; of fetch 0: it could write more. Any thread may call.
+        """`blocks` of a fetch have come to this rank; of fetch 0: it could write more. Any thread may call.
 
         Once all ranks have, rank 0 calls `on_report` with the fetch and the smallest number.
         """

@@ -290,12 +290,12 @@ class DiskTier:
             record = self._records.get(digest)
 
     def _is_ours(self, path: Path) -> bool:
-        """Of this engine's kind, whichever rank wrote it."""
+        """Whether an engine of this kind wrote a file, whichever rank of it."""
         found = read_header(path)
         return found is not None and found.identity[:ENGINE_BYTES] == self._identity[:ENGINE_BYTES]
 
     def _is_readable(self, path: Path) -> bool:
-        """Of this rank, and with its key. Raises OSError."""
+        """Whether a file is of this rank and has its key. Raises OSError."""
         found = read_header(path)
         return found is not None and found.identity == self._identity and found.key == self._key_name
 

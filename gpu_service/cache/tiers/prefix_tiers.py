@@ -83,7 +83,7 @@ class Ranks(Protocol):
         """This rank cannot do what the others do."""
 
     def report(self, fetch: int, blocks: int) -> None:
-        """This rank has so many blocks of a fetch; any thread may call."""
+        """`blocks` of a fetch have come to this rank; any thread may call."""
 
     def give_up(self, fetch: int) -> None:
         """No rank shall wait for a fetch any more; of rank 0, others have no say."""
@@ -266,7 +266,7 @@ class PrefixTiers:
         self._below.note_disk(requests)
 
     def agreed(self, number: int, came: int) -> None:
-        """All ranks have so many blocks of a fetch; -1: rank 0 does not wait for it any more."""
+        """At least `came` blocks of a fetch are on every rank; -1: rank 0 does not wait for it any more."""
         for fetch in self._fetches.values():
             if fetch.number == number:
                 if came < 0:
