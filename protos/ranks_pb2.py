@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos import engine_pb2 as protos_dot_engine__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12protos/ranks.proto\x12\x10moebius.ranks.v1\x1a\x13protos/engine.proto\"\xd0\x02\n\x05\x46rame\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x17.moebius.ranks.v1.HelloH\x00\x12,\n\x07welcome\x18\x02 \x01(\x0b\x32\x19.moebius.ranks.v1.WelcomeH\x00\x12\x11\n\x07refused\x18\x03 \x01(\tH\x00\x12\x30\n\theartbeat\x18\x04 \x01(\x0b\x32\x1b.moebius.ranks.v1.HeartbeatH\x00\x12\x30\n\titeration\x18\x05 \x01(\x0b\x32\x1b.moebius.ranks.v1.IterationH\x00\x12.\n\x08\x65xchange\x18\x06 \x01(\x0b\x32\x1a.moebius.ranks.v1.ExchangeH\x00\x12\x0f\n\x05\x66\x61tal\x18\x07 \x01(\tH\x00\x12,\n\x07goodbye\x18\x08 \x01(\x0b\x32\x19.moebius.ranks.v1.GoodbyeH\x00\x42\t\n\x07\x63ontent\"\\\n\x05Hello\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x0c\n\x04size\x18\x03 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\t\x12\x10\n\x08identity\x18\x05 \x01(\t\"\x1d\n\x07Welcome\x12\x12\n\nstore_port\x18\x01 \x01(\r\"\x1d\n\tHeartbeat\x12\x10\n\x08waited_s\x18\x01 \x01(\x01\"\t\n\x07Goodbye\"(\n\x08\x45xchange\x12\x0c\n\x04what\x18\x01 \x01(\t\x12\x0e\n\x06values\x18\x02 \x03(\x03\"\x9e\x01\n\tIteration\x12+\n\x08messages\x18\x01 \x03(\x0b\x32\x19.moebius.ranks.v1.Message\x12\'\n\x06images\x18\x02 \x03(\x0b\x32\x17.moebius.ranks.v1.Image\x12*\n\x05sight\x18\x03 \x01(\x0b\x32\x1b.moebius.ranks.v1.LaneSight\x12\x0f\n\x07goes_on\x18\x04 \x01(\x08\"\x8f\x01\n\tLaneSight\x12\x16\n\x0elane_has_ended\x18\x01 \x01(\x08\x12\x16\n\x0emain_has_ended\x18\x02 \x01(\x08\x12\x10\n\x08is_ready\x18\x03 \x01(\x08\x12\x12\n\nmin_tokens\x18\x04 \x01(\r\x12\x17\n\x0fidle_min_tokens\x18\x05 \x01(\r\x12\x13\n\x0bstep_tokens\x18\x06 \x01(\r\"\xd0\x01\n\x07Message\x12$\n\x03\x61\x64\x64\x18\x01 \x01(\x0b\x32\x15.moebius.ranks.v1.AddH\x00\x12\x1a\n\x10\x61\x62ort_request_id\x18\x02 \x01(\tH\x00\x12(\n\x05\x66lush\x18\x03 \x01(\x0b\x32\x17.moebius.ranks.v1.FlushH\x00\x12&\n\x04\x63\x61ll\x18\x04 \x01(\x0b\x32\x16.moebius.ranks.v1.CallH\x00\x12&\n\x04stop\x18\x05 \x01(\x0b\x32\x16.moebius.ranks.v1.StopH\x00\x42\t\n\x07message\"0\n\x03\x41\x64\x64\x12)\n\x07outputs\x18\x01 \x03(\x0b\x32\x18.moebius.ranks.v1.Output\"\xd7\x02\n\x06Output\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x10\n\x08priority\x18\x03 \x01(\x11\x12\x17\n\x0f\x63\x61\x63he_namespace\x18\x04 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x05 \x03(\r\x12\x31\n\x06params\x18\x06 \x01(\x0b\x32!.moebius.engine.v1.SamplingParams\x12,\n\x06images\x18\x07 \x03(\x0b\x32\x1c.moebius.ranks.v1.ImagePlace\x12\x31\n\nconstraint\x18\x08 \x01(\x0b\x32\x1d.moebius.engine.v1.Constraint\x12\x12\n\nsees_ahead\x18\t \x01(\x08\x12\x13\n\x0b\x66\x61irness_id\x18\n \x01(\t\x12\x15\n\rkeep_prefix_s\x18\x0b \x01(\x01\x12\x11\n\tarrived_s\x18\x0c \x01(\x01\"H\n\nImagePlace\x12\r\n\x05image\x18\x01 \x01(\r\x12\r\n\x05start\x18\x02 \x01(\r\x12\r\n\x05\x66irst\x18\x03 \x01(\r\x12\r\n\x05\x63ount\x18\x04 \x01(\r\"U\n\x05Image\x12\x0b\n\x03key\x18\x01 \x01(\x12\x12\x0c\n\x04grid\x18\x02 \x03(\r\x12\x12\n\ntoken_grid\x18\x03 \x03(\r\x12\r\n\x05shape\x18\x04 \x03(\r\x12\x0e\n\x06pixels\x18\x05 \x01(\x0c\"\x07\n\x05\x46lush\"\x06\n\x04Stop\"+\n\x04\x43\x61ll\x12\x11\n\toperation\x18\x01 \x01(\t\x12\x10\n\x08\x61rgument\x18\x02 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12protos/ranks.proto\x12\x10moebius.ranks.v1\x1a\x13protos/engine.proto\"\xfc\x02\n\x05\x46rame\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x17.moebius.ranks.v1.HelloH\x00\x12,\n\x07welcome\x18\x02 \x01(\x0b\x32\x19.moebius.ranks.v1.WelcomeH\x00\x12\x11\n\x07refused\x18\x03 \x01(\tH\x00\x12\x30\n\theartbeat\x18\x04 \x01(\x0b\x32\x1b.moebius.ranks.v1.HeartbeatH\x00\x12\x30\n\titeration\x18\x05 \x01(\x0b\x32\x1b.moebius.ranks.v1.IterationH\x00\x12.\n\x08\x65xchange\x18\x06 \x01(\x0b\x32\x1a.moebius.ranks.v1.ExchangeH\x00\x12\x0f\n\x05\x66\x61tal\x18\x07 \x01(\tH\x00\x12,\n\x07goodbye\x18\x08 \x01(\x0b\x32\x19.moebius.ranks.v1.GoodbyeH\x00\x12*\n\x06report\x18\t \x01(\x0b\x32\x18.moebius.ranks.v1.ReportH\x00\x42\t\n\x07\x63ontent\"\\\n\x05Hello\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x0c\n\x04size\x18\x03 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\t\x12\x10\n\x08identity\x18\x05 \x01(\t\"\x1d\n\x07Welcome\x12\x12\n\nstore_port\x18\x01 \x01(\r\"\x1d\n\tHeartbeat\x12\x10\n\x08waited_s\x18\x01 \x01(\x01\"\t\n\x07Goodbye\"\'\n\x06Report\x12\r\n\x05\x66\x65tch\x18\x01 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x02 \x01(\x04\"(\n\x08\x45xchange\x12\x0c\n\x04what\x18\x01 \x01(\t\x12\x0e\n\x06values\x18\x02 \x03(\x03\"\x9e\x01\n\tIteration\x12+\n\x08messages\x18\x01 \x03(\x0b\x32\x19.moebius.ranks.v1.Message\x12\'\n\x06images\x18\x02 \x03(\x0b\x32\x17.moebius.ranks.v1.Image\x12*\n\x05sight\x18\x03 \x01(\x0b\x32\x1b.moebius.ranks.v1.LaneSight\x12\x0f\n\x07goes_on\x18\x04 \x01(\x08\"\x8f\x01\n\tLaneSight\x12\x16\n\x0elane_has_ended\x18\x01 \x01(\x08\x12\x16\n\x0emain_has_ended\x18\x02 \x01(\x08\x12\x10\n\x08is_ready\x18\x03 \x01(\x08\x12\x12\n\nmin_tokens\x18\x04 \x01(\r\x12\x17\n\x0fidle_min_tokens\x18\x05 \x01(\r\x12\x13\n\x0bstep_tokens\x18\x06 \x01(\r\"\xd0\x01\n\x07Message\x12$\n\x03\x61\x64\x64\x18\x01 \x01(\x0b\x32\x15.moebius.ranks.v1.AddH\x00\x12\x1a\n\x10\x61\x62ort_request_id\x18\x02 \x01(\tH\x00\x12(\n\x05\x66lush\x18\x03 \x01(\x0b\x32\x17.moebius.ranks.v1.FlushH\x00\x12&\n\x04\x63\x61ll\x18\x04 \x01(\x0b\x32\x16.moebius.ranks.v1.CallH\x00\x12&\n\x04stop\x18\x05 \x01(\x0b\x32\x16.moebius.ranks.v1.StopH\x00\x42\t\n\x07message\"0\n\x03\x41\x64\x64\x12)\n\x07outputs\x18\x01 \x03(\x0b\x32\x18.moebius.ranks.v1.Output\"\xef\x02\n\x06Output\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x10\n\x08priority\x18\x03 \x01(\x11\x12\x17\n\x0f\x63\x61\x63he_namespace\x18\x04 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x05 \x03(\r\x12\x31\n\x06params\x18\x06 \x01(\x0b\x32!.moebius.engine.v1.SamplingParams\x12,\n\x06images\x18\x07 \x03(\x0b\x32\x1c.moebius.ranks.v1.ImagePlace\x12\x31\n\nconstraint\x18\x08 \x01(\x0b\x32\x1d.moebius.engine.v1.Constraint\x12\x12\n\nsees_ahead\x18\t \x01(\x08\x12\x13\n\x0b\x66\x61irness_id\x18\n \x01(\t\x12\x15\n\rkeep_prefix_s\x18\x0b \x01(\x01\x12\x11\n\tarrived_s\x18\x0c \x01(\x01\x12\x16\n\x0e\x62locks_on_disk\x18\r \x01(\x0c\"H\n\nImagePlace\x12\r\n\x05image\x18\x01 \x01(\r\x12\r\n\x05start\x18\x02 \x01(\r\x12\r\n\x05\x66irst\x18\x03 \x01(\r\x12\r\n\x05\x63ount\x18\x04 \x01(\r\"U\n\x05Image\x12\x0b\n\x03key\x18\x01 \x01(\x12\x12\x0c\n\x04grid\x18\x02 \x03(\r\x12\x12\n\ntoken_grid\x18\x03 \x03(\r\x12\r\n\x05shape\x18\x04 \x03(\r\x12\x0e\n\x06pixels\x18\x05 \x01(\x0c\"\x07\n\x05\x46lush\"\x06\n\x04Stop\"+\n\x04\x43\x61ll\x12\x11\n\toperation\x18\x01 \x01(\t\x12\x10\n\x08\x61rgument\x18\x02 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,35 +33,37 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.ranks_pb2', _globals
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_FRAME']._serialized_start=62
-  _globals['_FRAME']._serialized_end=398
-  _globals['_HELLO']._serialized_start=400
-  _globals['_HELLO']._serialized_end=492
-  _globals['_WELCOME']._serialized_start=494
-  _globals['_WELCOME']._serialized_end=523
-  _globals['_HEARTBEAT']._serialized_start=525
-  _globals['_HEARTBEAT']._serialized_end=554
-  _globals['_GOODBYE']._serialized_start=556
-  _globals['_GOODBYE']._serialized_end=565
-  _globals['_EXCHANGE']._serialized_start=567
-  _globals['_EXCHANGE']._serialized_end=607
-  _globals['_ITERATION']._serialized_start=610
-  _globals['_ITERATION']._serialized_end=768
-  _globals['_LANESIGHT']._serialized_start=771
-  _globals['_LANESIGHT']._serialized_end=914
-  _globals['_MESSAGE']._serialized_start=917
-  _globals['_MESSAGE']._serialized_end=1125
-  _globals['_ADD']._serialized_start=1127
-  _globals['_ADD']._serialized_end=1175
-  _globals['_OUTPUT']._serialized_start=1178
-  _globals['_OUTPUT']._serialized_end=1521
-  _globals['_IMAGEPLACE']._serialized_start=1523
-  _globals['_IMAGEPLACE']._serialized_end=1595
-  _globals['_IMAGE']._serialized_start=1597
-  _globals['_IMAGE']._serialized_end=1682
-  _globals['_FLUSH']._serialized_start=1684
-  _globals['_FLUSH']._serialized_end=1691
-  _globals['_STOP']._serialized_start=1693
-  _globals['_STOP']._serialized_end=1699
-  _globals['_CALL']._serialized_start=1701
-  _globals['_CALL']._serialized_end=1744
+  _globals['_FRAME']._serialized_end=442
+  _globals['_HELLO']._serialized_start=444
+  _globals['_HELLO']._serialized_end=536
+  _globals['_WELCOME']._serialized_start=538
+  _globals['_WELCOME']._serialized_end=567
+  _globals['_HEARTBEAT']._serialized_start=569
+  _globals['_HEARTBEAT']._serialized_end=598
+  _globals['_GOODBYE']._serialized_start=600
+  _globals['_GOODBYE']._serialized_end=609
+  _globals['_REPORT']._serialized_start=611
+  _globals['_REPORT']._serialized_end=650
+  _globals['_EXCHANGE']._serialized_start=652
+  _globals['_EXCHANGE']._serialized_end=692
+  _globals['_ITERATION']._serialized_start=695
+  _globals['_ITERATION']._serialized_end=853
+  _globals['_LANESIGHT']._serialized_start=856
+  _globals['_LANESIGHT']._serialized_end=999
+  _globals['_MESSAGE']._serialized_start=1002
+  _globals['_MESSAGE']._serialized_end=1210
+  _globals['_ADD']._serialized_start=1212
+  _globals['_ADD']._serialized_end=1260
+  _globals['_OUTPUT']._serialized_start=1263
+  _globals['_OUTPUT']._serialized_end=1630
+  _globals['_IMAGEPLACE']._serialized_start=1632
+  _globals['_IMAGEPLACE']._serialized_end=1704
+  _globals['_IMAGE']._serialized_start=1706
+  _globals['_IMAGE']._serialized_end=1791
+  _globals['_FLUSH']._serialized_start=1793
+  _globals['_FLUSH']._serialized_end=1800
+  _globals['_STOP']._serialized_start=1802
+  _globals['_STOP']._serialized_end=1808
+  _globals['_CALL']._serialized_start=1810
+  _globals['_CALL']._serialized_end=1853
 # @@protoc_insertion_point(module_scope)

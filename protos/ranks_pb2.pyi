@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Frame(_message.Message):
-    __slots__ = ("hello", "welcome", "refused", "heartbeat", "iteration", "exchange", "fatal", "goodbye")
+    __slots__ = ("hello", "welcome", "refused", "heartbeat", "iteration", "exchange", "fatal", "goodbye", "report")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
@@ -17,6 +17,7 @@ class Frame(_message.Message):
     EXCHANGE_FIELD_NUMBER: _ClassVar[int]
     FATAL_FIELD_NUMBER: _ClassVar[int]
     GOODBYE_FIELD_NUMBER: _ClassVar[int]
+    REPORT_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     welcome: Welcome
     refused: str
@@ -25,7 +26,8 @@ class Frame(_message.Message):
     exchange: Exchange
     fatal: str
     goodbye: Goodbye
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[str] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., iteration: _Optional[_Union[Iteration, _Mapping]] = ..., exchange: _Optional[_Union[Exchange, _Mapping]] = ..., fatal: _Optional[str] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ...) -> None: ...
+    report: Report
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[str] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., iteration: _Optional[_Union[Iteration, _Mapping]] = ..., exchange: _Optional[_Union[Exchange, _Mapping]] = ..., fatal: _Optional[str] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("protocol", "rank", "size", "fingerprint", "identity")
@@ -56,6 +58,14 @@ class Heartbeat(_message.Message):
 class Goodbye(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class Report(_message.Message):
+    __slots__ = ("fetch", "blocks")
+    FETCH_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    fetch: int
+    blocks: int
+    def __init__(self, fetch: _Optional[int] = ..., blocks: _Optional[int] = ...) -> None: ...
 
 class Exchange(_message.Message):
     __slots__ = ("what", "values")
@@ -114,7 +124,7 @@ class Add(_message.Message):
     def __init__(self, outputs: _Optional[_Iterable[_Union[Output, _Mapping]]] = ...) -> None: ...
 
 class Output(_message.Message):
-    __slots__ = ("request_id", "index", "priority", "cache_namespace", "prompt_token_ids", "params", "images", "constraint", "sees_ahead", "fairness_id", "keep_prefix_s", "arrived_s")
+    __slots__ = ("request_id", "index", "priority", "cache_namespace", "prompt_token_ids", "params", "images", "constraint", "sees_ahead", "fairness_id", "keep_prefix_s", "arrived_s", "blocks_on_disk")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
@@ -127,6 +137,7 @@ class Output(_message.Message):
     FAIRNESS_ID_FIELD_NUMBER: _ClassVar[int]
     KEEP_PREFIX_S_FIELD_NUMBER: _ClassVar[int]
     ARRIVED_S_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_ON_DISK_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     index: int
     priority: int
@@ -139,7 +150,8 @@ class Output(_message.Message):
     fairness_id: str
     keep_prefix_s: float
     arrived_s: float
-    def __init__(self, request_id: _Optional[str] = ..., index: _Optional[int] = ..., priority: _Optional[int] = ..., cache_namespace: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., params: _Optional[_Union[_engine_pb2.SamplingParams, _Mapping]] = ..., images: _Optional[_Iterable[_Union[ImagePlace, _Mapping]]] = ..., constraint: _Optional[_Union[_engine_pb2.Constraint, _Mapping]] = ..., sees_ahead: _Optional[bool] = ..., fairness_id: _Optional[str] = ..., keep_prefix_s: _Optional[float] = ..., arrived_s: _Optional[float] = ...) -> None: ...
+    blocks_on_disk: bytes
+    def __init__(self, request_id: _Optional[str] = ..., index: _Optional[int] = ..., priority: _Optional[int] = ..., cache_namespace: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., params: _Optional[_Union[_engine_pb2.SamplingParams, _Mapping]] = ..., images: _Optional[_Iterable[_Union[ImagePlace, _Mapping]]] = ..., constraint: _Optional[_Union[_engine_pb2.Constraint, _Mapping]] = ..., sees_ahead: _Optional[bool] = ..., fairness_id: _Optional[str] = ..., keep_prefix_s: _Optional[float] = ..., arrived_s: _Optional[float] = ..., blocks_on_disk: _Optional[bytes] = ...) -> None: ...
 
 class ImagePlace(_message.Message):
     __slots__ = ("image", "start", "first", "count")

@@ -11,7 +11,7 @@ from moebius.kv_tiers import rank_tier_bytes
 
 def prefix_bytes(config: MoebiusConfig) -> int:
     """Returns the bytes of RAM that one rank may fill with prefixes: its part of `kv_offload_gib`, and
-    `kv_disk_gib` where `kv_disk_dir` lies in memory.
+    of `kv_disk_gib` where `kv_disk_dir` lies in memory.
     """
     return rank_tier_bytes(config) + _shared_bytes(config)
 
@@ -23,4 +23,5 @@ def _shared_bytes(config: MoebiusConfig) -> int:
     directory = Path(gpu.kv_disk_dir).absolute()
     # The first engine makes it.
     existing = next(path for path in (directory, *directory.parents) if path.is_dir())
-    return int(gpu.kv_disk_gib * 2**30) if read_volume(existing).in_memory else 0
+    in_memory = read_volume(existing).in_memory
+    return int(gpu.kv_disk_gib * 2**30) // config.parallel.num_ranks if in_memory else 0

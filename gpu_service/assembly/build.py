@@ -27,7 +27,7 @@ from gpu_service.assembly.experts import (
 )
 from gpu_service.assembly.identity import EngineIdentity, read_identity
 from gpu_service.assembly.kv_memory import KvMemory, cache_shape, scheduler_limits
-from gpu_service.assembly.kv_tiers import OPEN_TIERS, check_tiers, make_tiers
+from gpu_service.assembly.kv_tiers import OPEN_TIERS, check_tiers, follow_prefixes, make_tiers
 from gpu_service.assembly.placement import known_routing, make_adaptive, routing_record
 from gpu_service.assembly.process import prepare_process
 from gpu_service.assembly.rank_plan import has_room_to_stream, make_kv_memory
@@ -344,6 +344,7 @@ def _engine(
     operations[MEASURE_AGAIN] = measure_again
     cache, inbox = make_request_cache(gpu, runner.states, kv.num_pages, kv.absent), group.inbox(compiler)
     operations |= make_tiers(config, identity.text, cache, kv.cache, runner.states, inbox, check, group)
+    follow_prefixes(config, identity.text, cache, group)
     operations[OPEN_TIERS] = lambda _: cache.open_tiers()
     scheduler = Scheduler(limits, cache, make_speculation(gpu, limits, runner))
     scheduler.supply = make_page_supply(kv, cache, runner.placement, stream, check)

@@ -99,6 +99,8 @@ class Built:
             return False
         if self.tiers is not None:
             self.tiers.close()
+        if (events := self.engine.scheduler.cache.tree.events) is not None:
+            events.close()
         if self.watch is not None:
             self.watch.close()
         if self.placement is not None:

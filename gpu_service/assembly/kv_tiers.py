@@ -10,9 +10,11 @@ from pathlib import Path
 import structlog
 
 from gpu_service.cache.kv_cache import AttendedPages
+from gpu_service.cache.prefix_events import PrefixEvents
 from gpu_service.cache.request_cache import RequestCache
 from gpu_service.cache.state_cache import StateSlots
-from gpu_service.cache.tiers.digests import identity_digest
+from gpu_service.cache.tiers.digests import ENGINE_BYTES, identity_digest, rank_identity
+from gpu_service.cache.tiers.disk_cipher import read_cipher
 from gpu_service.cache.tiers.disk_tier import DiskTier
 from gpu_service.cache.tiers.payloads import Payloads, make_payloads
 from gpu_service.cache.tiers.prefix_tiers import PrefixTiers
@@ -22,8 +24,10 @@ from gpu_service.core.interface import Inbox, RunOperation
 from gpu_service.device.stream import CudaDeviceStream, DeviceStream, HostDeviceStream, page_lock
 from gpu_service.engine.step_check import StepCheck
 from gpu_service.parallel.group import RankGroup
+from gpu_service.telemetry.kv_event_stream import KvEventStream
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
+from moebius.kv_events import read_kv_events
 from moebius.kv_tiers import ram_tier_path, rank_tier_bytes
 from moebius.process.limits import available_memory
 
@@ -36,15 +40,25 @@ _GIB = 2**30
 
 
 def check_tiers(config: MoebiusConfig) -> None:
-    """Raises UserError for settings that cannot be met, before anything is loaded."""
-    gpu, num_ranks = config.gpu, config.parallel.num_ranks
+    """Raises UserError for settings that cannot be met, ConfigError for those of another form, before
+    anything is loaded."""
+    gpu = config.gpu
+    read_kv_events(gpu.kv_events_config)
+    read_cipher(gpu.kv_disk_key_file)
     if gpu.kv_disk_gib and not gpu.kv_disk_dir:
         raise UserError(f"kv_disk_gib: {gpu.kv_disk_gib:g} needs kv_disk_dir, the directory of its files")
-    if gpu.kv_disk_gib and num_ranks > 1:
-        raise UserError(
-            f"kv_disk_gib is for engines of one rank, not of {num_ranks}, which would have to see a block "
-            "arrive at the same step; allowed: 0, and kv_offload_gib for prefixes in RAM"
-        )
+
+
+def follow_prefixes(config: MoebiusConfig, identity: str, cache: RequestCache, group: RankGroup) -> None:
+    """Publishes what a cache holds if settings ask for it: rank 0's, as all have the same prefixes.
+
+    Raises ConfigError for settings of another form, UserError where they cannot be met.
+    """
+    wanted = read_kv_events(config.gpu.kv_events_config)
+    if not (wanted.is_on and cache.prefix_caching) or group.parallel.rank:
+        return
+    cache.tree.events = PrefixEvents(KvEventStream(wanted), cache.page_size, identity_digest(identity))
+    _log.info("prefixes are published", endpoint=wanted.endpoint, replay_endpoint=wanted.replay_endpoint)
 
 
 def make_tiers(
@@ -69,20 +83,15 @@ def make_tiers(
     device = kv_cache.device
     stream = CudaDeviceStream(device) if device.type == "cuda" else HostDeviceStream()
     payloads = make_payloads(kv_cache, states, stream)
-    named = identity_digest(_identity_text(config, identity, kv_cache, states))
+    chosen, form = _identity_texts(config, identity, kv_cache, states)
     if group.parallel.size > 1:
-        return _make_rank_tiers(cache, payloads, named, ram_bytes, stream, group)
-    ram = _ram_tier(config, ram_bytes, named, payloads, stream)
-    disk = None
-    if gpu.kv_disk_gib:
-        disk = DiskTier(Path(gpu.kv_disk_dir), named, int(gpu.kv_disk_gib * _GIB))
-    _log.info(
-        "evicted prefixes are kept",
-        ram_gib=round(ram.total_bytes / _GIB, 3) if ram else 0,
-        inherited_blocks=len(ram) if ram else 0,
-        disk_gib=gpu.kv_disk_gib,
-        disk_blocks=len(disk) if disk else 0,
-    )
+        parallel = group.parallel
+        place = f"rank {parallel.rank}, {parallel.tp_size} x {parallel.num_stages}"
+        named = _keyed(config, rank_identity(chosen, f"{place}\n{form}"))
+        return _make_rank_tiers(config, cache, payloads, named, stream, group, inbox)
+    named = _keyed(config, identity_digest(f"{chosen}\n{form}"))
+    ram, disk = _ram_tier(config, ram_bytes, named, payloads, stream), _disk_tier(config, named)
+    _log_tiers(config, ram, disk)
 
     def wake() -> None:
         inbox.post(RunOperation(TIERS_MOVED, "", Future()))
@@ -91,18 +100,50 @@ def make_tiers(
     return {TIERS_MOVED: lambda _: tiers.poll()}
 
 
+def _keyed(config: MoebiusConfig, identity: bytes) -> bytes:
+    """Returns what blocks are named by: names on an encrypted disk say nothing of prompts."""
+    cipher = read_cipher(config.gpu.kv_disk_key_file)
+    if cipher is None:
+        return identity
+    engine, rank = identity[:ENGINE_BYTES], identity[ENGINE_BYTES:]
+    return cipher.keyed_identity(engine) + cipher.keyed_identity(rank)
+
+
+def _log_tiers(config: MoebiusConfig, ram: RamTier | None, disk: DiskTier | None) -> None:
+    _log.info(
+        "evicted prefixes are kept",
+        ram_gib=round(ram.total_bytes / _GIB, 3) if ram else 0,
+        inherited_blocks=len(ram) if ram else 0,
+        disk_gib=config.gpu.kv_disk_gib,
+        disk_blocks=len(disk) if disk else 0,
+    )
+
+
+def _disk_tier(config: MoebiusConfig, identity: bytes) -> DiskTier | None:
+    gpu = config.gpu
+    if not gpu.kv_disk_gib:
+        return None
+    return DiskTier(
+        *(Path(gpu.kv_disk_dir), identity, int(gpu.kv_disk_gib * _GIB)),
+        num_writers=config.parallel.num_ranks,
+        cipher=read_cipher(gpu.kv_disk_key_file),
+    )
+
+
 def _make_rank_tiers(
+    config: MoebiusConfig,
     cache: RequestCache,
     payloads: Payloads,
     identity: bytes,
-    nbytes: int,
     stream: DeviceStream,
     group: RankGroup,
+    inbox: Inbox,
 ) -> dict[str, Callable[[str], None]]:
-    """A tier in RAM of this rank's own, for its part of each block.
+    """Tiers of this rank's own, for its part of each block.
 
-    The ranks' tiers hold the same blocks, since all that decides it is equal on all of them: what was
-    computed, in which order, how many slots there are, and the time, which rank 0 gives.
+    The ranks' RAM holds the same blocks, since all that decides it is equal on all of them: what was
+    computed, in which order, how many slots there are, and the time, which rank 0 gives. Their disks need
+    not: `cache.tiers.rank_disk`.
     """
     tree = cache.tree
 
@@ -111,19 +152,28 @@ def _make_rank_tiers(
 
     largest = {"page": payloads.page_bytes, "state": payloads.state_bytes}
     page_bytes, state_bytes = (-group.minimum(f"{what} bytes", -size) for what, size in largest.items())
-    size = slot_size(page_bytes)
-    segment = RamSegment(identity, size, slots_within(nbytes, size))
-    _page_lock(segment, stream)
-    ram = RamTier(segment, payloads.page_bytes, payloads.state_bytes, now, (page_bytes, state_bytes))
-    PrefixTiers(
-        *(cache, payloads, identity, ram, None),
-        wake=lambda: None,
+    ram, nbytes = None, rank_tier_bytes(config)
+    if nbytes:
+        size = slot_size(page_bytes)
+        segment = RamSegment(identity, size, slots_within(nbytes, size))
+        _page_lock(segment, stream)
+        ram = RamTier(segment, payloads.page_bytes, payloads.state_bytes, now, (page_bytes, state_bytes))
+    disk = _disk_tier(config, identity)
+    tiers = PrefixTiers(
+        *(cache, payloads, identity, ram, disk),
+        wake=lambda: group.report(0, 0),
         clock=now,
         wall_clock=now,
-        fail_ranks=group.fail,
+        ranks=group,
     )
-    _log.info("evicted prefixes are kept", ram_gib=round(ram.total_bytes / _GIB, 3))
-    return {}
+    _log_tiers(config, ram, disk)
+
+    def reported(fetch: int, blocks: int) -> None:
+        inbox.post(RunOperation(TIERS_MOVED, f"{fetch} {blocks}", Future()))
+
+    if inbox.is_entry:
+        group.on_report, inbox.prepare = reported, tiers.look
+    return {TIERS_MOVED: lambda argument: tiers.agreed(*(int(number) for number in argument.split()))}
 
 
 def _ram_bytes(config: MoebiusConfig) -> int:
@@ -160,10 +210,10 @@ def _page_lock(segment: RamSegment, stream: DeviceStream) -> None:
         page_lock(segment.tensor, stream.device, "the RAM tier of the prefix cache")
 
 
-def _identity_text(
+def _identity_texts(
     config: MoebiusConfig, identity: str, kv_cache: AttendedPages, states: StateSlots | None
-) -> str:
-    """Everything that decides what a block holds, and its form."""
+) -> tuple[str, str]:
+    """Returns everything that decides what a block holds, and its form, in which ranks may differ."""
     gpu, experts = config.gpu, config.experts
     tensors = [*kv_cache.page_tensors(), *([] if states is None else states.tensors())]
     form = [f"{tuple(tensor.shape[1:])} {tensor.dtype}" for tensor in tensors]
@@ -172,4 +222,4 @@ def _identity_text(
         *(config.model.max_model_len, gpu.page_size, gpu.kv_cache_dtype),
         *(experts.expert_dtype, experts.defer_experts),
     )
-    return "\n".join((version("moebius"), identity, repr(chosen), *form))
+    return "\n".join((version("moebius"), identity, repr(chosen))), "\n".join(form)

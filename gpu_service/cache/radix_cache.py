@@ -78,6 +78,25 @@ class LowerTiers(Protocol):
         """A node's state is about to go."""
 
 
+class TreeEvents(Protocol):
+    """What follows the pages of a tree; `cache.prefix_events` is the real one."""
+
+    def digests(self, namespace: str, parent: Node, tokens: TokenArray) -> list[bytes]:
+        """Returns the names of whole pages where there are no tiers to name them."""
+
+    def stored(self, namespace: str, node: Node) -> None:
+        """The tree has a new node."""
+
+    def removed(self, node: Node) -> None:
+        """The tree has given a node up."""
+
+    def cleared(self) -> None:
+        """The tree is empty."""
+
+    def close(self) -> None:
+        """Nothing comes any more."""
+
+
 class RadixCache:
     """Page-aligned prefix tree with one root per namespace, lock counts and LRU eviction of leaves.
 
@@ -99,6 +118,7 @@ class RadixCache:
         self._kept_pages: int | None = None  # None: to be counted again. Steps ask for it.
         self._drop_state = drop_state
         self.tiers: LowerTiers | None = None  # None: what is evicted is gone.
+        self.events: TreeEvents | None = None  # None: nothing follows what the tree has.
         self._roots: dict[str, Node] = {}
         self._clock = 0
         self._serial = 0
@@ -148,8 +168,10 @@ class RadixCache:
             self._roots[namespace] = root
             new, parent = array[already:].copy(), node
             node = self._add_child(parent, new, list(pages[len(found) :]))
-            if self.tiers is not None:
-                node.digests = self.tiers.digests(namespace, parent, new)
+            if (namer := self.tiers or self.events) is not None:
+                node.digests = namer.digests(namespace, parent, new)
+            if self.events is not None:
+                self.events.stored(namespace, node)
             found = [*found, *node.pages]
         takes_state = state_slot != 0 and node.state_slot == 0
         if takes_state:
@@ -368,6 +390,8 @@ class RadixCache:
         assert parent is not None
         del parent.children[self._key(node.tokens)]
         self._forget_state(node)
+        if self.events is not None:
+            self.events.removed(node)
         self._kept_pages = None
         self.num_pages -= len(node.pages)
         self.evictable_pages -= len(node.pages)

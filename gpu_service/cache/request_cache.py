@@ -442,9 +442,12 @@ class RequestCache:
 
     def flush(self) -> int:
         """Drops every prefix that no request holds, in all tiers; returns the pages freed."""
-        tiers, self.tree.tiers = self.tree.tiers, None
-        pages = self.tree.evict(self.tree.num_pages)
-        self.tree.tiers = tiers
+        tree = self.tree
+        (tiers, events), tree.tiers = (tree.tiers, tree.events), None
+        pages = tree.evict(tree.num_pages)
+        tree.tiers = tiers
+        if events is not None and not tree.num_pages:
+            events.cleared()
         self.pool.free(pages)
         if self.tiers is not None:
             self.tiers.drop()

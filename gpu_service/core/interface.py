@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
@@ -85,6 +85,8 @@ class Inbox:
         # What the engine goes by until the next drain, and how this rank finds it out; the engine sets that.
         self.sight = LaneSight()
         self.look: Callable[[], LaneSight] = lambda: self.sight
+        # What the first of several ranks adds to the outputs of a request before the others get them.
+        self.prepare: Callable[[Sequence[Request]], None] = lambda requests: None
 
     def post(self, message: Message) -> None:
         """Appends a message and wakes the engine thread."""

@@ -116,6 +116,8 @@ class Request:
     fairness_id: str = ""  # whose request it is: clients get equal shares
     keep_prefix_s: float = 0.0  # For how long its pages outlive others in the prefix cache.
     arrived_s: float = 0.0  # When it arrived, by rank 0's monotonic clock.
+    # Of several ranks: what rank 0 found of its prompt on disk, as `protos/ranks.proto` has it.
+    blocks_on_disk: bytes = b""
     arrival: int = 0
     trace_context: dict[str, str] = field(default_factory=dict)
     # Of the trace that the call belongs to, hex, also when that is not recorded; filled by the servicer.

@@ -245,6 +245,8 @@ class RankControl:
         # What of this rank's steps waits for others; all ranks send theirs to rank 0.
         self.waits = CollectiveWaits()
         self._waited_s = dict.fromkeys(range(size), 0.0)
+        # Rank 0: what is called with a report and its rank, by the thread that receives it.
+        self.on_report: Callable[[int, ranks_pb2.Report], None] = lambda rank, report: None
         self._timeout_s, self._judges = timeout_s, False
         self.rank = rank
         self.size = size
@@ -298,6 +300,10 @@ class RankControl:
         for peer in self._connections:
             self._send(peer, _exchange(what, values))
         return values
+
+    def report(self, report: ranks_pb2.Report) -> None:
+        """Every other rank: gives rank 0 a report, unless that is gone."""
+        self._connections[0].try_send(ranks_pb2.Frame(report=report))
 
     def fail(self, reason: str) -> None:
         """Ends the group because of this rank: sends all others the reason, then calls `on_lost`.
@@ -356,6 +362,8 @@ class RankControl:
                 self._iterations.put(frame.iteration)
             case "exchange":
                 self._exchanges[peer].put(frame.exchange)
+            case "report":
+                self.on_report(peer, frame.report)
             case "fatal":
                 self._lose(frame.fatal)
             case "heartbeat":

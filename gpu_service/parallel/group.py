@@ -16,6 +16,7 @@ stream order is all the synchronisation there is.
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -44,6 +45,7 @@ from gpu_service.parallel.nccl import in_effect
 from gpu_service.parallel.steps import GuardedRunner, RankLaneModelRunner, RankModelRunner, RankSampler
 from gpu_service.parallel.waits import CollectiveWaits
 from moebius.config.division import SmallAllReduce
+from protos import ranks_pb2
 
 _log = structlog.get_logger(__name__)
 
@@ -97,6 +99,21 @@ class RankGroup(ABC):
         return int(self.elementwise_largest(torch.tensor([value])))
 
     @abstractmethod
+    def report(self, fetch: int, blocks: int) -> None:
+        """`blocks` of a fetch have come to this rank; of fetch 0: it could write more. Any thread may call.
+
+        Once all ranks have, rank 0 calls `on_report` with the fetch and the smallest number.
+        """
+
+    def give_up(self, fetch: int) -> None:
+        """Rank 0: no rank shall wait for a fetch any more, though not all have ended it."""
+        if self.parallel.rank == 0:
+            self.on_report(fetch, -1)
+
+    # Rank 0's, called by any thread; -1 blocks: the fetch was given up.
+    on_report: Callable[[int, int], None]
+
+    @abstractmethod
     def fail(self, reason: str) -> None:
         """This rank cannot go on: ends the group, and this process."""
 
@@ -138,6 +155,9 @@ class SoloGroup(RankGroup):
     def elementwise_largest(self, values: torch.Tensor) -> torch.Tensor:
         return values
 
+    def report(self, fetch: int, blocks: int) -> None:
+        """Does nothing: no rank waits for it."""
+
     def fail(self, reason: str) -> None:
         """Does nothing: no other rank is concerned."""
         raise RuntimeError(reason)
@@ -168,6 +188,11 @@ class ProcessRankGroup(RankGroup):
         self._control = control
         # Of its own, because it is used from another thread than the step's collectives.
         self._agreement = agreement
+        self.on_report = lambda fetch, blocks: None
+        # Reports on fetches that some ranks have not ended yet, by rank.
+        self._reports: dict[int, dict[int, int]] = {}
+        self._reporting = threading.Lock()
+        control.on_report = lambda rank, report: self._reported(rank, report.fetch, report.blocks)
 
     def inbox(self, compiler: ConstraintCompiler | None) -> Inbox:
         if self.parallel.rank == 0:
@@ -193,6 +218,24 @@ class ProcessRankGroup(RankGroup):
     def minimum(self, what: str, value: int) -> int:
         """Waits for the slowest rank: loading takes as long as it takes."""
         return min(self._control.exchange(what, value))
+
+    def report(self, fetch: int, blocks: int) -> None:
+        if self.parallel.rank == 0:
+            self._reported(0, fetch, blocks)
+        else:
+            self._control.report(ranks_pb2.Report(fetch=fetch, blocks=blocks))
+
+    def _reported(self, rank: int, fetch: int, blocks: int) -> None:
+        if fetch == 0:
+            self.on_report(0, 0)
+            return
+        with self._reporting:
+            found = self._reports.setdefault(fetch, {})
+            found[rank] = blocks
+            if len(found) < self.parallel.size:
+                return
+            del self._reports[fetch]
+        self.on_report(fetch, min(found.values()))
 
     def fail(self, reason: str) -> None:
         self._control.fail(reason)

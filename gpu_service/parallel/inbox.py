@@ -88,6 +88,7 @@ def _encode_request(
     output.request_id, output.index, output.priority = request.request_id, request.index, request.priority
     output.cache_namespace, output.fairness_id = request.cache_namespace, request.fairness_id
     output.keep_prefix_s, output.arrived_s = request.keep_prefix_s, request.arrived_s
+    output.blocks_on_disk = request.blocks_on_disk
     if request.constraint is not None:
         output.constraint.CopyFrom(request.constraint.source)
     output.prompt_token_ids.extend(request.prompt_token_ids)
@@ -132,6 +133,7 @@ def _decode_request(
         fairness_id=output.fairness_id,
         keep_prefix_s=output.keep_prefix_s,
         arrived_s=output.arrived_s,
+        blocks_on_disk=output.blocks_on_disk,
         vision=locate(len(output.prompt_token_ids), placed, output.sees_ahead) if placed else None,
         constraint=constraint,
     )
@@ -202,6 +204,9 @@ class LeaderInbox(Inbox):
 
     def drain(self, wait: bool) -> list[Message]:
         messages = super().drain(wait)
+        for message in messages:
+            if isinstance(message, Add):
+                self.prepare(message.requests)
         iteration = encode_messages(messages)
         iteration.sight.CopyFrom(encode_sight(self.sight))
         self._control.publish(iteration)

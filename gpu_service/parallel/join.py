@@ -29,7 +29,7 @@ from moebius.network.tls import active_tls
 from protos import ranks_pb2
 
 _log = structlog.get_logger(__name__)
-_PROTOCOL = 4
+_PROTOCOL = 5
 # How long a connection may take to say what it is; scanners and health checks say nothing.
 _HELLO_S = 3.0
 _RETRY_S = 0.1

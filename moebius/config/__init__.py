@@ -112,6 +112,15 @@ class GpuConfig(SpeculationSettings):
     kv_disk_dir: str = Field(
         default="", description="Directory of prefixes on disk, which outlive everything"
     )
+    kv_disk_key_file: str = Field(
+        default="",
+        description="File with a key (32 bytes, or 64 hexadecimal digits) that encrypts prefixes on disk; "
+        "empty: they are not",
+    )
+    kv_events_config: str = Field(
+        default="",
+        description="vLLM's JSON for a stream of what the prefix cache holds, for routers; empty: none",
+    )
     # Off until experts have been seen to come back after a long prompt on a GPU.
     elastic_memory: Literal["auto", "on", "off"] = Field(
         default="off",

@@ -158,7 +158,7 @@ TABLE: dict[str, OtherName] = {
         "what is evicted is copied while steps compute", takes_value=True
     ),
     "enable-kv-sharing": refused("each layer has keys and values as its family says", False),
-    "kv-events-config": refused("which prefixes are kept is at /v1/cache"),
+    "kv-events-config": same("kv_events_config"),
     "kv-transfer-config": refused(f"{KV_IN_RAM}; {KV_ON_DISK}; engines send one another no keys and values"),
     "cpu-offload-gb": fulfilled("experts that have no room on the GPU are in RAM", takes_value=True),
     "offload-mode offload-group-size offload-backend": refused(EXPERTS_ON_GPU),

@@ -14,12 +14,11 @@ from typing import Any
 
 import pytest
 
-from gpu_service.assembly.kv_tiers import check_tiers
 from gpu_service.cache.tiers import prefix_tiers
 from gpu_service.cache.tiers.prefix_tiers import PrefixTiers
 from gpu_service.core.request import Request, SamplingParams
 from gpu_service.engine.step_check import StepCheck
-from moebius.config import ExpertConfig, GpuConfig, ModelConfigSection, MoebiusConfig, ParallelConfig
+from moebius.config import ExpertConfig, GpuConfig, ModelConfigSection, MoebiusConfig
 from moebius.errors import UserError
 from tests.helpers.built_engine import RunningEngine, running_engine
 from tests.helpers.tiny_models import make_tiny_model
@@ -174,7 +173,11 @@ def test_engines_that_run_at_once_share_a_directory(
 ) -> None:
     """Each finds what the other one stores meanwhile, with equal answers; both write files of their own."""
     monkeypatch.setattr(prefix_tiers, "_LEAST_PATIENCE_S", 60.0)
-    config = config_for(heads, kv_disk_gib=0.1, kv_disk_dir=str(tmp_path / "disk"))
+    key = tmp_path / "key"
+    key.touch(0o600)
+    key.write_text("0f" * 32)
+    disk = {"kv_disk_gib": 0.1, "kv_disk_dir": str(tmp_path / "disk"), "kv_disk_key_file": str(key)}
+    config = config_for(heads, **disk)
     with running_engine(config) as first, running_engine(config) as second:
         expected, turn = [], requests("computed")
         for number, request in enumerate(turn):
@@ -252,19 +255,12 @@ def test_what_a_killed_engine_had_in_ram_is_found(heads: Path, tmp_path: Path) -
         assert tiers_of(engine).hit_tokens == {"ram": PROMPTS * CACHED, "disk": 0}
 
 
-def test_a_disk_of_several_ranks_is_refused_before_anything_is_loaded() -> None:
-    """They would have to see a block arrive at the same step; without a disk they are served."""
-    parallel = ParallelConfig(tensor_parallel_size=2)
-    given = GpuConfig(kv_disk_gib=1.0, kv_disk_dir="/kv")
-    with pytest.raises(UserError, match="of one rank, not of 2"):
-        check_tiers(MoebiusConfig(gpu=given, parallel=parallel))
-    check_tiers(MoebiusConfig(gpu=GpuConfig(kv_offload_gib=1.0), parallel=parallel))
-
-
 @pytest.mark.parametrize(
     ("gpu", "message"),
     [
         ({"kv_disk_gib": 1.0}, "needs kv_disk_dir"),
+        ({"kv_events_config": "{"}, "kv_events_config: no JSON object"),
+        ({"kv_disk_key_file": "/there/is/none"}, "kv_disk_key_file: /there/is/none cannot be read"),
         ({"kv_offload_gib": 1e6}, "GiB of RAM are free"),
         ({"kv_offload_gib": 1e-6}, "less than a page"),
     ],

@@ -1,14 +1,17 @@
-"""Guards prefixes in RAM of several ranks: each has its part of a block, and all find the same."""
+"""Guards prefixes in RAM and on disk of several ranks: each has its part of a block, all find the same."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from gpu_service.cache.tiers.disk_file import INDEX_SUFFIX, SUFFIX
 from tests.helpers.rank_group import Outcome, Script, rank_config, run_group
 from tests.helpers.rank_models import MODELS
 from tests.helpers.tiny_models import write_tiny_model
+from tests.helpers.waiting import wait_until
 
 PROMPTS, LENGTH, PAGE_SIZE = 6, 40, 4
 # All whole pages of a prompt that leave a token to compute.
@@ -71,3 +74,62 @@ def test_prefixes_come_back_from_the_ram_of_each_rank(
     assert found["hits computed"][0].token_ids == [0]
     assert found["hits again"][0].token_ids[0] >= (PROMPTS - 2) * CACHED
     assert found["flushed"][0].cached_len == 0
+
+
+def one_by_one(written: Path | None, script: Script) -> dict[str, list[Outcome]]:
+    """Returns the outputs of prompts one after another, and how many tokens came from the disk.
+
+    `written`: where both ranks have to have written what they computed, first.
+    """
+    tiers, size = script.built.tiers, script.vocab_size - 3
+    assert tiers is not None
+    prompts = [[(i * 37 + k * k * 5 + k) % size + 3 for k in range(LENGTH)] for i in range(PROMPTS)]
+    outputs = [
+        script.outcomes([script.submit(f"r{i}", prompt, max_tokens=8, ignore_eos=True)])[0]
+        for i, prompt in enumerate(prompts)
+    ]
+    if written is not None:
+        wait_until(
+            lambda: (
+                tiers.is_copied
+                and len({path.stat().st_size for path in written.glob(f"*{INDEX_SUFFIX}")}) == 1
+            )
+        )
+    return {"outputs": outputs, "from disk": [Outcome([tiers.hit_tokens["disk"]], "", 0)]}
+
+
+@pytest.mark.parametrize("ram_gib", [0.05, pytest.param(0.0, marks=pytest.mark.full)])
+def test_prefixes_on_disk_survive_a_kill_of_all_ranks(ram_gib: float, tmp_path: Path) -> None:
+    """Fresh ranks find what killed ones had written; where one rank's part is damaged, all compute it, and
+    outputs are equal."""
+    model, disk = tmp_path / "model", tmp_path / "disk"
+    model.mkdir()
+    write_tiny_model(MODELS["latent_and_linear"], model, seed=11)
+
+    def run(is_killed: bool) -> dict[str, list[Outcome]]:
+        config = rank_config(
+            *(model, 2, 1),
+            num_pages=32,
+            max_num_seqs=4,
+            kv_offload_gib=ram_gib,
+            kv_disk_gib=0.05,
+            kv_disk_dir=str(disk),
+        )
+        return run_group(config, cases=partial(one_by_one, disk if is_killed else None), is_killed=is_killed)
+
+    computed = run(is_killed=True)
+    assert computed["from disk"][0].token_ids == [0]
+    assert len({tuple(outcome.token_ids) for outcome in computed["outputs"]}) > 1
+    files = sorted(disk.glob(f"*{SUFFIX}"))
+    assert len(files) == 2
+    assert len({path.stem.split("-")[0] for path in files}) == 1
+    # What one rank wrote last is torn, and so is the other's index.
+    files[0].with_suffix(INDEX_SUFFIX).unlink()
+    with files[0].open("r+b") as file:
+        file.truncate(files[0].stat().st_size - 1)
+    files[1].with_suffix(INDEX_SUFFIX).write_bytes(b"torn")
+    again = run(is_killed=False)
+    tokens = [outcome.token_ids for outcome in computed["outputs"]]
+    assert [outcome.token_ids for outcome in again["outputs"]] == tokens
+    assert [outcome.cached_len for outcome in again["outputs"][:-1]] == [CACHED] * (PROMPTS - 1)
+    assert again["from disk"][0].token_ids[0] >= (PROMPTS - 1) * CACHED

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import multiprocessing.connection
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -214,6 +215,7 @@ def _run_rank(
     prepare: Callable[[], None],
     results: multiprocessing.connection.Connection,
     cases: Cases,
+    is_killed: bool,
 ) -> None:
     # What was there before the fork stays: collections need not look at all of torch, nor copy its pages.
     gc.freeze()
@@ -223,6 +225,8 @@ def _run_rank(
         sys.exit(run_follower(config, ProcessState()))
     script = Script(config)
     results.send(cases(script))
+    if is_killed:
+        signal.pause()
     script.close()
 
 
@@ -231,15 +235,18 @@ def _nothing() -> None:
 
 
 def run_group(
-    config: MoebiusConfig, prepare: Callable[[], None] = _nothing, cases: Cases = Script.run_cases
+    config: MoebiusConfig,
+    prepare: Callable[[], None] = _nothing,
+    cases: Cases = Script.run_cases,
+    is_killed: bool = False,
 ) -> dict[str, list[Outcome]]:
     """Returns all cases on a group of fresh processes, which call `prepare` first; every rank must end in
-    order.
+    order, unless all of them are killed (SIGKILL) after the cases.
     """
     size = config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size
     receiving, sending = CONTEXT.Pipe(duplex=False)
     ranks = [
-        CONTEXT.Process(target=_run_rank, args=(with_rank(config, rank), prepare, sending, cases))
+        CONTEXT.Process(target=_run_rank, args=(with_rank(config, rank), prepare, sending, cases, is_killed))
         for rank in range(size)
     ]
     for rank in ranks:
@@ -249,7 +256,10 @@ def run_group(
         cases: dict[str, list[Outcome]] = receiving.recv()  # type: ignore[no-redef]
     finally:
         for rank in ranks:
-            rank.join(WAIT_S)
+            if not is_killed:
+                rank.join(WAIT_S)
             rank.kill()
-    assert [rank.exitcode for rank in ranks] == [0] * size
+            rank.join()
+    if not is_killed:
+        assert [rank.exitcode for rank in ranks] == [0] * size
     return cases  # type: ignore[return-value]

@@ -14,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 DIGEST_BYTES = 32
+# What identities of one engine's ranks have in common.
+ENGINE_BYTES = 16
 # What follows the digest of a page in the key of the state after it.
 _STATE = b"s"
 
@@ -21,6 +23,11 @@ _STATE = b"s"
 def identity_digest(text: str) -> bytes:
     """32 bytes for everything that decides the values and the form of a block, given as text."""
     return hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES, person=b"moebius-kv").digest()
+
+
+def rank_identity(engine: str, rank: str) -> bytes:
+    """Returns the identity of a rank's parts of blocks: `engine` decides its first half, both the rest."""
+    return identity_digest(engine)[:ENGINE_BYTES] + identity_digest(f"{engine}\n{rank}")[ENGINE_BYTES:]
 
 
 def root_digest(identity: bytes, namespace: str) -> bytes:

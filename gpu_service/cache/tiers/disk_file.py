@@ -6,8 +6,9 @@
 
 A record has a checksum of itself and one of its payload (that of packed experts, `weight_digest`). An index
 that is torn, short or missing is built again from the records in front of the payloads; what follows the last
-whole record is the end of a writer that was killed, and is not read. Files are readable by their owner only.
-The writer of a file holds an exclusive lock on it as long as it may append.
+whole record is the end of a writer that was killed, and is not read. Payloads may be encrypted, each by
+itself (`disk_cipher`); the header says by which key. Files are readable by their owner only. The writer of a
+file holds an exclusive lock on it as long as it may append.
 """
 
 from __future__ import annotations
@@ -23,13 +24,23 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu_service.cache.tiers.digests import DIGEST_BYTES, is_state, state_key
+from gpu_service.cache.tiers.disk_cipher import NO_KEY, SALT_BYTES, DiskCipher, FileCipher
 from moebius import _kernels
 
 Bytes = npt.NDArray[np.uint8]
 SUFFIX, INDEX_SUFFIX, KEPT_SUFFIX = ".kv", ".index", ".kept"
 _MAGIC = b"moebius KV\0\0"
-_VERSION = 1
-_HEADER = np.dtype([("magic", "V12"), ("version", "<u4"), ("identity", "V32"), ("checksum", "<u8")])
+_VERSION = 2
+_HEADER = np.dtype(
+    [
+        ("magic", "V12"),
+        ("version", "<u4"),
+        ("identity", "V32"),
+        ("key", "V16"),  # which key encrypts payloads; zeros: none does
+        ("salt", "V16"),
+        ("checksum", "<u8"),
+    ]
+)
 _RECORD = np.dtype(
     [
         ("digest", "V32"),
@@ -85,17 +96,25 @@ def _parsed(path: Path, data: bytes) -> DiskRecord | None:
     return DiskRecord(path, key, found["parent"].tobytes(), *numbers)
 
 
-def read_identity(path: Path) -> bytes | None:
-    """Returns the identity that a file was written with; None: it is no file of this version."""
+class Header(NamedTuple):
+    """Who can read a file; filled by `read_header`."""
+
+    identity: bytes
+    key: bytes
+    salt: bytes
+
+
+def read_header(path: Path) -> Header | None:
+    """Returns what a file was written with; None: it is no file of this version. Raises OSError."""
     with path.open("rb") as file:
         data = file.read(_HEADER.itemsize)
     if len(data) < _HEADER.itemsize:
         return None
     header = np.frombuffer(data, _HEADER)
     is_ours = header["magic"][0].tobytes() == _MAGIC and int(header["version"][0]) == _VERSION
-    return (
-        header["identity"][0].tobytes() if is_ours and int(header["checksum"][0]) == _sealed(header) else None
-    )
+    if not is_ours or int(header["checksum"][0]) != _sealed(header):
+        return None
+    return Header(*(header[name][0].tobytes() for name in Header._fields))
 
 
 def is_locked(path: Path) -> bool:
@@ -188,14 +207,16 @@ class FileReader:
 class FileWriter:
     """A new file, locked until `close`. A write that fails leaves the file as it was before."""
 
-    def __init__(self, directory: Path, identity: bytes) -> None:
-        """Raises OSError."""
+    def __init__(self, directory: Path, identity: bytes, cipher: DiskCipher | None = None) -> None:
+        """`cipher`: None: payloads are not encrypted. Raises OSError."""
+        salt = secrets.token_bytes(SALT_BYTES)
+        self._cipher = None if cipher is None else cipher.of_file(salt)
         self.path = directory / f"{identity.hex()[:16]}-{secrets.token_hex(8)}{SUFFIX}"
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         self._file = os.open(self.path, flags, 0o600)
         fcntl.flock(self._file, fcntl.LOCK_EX)
         header = np.zeros(1, _HEADER)
-        header[0] = (_MAGIC, _VERSION, identity, 0)
+        header[0] = (_MAGIC, _VERSION, identity, NO_KEY if cipher is None else cipher.name, salt, 0)
         header["checksum"] = _sealed(header)
         try:
             _write(self._file, [header.tobytes()], 0)
@@ -209,6 +230,8 @@ class FileWriter:
 
     def append(self, key: bytes, parent: bytes, tokens: int, payload: Bytes) -> DiskRecord:
         """Writes a block, uint8 `[n]`. Raises OSError."""
+        if self._cipher is not None:
+            payload = self._cipher.seal(key, payload)
         record = _packed(key, parent, tokens, self.nbytes + _RECORD.itemsize, payload)
         try:
             end = _write(self._file, [record.tobytes(), payload.data], self.nbytes)
@@ -240,8 +263,17 @@ def _write(descriptor: int, parts: list[bytes | memoryview], offset: int) -> int
     return offset
 
 
-def read_payload(descriptor: int, record: DiskRecord, into: Bytes) -> None:
-    """Reads a block into uint8 `[nbytes]`. Raises UnreadableBlock, or OSError of the system."""
+def read_payload(descriptor: int, record: DiskRecord, into: Bytes, cipher: FileCipher | None = None) -> None:
+    """Reads a block into uint8 `[n]`. `cipher`: of its file, None: it is not encrypted.
+
+    Raises UnreadableBlock, or OSError of the system.
+    """
+    if cipher is not None:
+        stored = np.empty(record.nbytes, np.uint8)
+        read_payload(descriptor, record, stored)
+        if not cipher.open(record.key, stored, into):
+            raise UnreadableBlock(f"{record.path.name}: a block at byte {record.offset} cannot be decrypted")
+        return
     view, offset = into.data, record.offset
     while view:
         count = os.preadv(descriptor, [view], offset)

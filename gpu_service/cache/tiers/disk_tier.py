@@ -19,16 +19,18 @@ from pathlib import Path
 
 import structlog
 
-from gpu_service.cache.tiers.digests import DIGEST_BYTES
+from gpu_service.cache.tiers.digests import DIGEST_BYTES, ENGINE_BYTES
+from gpu_service.cache.tiers.disk_cipher import NO_KEY, DiskCipher, FileCipher
 from gpu_service.cache.tiers.disk_file import (
     SUFFIX,
     Bytes,
     DiskRecord,
     FileReader,
     FileWriter,
+    UnreadableBlock,
     file_bytes,
     is_locked,
-    read_identity,
+    read_header,
     read_payload,
     remove_file,
 )
@@ -57,13 +59,20 @@ class DiskTier:
         budget: int,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
+        num_writers: int = 1,
+        cipher: DiskCipher | None = None,
     ) -> None:
         """`budget`: bytes of all files of the directory. `wall_clock`: seconds since the epoch.
+
+        `num_writers`: ranks of an engine, each of which has a file open; their identities begin alike
+        (`digests.rank_identity`). `cipher`: None: payloads are not encrypted.
 
         Raises UserError when the directory cannot be used.
         """
         self._directory, self._identity, self.budget = directory, identity, budget
-        self._clock, self._wall_clock = clock, wall_clock
+        self._file_bytes = min(_LARGEST_FILE, budget // (_FILE_PART * num_writers))
+        self._clock, self._wall_clock, self._cipher = clock, wall_clock, cipher
+        self._ciphers: dict[Path, FileCipher] = {}
         self._records: dict[bytes, DiskRecord] = {}
         self._readers: dict[Path, FileReader] = {}
         self._descriptors: dict[Path, int] = {}
@@ -74,7 +83,7 @@ class DiskTier:
         self._writer: FileWriter | None = None
         self._paused_until = 0.0
         # Grows with every `drop`: what was begun before it is not kept.
-        self._generation = 0
+        self.generation = 0
         self.written_bytes = self.read_bytes = self.num_errors = 0
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -113,7 +122,7 @@ class DiskTier:
 
     def append(self, key: bytes, parent: bytes, tokens: int, payload: Bytes) -> bool:
         """Writes a block; False: it was not written, and after an error nothing is for a while."""
-        generation = self._generation
+        generation = self.generation
         if not self.accepts or key in self._records:
             return False
         try:
@@ -122,7 +131,7 @@ class DiskTier:
             self._paused_until = self._clock() + _PAUSE_S
             self._note("KV blocks are not written to disk for a while", error, seconds=_PAUSE_S)
             return False
-        if generation == self._generation:
+        if generation == self.generation:
             self._records[key] = record
             self.written_bytes += record.nbytes
             until = self.kept_until(key[:DIGEST_BYTES])
@@ -152,7 +161,7 @@ class DiskTier:
     def read(self, record: DiskRecord, into: Bytes) -> bool:
         """Reads a block into uint8 `[nbytes]`; False: it cannot be read and is forgotten."""
         try:
-            read_payload(self._descriptor(record.path), record, into)
+            read_payload(self._descriptor(record.path), record, into, self._cipher_of(record.path))
         except OSError as error:
             if error.errno in _GONE:  # Another engine needed the room.
                 self._forget(record.path)
@@ -163,44 +172,47 @@ class DiskTier:
         self.read_bytes += record.nbytes
         return True
 
-    def announce(self, records: Iterable[DiskRecord]) -> None:
+    def announce(self, keys: Iterable[bytes]) -> None:
         """These are going to be read, in this order: the disk may begin with all of them."""
         with suppress(OSError):  # `read` meets it again
-            for record in records:
+            for key in keys:
+                record = self._records.get(key)
+                if record is None:
+                    continue
                 descriptor = self._descriptor(record.path)
                 os.posix_fadvise(descriptor, record.offset, record.nbytes, os.POSIX_FADV_WILLNEED)
 
     def refresh(self) -> None:
         """Takes in what other engines have written. Raises OSError."""
-        generation, own = self._generation, None if self._writer is None else self._writer.path
+        generation, own = self.generation, None if self._writer is None else self._writer.path
         for path in self._files():
             if path == own:
                 continue
             try:
-                if path not in self._readers and read_identity(path) != self._identity:
+                if path not in self._readers and not self._is_readable(path):
                     continue
                 reader = self._readers.setdefault(path, FileReader(path))
                 for record in reader.new_records():
-                    if generation == self._generation:
+                    if generation == self.generation:
                         self._records.setdefault(record.key, record)
             except FileNotFoundError:
                 self._forget(path)
         for path in [*self._readers, *([own] if own else [])]:
             marks, self._num_marks[path] = read_marks(path, self._num_marks.get(path, 0))
             for digest, until in marks:
-                if generation == self._generation:
+                if generation == self.generation:
                     self._take_in_mark(digest, until)
         for path in [path for path in self._descriptors if not path.exists()]:
             os.close(self._descriptors.pop(path))
 
     def drop(self) -> None:
         """Forgets all blocks and removes their files, but for those that other engines append to."""
-        self._generation += 1
+        self.generation += 1
         self._records, self._kept = {}, {}
         own = None if self._writer is None else self._writer.path
         try:
             for path in self._files():
-                if path == own or (read_identity(path) == self._identity and not is_locked(path)):
+                if path == own or (self._is_readable(path) and not is_locked(path)):
                     remove_file(path)
         except OSError as error:
             self._note("KV blocks on disk are forgotten, but their files are left", error)
@@ -219,7 +231,7 @@ class DiskTier:
 
     def _file_for(self, nbytes: int) -> FileWriter:
         """The file to append to, a new one if the last is full or was removed. Raises OSError."""
-        size = max(nbytes, min(_LARGEST_FILE, self.budget // _FILE_PART))
+        size = max(nbytes, self._file_bytes)
         writer = self._writer
         if writer is not None and (writer.nbytes + nbytes > size or not writer.path.exists()):
             writer.close()
@@ -227,7 +239,7 @@ class DiskTier:
         if writer is None:
             with self._alone():
                 self._make_room(size)
-                self._writer = writer = FileWriter(self._directory, self._identity)
+                self._writer = writer = FileWriter(self._directory, self._identity, self._cipher)
         return writer
 
     def _make_room(self, nbytes: int) -> None:
@@ -278,19 +290,51 @@ class DiskTier:
             record = self._records.get(digest)
 
     def _is_ours(self, path: Path) -> bool:
-        return read_identity(path) == self._identity
+        """Whether an engine of this kind wrote a file, whichever rank of it."""
+        found = read_header(path)
+        return found is not None and found.identity[:ENGINE_BYTES] == self._identity[:ENGINE_BYTES]
+
+    def _is_readable(self, path: Path) -> bool:
+        """Whether a file is of this rank and has its key. Raises OSError."""
+        found = read_header(path)
+        return found is not None and found.identity == self._identity and found.key == self._key_name
+
+    @property
+    def _key_name(self) -> bytes:
+        return NO_KEY if self._cipher is None else self._cipher.name
+
+    def _cipher_of(self, path: Path) -> FileCipher | None:
+        """Raises OSError."""
+        if self._cipher is not None and path not in self._ciphers:
+            header = read_header(path)
+            if header is None:
+                raise UnreadableBlock(f"{path.name} has lost its header")
+            self._ciphers[path] = self._cipher.of_file(header.salt)
+        return self._ciphers.get(path)
 
     def _remove_unknown(self) -> None:
-        """Files of another version of this format are of no use to any engine that runs."""
+        """Files of another version of this format are of no use to any engine that runs; those of another
+        key may be.
+        """
+        num_skipped = 0
         with self._alone():
             for path in self._files():
-                if read_identity(path) is None and not is_locked(path):
+                header = read_header(path)
+                if header is None and not is_locked(path):
                     _log.info("a KV file of another version is removed", path=str(path))
                     remove_file(path)
+                num_skipped += header is not None and header.key != self._key_name
+        if num_skipped:
+            _log.warning(
+                "KV files with another key, or none, are skipped",
+                directory=str(self._directory),
+                files=num_skipped,
+            )
 
     def _forget(self, path: Path) -> None:
         """A file has gone."""
         self._readers.pop(path, None)
+        self._ciphers.pop(path, None)
         self._num_marks.pop(path, None)
         for key in [key for key, record in list(self._records.items()) if record.path == path]:
             self._records.pop(key, None)

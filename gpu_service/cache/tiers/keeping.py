@@ -28,8 +28,14 @@ class Keeping:
         mover: Mover,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
+        is_of_ranks: bool = False,
     ) -> None:
-        """`clock`: what the tree's seconds are of. `wall_clock`: seconds since the epoch."""
+        """`clock`: what the tree's seconds are of. `wall_clock`: what those of `ram` are of.
+
+        `is_of_ranks`: what this rank's disk says decides nothing, since others may differ, and its seconds
+        alone are of the epoch.
+        """
+        self._is_of_ranks = is_of_ranks
         self._tree, self._ram, self._disk, self._mover = tree, ram, disk, mover
         self._clock, self._wall_clock = clock, wall_clock
         self._noted: Future[None] | None = None
@@ -48,6 +54,8 @@ class Keeping:
             self.stored(part, [*part.digests, state_key(part.digests[-1])])
         if self._disk is not None:
             digests = [digest for part in nodes for digest in part.digests]
+            if self._is_of_ranks:
+                until += time.time() - self._wall_clock()
             self._noted = self._mover.keep(digests, until)
 
     def stored(self, node: Node, keys: Iterable[bytes]) -> None:
@@ -57,7 +65,7 @@ class Keeping:
 
     def filled(self, key: bytes) -> None:
         """A block has come from the disk to RAM."""
-        if self._ram is not None and self._disk is not None:
+        if self._ram is not None and self._disk is not None and not self._is_of_ranks:
             self._ram.keep([key], self._disk.kept_until(key[:DIGEST_BYTES]))
 
     def came_back(self, tokens: Sequence[int], namespace: str, handle: PrefixHandle) -> None:
@@ -73,7 +81,9 @@ class Keeping:
 
     def _kept_below(self, digest: bytes) -> float:
         in_ram = 0.0 if self._ram is None else self._ram.kept_until(digest)
-        return in_ram if self._disk is None else max(in_ram, self._disk.kept_until(digest))
+        if self._disk is None or self._is_of_ranks:
+            return in_ram
+        return max(in_ram, self._disk.kept_until(digest))
 
     def _until(self, node: Node) -> float:
         """Returns until when a node is kept, seconds since the epoch; the past where it is not."""

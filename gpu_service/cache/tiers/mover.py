@@ -16,12 +16,13 @@ from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
 import numpy as np
+import structlog
 
 from gpu_service.cache.tiers.digests import is_state
-from gpu_service.cache.tiers.disk_file import DiskRecord
 from gpu_service.cache.tiers.disk_tier import DiskTier
 from gpu_service.cache.tiers.payloads import Bytes, Payloads
 
+_log = structlog.get_logger(__name__)
 # Rest after a piece, by the time that it took.
 _REST = 3.0
 # What counts of earlier copies in a tier's speed, with each copy.
@@ -43,13 +44,24 @@ class StoreItem:
 
 
 @dataclass(frozen=True, slots=True)
+class StagedBlock:
+    """One block to write to the disk; filled by `DiskStaging`."""
+
+    key: bytes
+    parent: bytes
+    tokens: int
+    payload: Bytes  # a copy of its own
+    generation: int  # of the disk when it was copied: what was dropped since then is not written
+
+
+@dataclass(frozen=True, slots=True)
 class LoadItem:
     """One block to copy up; filled by `PrefixTiers`."""
 
     key: bytes
     place: int  # the page, or the slot of the state
-    views: Sequence[Bytes]  # of the RAM tier: what is read, or with `record` what is filled, too
-    record: DiskRecord | None  # None: it is in the RAM tier
+    views: Sequence[Bytes]  # of the RAM tier: what is read, or of a block on disk what is filled, too
+    is_on_disk: bool  # else it is in the RAM tier
 
 
 class Speed:
@@ -102,10 +114,9 @@ class Mover:
     ) -> None:
         """`wake` is called by the threads whenever something has ended.
 
-        `is_direct`: there are no threads, and nothing is to be stored before it is given up.
+        `is_direct`: there are no threads.
         """
         self._payloads, self._disk, self._wake = payloads, disk, wake
-        self.stores_early = not is_direct
         self._loads: Executor = _OnTheSpot() if is_direct else ThreadPoolExecutor(1, "kv-load")
         self._stores: Executor = _OnTheSpot() if is_direct else ThreadPoolExecutor(1, "kv-store")
         largest = max(payloads.page_bytes, payloads.state_bytes)
@@ -132,9 +143,9 @@ class Mover:
         return done
 
     def refresh(self) -> Future[None]:
-        """Takes in what other engines have written to the disk."""
+        """Takes in what other engines have written to the disk, as far as it can be listed."""
         assert self._disk is not None
-        done = self._loads.submit(self._disk.refresh)
+        done = self._loads.submit(self._refresh, self._disk)
         done.add_done_callback(lambda _: self._wake())
         return done
 
@@ -142,6 +153,10 @@ class Mover:
         """Lets the disk keep the pages of a prefix until a time, seconds since the epoch."""
         assert self._disk is not None
         return self._stores.submit(self._disk.keep, digests, until)
+
+    def append(self, blocks: Sequence[StagedBlock]) -> Future[None]:
+        """Writes blocks to the disk that the host has copies of, in order."""
+        return self._stores.submit(self._append, blocks)
 
     def close(self) -> None:
         """Ends the threads once what they are at has ended; what waits is given up."""
@@ -162,6 +177,14 @@ class Mover:
                 self._rest = self._stores.submit(time.sleep, _REST * (time.monotonic() - begin))
                 self._rest.add_done_callback(lambda _: self._wake())
 
+    def _append(self, blocks: Sequence[StagedBlock]) -> None:
+        assert self._disk is not None
+        begin = time.monotonic()
+        for block in blocks:
+            if block.generation == self._disk.generation:
+                self._disk.append(block.key, block.parent, block.tokens, block.payload)
+        time.sleep(_REST * (time.monotonic() - begin))
+
     def _read(self, item: StoreItem) -> Bytes:
         """Returns the block's payload on the host, once the RAM tier has it if it takes it."""
         if is_state(item.key):
@@ -178,7 +201,10 @@ class Mover:
 
     def _load(self, items: Sequence[LoadItem]) -> int:
         if self._disk is not None:
-            self._disk.announce(item.record for item in items if item.record is not None)
+            keys = [item.key for item in items if item.is_on_disk]
+            if any(self._disk.record(key) is None for key in keys):
+                self._refresh(self._disk)
+            self._disk.announce(keys)
         count = 0
         while count < len(items):
             begin = time.monotonic()
@@ -194,15 +220,24 @@ class Mover:
                 break
         return count
 
+    @staticmethod
+    def _refresh(disk: DiskTier) -> None:
+        """Another engine may have written what this one is asked for."""
+        try:
+            disk.refresh()
+        except OSError as error:
+            _log.warning("what is on disk cannot be listed", because=str(error))
+
     def _load_one(self, item: LoadItem, begin: float) -> bool:
         """A state, or a block on disk; False: it cannot be read."""
         is_page = not is_state(item.key)
         nbytes = self._payloads.page_bytes if is_page else self._payloads.state_bytes
         payload = item.views[0] if is_page and item.views else self._load_scratch[:nbytes]
-        if item.record is None:
+        if not item.is_on_disk:
             np.concatenate(item.views, out=payload)
         else:
-            if self._disk is None or not self._disk.read(item.record, payload):
+            record = None if self._disk is None else self._disk.record(item.key)
+            if self._disk is None or record is None or not self._disk.read(record, payload):
                 return False
             if not is_page:
                 scatter(payload, item.views)
@@ -210,7 +245,7 @@ class Mover:
             self._payloads.write_pages([item.place], [payload])
         else:
             self._payloads.write_state(item.place, payload)
-        speed = self.ram_speed if item.record is None else self.disk_speed
+        speed = self.disk_speed if item.is_on_disk else self.ram_speed
         speed.add(nbytes, time.monotonic() - begin)
         return True
 
@@ -218,7 +253,7 @@ class Mover:
 def _pages_in_ram(items: Sequence[LoadItem], first: int) -> int:
     """Returns how many items from here on are pages that lie in the RAM tier."""
     count = first
-    while count < len(items) and items[count].record is None and not is_state(items[count].key):
+    while count < len(items) and not items[count].is_on_disk and not is_state(items[count].key):
         count += 1
     return count - first
 

@@ -8,31 +8,35 @@ before that is copied to RAM on the spot. A waiting request whose prefix goes on
     fetch      the scheduler asks -> pages are taken -> steps that could write them end -> copied -> inserted
 
 A prefix that cannot be read, is slower than computing it, or does not arrive in time, is computed. Of several
-ranks each has its part of every block in RAM of its own, and nothing may depend on how long a copy takes: it
-is copied on the spot, down only when it is given up, so that all ranks see it at the same step. Driven by the
-engine's thread; only `Mover` has others. Steps are not waited for: a page that was freed may still be
-written by a step in flight, so a copy into it begins once every step that was open then has ended.
+ranks each has its part of every block, and nothing may depend on how long a copy takes: RAM is filled when
+the tree gives a block up, on the spot, and read on the spot, or, where there is a disk, once all ranks have
+what each reads (`rank_disk`). Driven by the engine's thread; only `Mover` has others. Steps are not waited
+for: a page that was freed may still be written by a step in flight, so a copy into it begins once every step
+that was open then has ended.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from weakref import WeakKeyDictionary, WeakSet
+from typing import Protocol
+from weakref import WeakSet
 
-import numpy as np
 import structlog
 
 from gpu_service.cache.radix_cache import Node, PrefixHandle, TokenArray
 from gpu_service.cache.request_cache import RequestCache
-from gpu_service.cache.tiers.digests import is_state, page_digests, root_digest, state_key
+from gpu_service.cache.tiers.below import Below, Prefix
+from gpu_service.cache.tiers.digests import page_digests, root_digest
 from gpu_service.cache.tiers.disk_tier import DiskTier
 from gpu_service.cache.tiers.keeping import Keeping
 from gpu_service.cache.tiers.mover import LoadItem, Mover
 from gpu_service.cache.tiers.payloads import Payloads
 from gpu_service.cache.tiers.ram_tier import RamTier
+from gpu_service.cache.tiers.rank_disk import DiskStaging
 from gpu_service.cache.tiers.write_back import WriteBack
 from gpu_service.core.request import Request
 from gpu_service.core.step import Batch
@@ -65,18 +69,24 @@ class _Fetch:
     read: list[bytes] = field(default_factory=list)  # Pinned in RAM, to be read,
     filled: list[bytes] = field(default_factory=list)  # and to be filled from the disk.
     future: Future[int] | None = None
+    # Of several ranks with disks: counted alike on all of them; what is said of it at last.
+    number: int = 0
+    agreed: int | None = None
+    is_late: bool = False
+    given_up_at: float = math.inf  # by a clock of this rank's
 
 
-@dataclass(frozen=True, slots=True)
-class _Prefix:
-    """What the tiers below have of a request's prefix."""
+class Ranks(Protocol):
+    """The other ranks of this engine; `gpu_service.parallel.group.RankGroup` is one."""
 
-    tokens: list[int]
-    handle: PrefixHandle
-    # Of the pages that the tree lacks, and of the state after them.
-    keys: list[bytes]
-    parents: list[bytes]
-    saved_tokens: int  # That the request need not compute.
+    def fail(self, reason: str) -> None:
+        """This rank cannot do what the others do."""
+
+    def report(self, fetch: int, blocks: int) -> None:
+        """`blocks` of a fetch have come to this rank; any thread may call."""
+
+    def give_up(self, fetch: int) -> None:
+        """No rank shall wait for a fetch any more; of rank 0, others have no say."""
 
 
 class PrefixTiers:
@@ -93,27 +103,34 @@ class PrefixTiers:
         token_seconds: Callable[[], float | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
-        fail_ranks: Callable[[str], None] | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         """`wake`: called by other threads when `poll` has something to do. `token_seconds`: what computing a
         token of a prompt takes; None while that is not known. `clock`, `wall_clock`: seconds that the tree's
-        are of, and seconds since the epoch. `fail_ranks`: of several ranks, which copy on the
-        spot and by the tree's time alone; called with the reason when this one cannot do what the others do.
+        are of, and seconds since the epoch. `ranks`: the others, which decide alike by the tree's time
+        alone, and of which `wake` lets rank 0 call `poll` on all; None: there are none.
         """
         self._cache, self._identity, self.payloads = cache, identity, payloads
         self.ram, self.disk = ram, disk
         self._token_seconds, self._clock = token_seconds, clock
-        self._wake, self._fail_ranks = wake, fail_ranks
-        self.mover = Mover(payloads, disk, wake, is_direct=fail_ranks is not None)
-        self._keeping = Keeping(cache.tree, ram, disk, self.mover, clock, wall_clock)
+        self._wake, self._ranks = wake, ranks
+        self._is_direct = ranks is not None and disk is None
+        self.mover = Mover(payloads, disk, (lambda: None) if ranks else wake, self._is_direct)
+        self._keeping = Keeping(cache.tree, ram, disk, self.mover, clock, wall_clock, ranks is not None)
+        self._staging: DiskStaging | None = None
+        if ranks is not None and disk is not None:
+            self._staging = DiskStaging(cache.page_size, self.mover, payloads, disk, wake)
+        self._below = Below(cache, identity, ram, disk, ranks is not None)
+        self._num_fetches = 0
         self._write_back = WriteBack(cache, self.mover, payloads, ram, disk, self._keeping)
         self._fetches: dict[Request, _Fetch] = {}
-        # Waiting requests that are not asked about again, and names of pages of those that are.
+        # Waiting requests that are not asked about again.
         self._settled: WeakSet[Request] = WeakSet()
-        self._names: WeakKeyDictionary[Request, tuple[int, list[bytes]]] = WeakKeyDictionary()
         self._open_steps: set[int] = set()
         self._refresh: Future[None] | None = None
-        self._refreshed_at = clock()
+        # Of several ranks the tree's time stands still while no request comes.
+        self._real_clock = time.monotonic if ranks is not None else clock
+        self._refreshed_at = self._real_clock()
         self._generation = 0
         self._is_open = False
         self.has_moved = False
@@ -135,6 +152,10 @@ class PrefixTiers:
         """Implements `LowerTiers`."""
         if not self._is_open:
             return
+        if self._ranks is not None:
+            if self._staging is not None:
+                self._staging.add(node)
+            return
         if self._write_back.is_done:
             # The engine may be about to wait for messages.
             self._wake()
@@ -148,6 +169,8 @@ class PrefixTiers:
     def evicting(self, node: Node) -> None:
         """Implements `LowerTiers`."""
         if self._is_open:
+            if self._staging is not None:
+                self._staging.going(node)
             self._write_back.rescue(node)
 
     def evicting_state(self, node: Node) -> None:
@@ -190,6 +213,8 @@ class PrefixTiers:
             return
         self._generation += 1
         self._write_back.drop()
+        if self._staging is not None:
+            self._staging.drop()
         if self.ram is not None:
             self.ram.drop()
         if self.disk is not None:
@@ -205,7 +230,8 @@ class PrefixTiers:
     @property
     def is_copied(self) -> bool:
         """Whether lower tiers have all that the tree holds and they have room for. Any thread may ask."""
-        return self._write_back.is_done and self._keeping.is_done
+        is_staged = self._staging is None or self._staging.is_done
+        return self._write_back.is_done and self._keeping.is_done and is_staged
 
     def planned(self, batch: Batch) -> None:
         """A step is going to be launched."""
@@ -219,13 +245,36 @@ class PrefixTiers:
         """Takes in what has arrived, and starts what may start."""
         for fetch in list(self._fetches.values()):
             self._start(fetch)
-            if fetch.future is not None and fetch.future.done():
+            if self._has_ended(fetch):
                 self._arrived(fetch)
+            elif self._ranks is not None and self._real_clock() > fetch.given_up_at:
+                fetch.given_up_at = math.inf
+                self._ranks.give_up(fetch.number)
+        if self._staging is not None:
+            self._staging.poll()
         if self._refresh is not None and self._refresh.done():
-            if self._refresh.exception() is not None:
-                _log.warning("what is on disk cannot be listed", because=str(self._refresh.exception()))
             self._refresh, self.has_moved = None, True
         self.has_moved |= self._write_back.poll(self._generation)
+
+    def look(self, requests: Sequence[Request]) -> None:
+        """Rank 0: lets all ranks know what its disk has of a prompt, which outputs share."""
+        if not self._is_open or self.disk is None:
+            return
+        if self._real_clock() - self._refreshed_at >= _REFRESH_S:
+            self._refreshed_at = self._real_clock()
+            self.mover.refresh()
+        self._below.note_disk(requests)
+
+    def agreed(self, number: int, came: int) -> None:
+        """At least `came` blocks of a fetch are on every rank; -1: rank 0 does not wait for it any more."""
+        for fetch in self._fetches.values():
+            if fetch.number == number:
+                if came < 0:
+                    fetch.is_late = True
+                else:
+                    fetch.agreed = came
+        self.has_moved = True
+        self.poll()
 
     def awaits(self, request: Request, has_room: Callable[[PrefixHandle], bool]) -> bool:
         """Returns whether a waiting request should not start yet, because blocks of its prefix are on their
@@ -241,7 +290,7 @@ class PrefixTiers:
             return False
         if self._looks_at_disk():
             return True
-        prefix = self._prefix_below(request)
+        prefix = self._below.find(request)
         if prefix is None or not self._is_worth(prefix):
             self._settled.add(request)
             return False
@@ -282,64 +331,21 @@ class PrefixTiers:
 
     def _looks_at_disk(self) -> bool:
         """Whether it is being looked up what other engines have written; at most once in a while."""
-        if self.disk is None:
+        if self.disk is None or self._ranks is not None:
             return False
         if self._refresh is None and self._clock() - self._refreshed_at >= _REFRESH_S:
             self._refreshed_at = self._clock()
             self._refresh = self.mover.refresh()
         return self._refresh is not None and self._clock() - self._refreshed_at < _LEAST_PATIENCE_S
 
-    def _prefix_below(self, request: Request) -> _Prefix | None:
-        """None: the tree has as much of the request's prefix as all tiers together."""
-        cache = self._cache
-        usable = cache.probe(request)
-        if usable is None:
-            return None
-        tokens = request.prefix_keys(request.total_len - 1)
-        names = self._names_of(request, tokens)
-        handle = cache.tree.match_pages(tokens, request.cache_namespace)
-        have = end = len(handle.pages)
-        while end < len(names) and self._has(names[end]):
-            end += 1
-        if cache.states is not None:
-            while end > len(usable.pages) and not self._has(state_key(names[end - 1])):
-                end -= 1
-        if end <= len(usable.pages):
-            return None
-        root = root_digest(self._identity, request.cache_namespace)
-        keys, parents = names[have:end], [root, *names][have:end]
-        if cache.states is not None:
-            keys, parents = [*keys, state_key(names[end - 1])], [*parents, names[end - 1]]
-        tokens = tokens[: end * cache.page_size]
-        return _Prefix(tokens, handle, keys, parents, len(tokens) - usable.num_tokens)
-
-    def _names_of(self, request: Request, tokens: Sequence[int]) -> list[bytes]:
-        """Returns the names of all whole pages of a request; kept while it waits."""
-        length, names = self._names.get(request, (0, []))
-        if length != len(tokens):
-            root = root_digest(self._identity, request.cache_namespace)
-            names = page_digests(root, np.asarray(tokens, np.int64), self._cache.page_size)
-            self._names[request] = (len(tokens), names)
-        return names
-
-    def _has(self, key: bytes) -> bool:
-        in_ram = self.ram is not None and key in self.ram
-        return in_ram or (self.disk is not None and self.disk.record(key) is not None)
-
-    def _is_worth(self, prefix: _Prefix) -> bool:
+    def _is_worth(self, prefix: Prefix) -> bool:
         """Returns whether fetching takes less time than computing, as far as both are known."""
         a_token = self._token_seconds()
         if a_token is None:
             return True
-        seconds = 0.0
-        for key in prefix.keys:
-            is_in_ram = self.ram is not None and key in self.ram
-            speed = (self.mover.ram_speed if is_in_ram else self.mover.disk_speed).now
-            nbytes = self.payloads.state_bytes if is_state(key) else self.payloads.page_bytes
-            seconds += nbytes / speed if speed else 0.0
-        return seconds <= a_token * prefix.saved_tokens
+        return self._below.seconds(prefix, self.payloads, self.mover) <= a_token * prefix.saved_tokens
 
-    def _begin(self, request: Request, prefix: _Prefix) -> bool:
+    def _begin(self, request: Request, prefix: Prefix) -> bool:
         """Takes what the blocks need on the device; False: there is no state to put one in."""
         cache, tree, states = self._cache, self._cache.tree, self._cache.states
         count = len(prefix.keys) - (states is not None)
@@ -375,6 +381,8 @@ class PrefixTiers:
             prefix.keys, prefix.parents, [*pages, *([slot] if slot else [])], strict=True
         ):
             fetch.items.append(self._item(fetch, key, parent, place, before))
+        self._num_fetches += 1
+        fetch.number, fetch.given_up_at = self._num_fetches, self._real_clock() + patience
         self._fetches[request] = fetch
         self._start(fetch)
         return True
@@ -383,20 +391,29 @@ class PrefixTiers:
         """Begins to copy, once no step can write to the pages any more."""
         if fetch.future is None and not fetch.waits_for & self._open_steps:
             fetch.future = self.mover.load(fetch.items)
-            # A copy on the spot: the request need not wait for a message.
-            self.has_moved |= fetch.future.done()
+            if self._is_direct:
+                # The request need not wait for a message.
+                self.has_moved = True
+            elif self._ranks is not None:
+                report, number = self._ranks.report, fetch.number
+                fetch.future.add_done_callback(lambda done: report(number, _blocks_of(done)))
+
+    def _has_ended(self, fetch: _Fetch) -> bool:
+        if self._ranks is None or self._is_direct:
+            return fetch.future is not None and fetch.future.done()
+        return fetch.agreed is not None
 
     def _item(self, fetch: _Fetch, key: bytes, parent: bytes, place: int, before: int) -> LoadItem:
         """A block's way up; from the disk it goes to RAM, too."""
         ram = self.ram
         if ram is not None and key in fetch.read:
-            return LoadItem(key, place, ram.views(key), None)
+            return LoadItem(key, place, ram.views(key), is_on_disk=False)
         assert self.disk is not None
         views = []
         if ram is not None and ram.reserve(key, parent, self._cache.page_size, before):
             fetch.filled.append(key)
             views = ram.views(key)
-        return LoadItem(key, place, views, self.disk.record(key))
+        return LoadItem(key, place, views, is_on_disk=True)
 
     def _arrived(self, fetch: _Fetch) -> None:
         """Puts what came into the tree, and gives back what the rest would have taken."""
@@ -441,10 +458,10 @@ class PrefixTiers:
             _log.error(
                 "fetching KV blocks failed; they are computed", request=fetch.request.key, exc_info=error
             )
-            if self._fail_ranks is not None:
-                self._fail_ranks(f"fetching KV blocks failed: {error!r}")
+            if self._ranks is not None and self._is_direct:
+                self._ranks.fail(f"fetching KV blocks failed: {error!r}")
             return 0
-        return fetch.future.result()
+        return fetch.future.result() if fetch.agreed is None else fetch.agreed
 
     def _settle_ram(self, fetch: _Fetch, came: int, is_current: bool) -> None:
         ram = self.ram
@@ -470,16 +487,21 @@ class PrefixTiers:
         """Tokens by where their pages came from; of a state alone, all that it saves came from its tier."""
         size = self._cache.page_size
         for item in fetch.items[:arrived]:
-            self.hit_tokens["ram" if item.record is None else "disk"] += size
+            self.hit_tokens["disk" if item.is_on_disk else "ram"] += size
         if not arrived:
-            self.hit_tokens["ram" if fetch.items[-1].record is None else "disk"] += len(fetch.tokens)
+            self.hit_tokens["disk" if fetch.items[-1].is_on_disk else "ram"] += len(fetch.tokens)
 
     def _is_late(self, fetch: _Fetch) -> bool:
         """Returns whether its request is to be computed instead; what arrives later is for others."""
-        if self._clock() < fetch.deadline:
+        if not fetch.is_late and self._clock() < fetch.deadline:
             return False
         if fetch.request not in self._settled:
             self._settled.add(fetch.request)
             self.num_late += 1
             _log.warning("KV blocks do not arrive in time and are computed again", request=fetch.request.key)
         return True
+
+
+def _blocks_of(done: Future[int]) -> int:
+    """Returns how many items came to this rank."""
+    return 0 if done.cancelled() or done.exception() is not None else done.result()

@@ -71,8 +71,7 @@ class WriteBack:
 
     def add(self, node: Node) -> None:
         """The tree has a node, or the state at its end."""
-        if self._mover.stores_early:
-            self._pending[node] = 0 if self._ram is None else self._ram.clock + 1
+        self._pending[node] = 0 if self._ram is None else self._ram.clock + 1
 
     def drop(self) -> None:
         """What waits is not copied."""

@@ -595,10 +595,44 @@ def test_random_histories_never_give_a_request_another_prefix(
     assert tiers.num_failed > 0
 
 
+class FakeGroup:
+    """Three ranks' reports, which reach all ranks at the same step as rank 0's do."""
+
+    def __init__(self) -> None:
+        self.machines: list[RankMachine] = []
+        self.reports: dict[int, list[int]] = {}
+        self.given_up: list[int] = []
+
+    def fail(self, reason: str) -> None:
+        pytest.fail(reason)
+
+    def report(self, fetch: int, blocks: int) -> None:
+        if fetch:
+            self.reports.setdefault(fetch, []).append(blocks)
+
+    def give_up(self, fetch: int) -> None:
+        self.given_up.append(fetch)
+
+    def step(self) -> None:
+        """What has ended on all ranks has ended."""
+        for fetch, blocks in list(self.reports.items()):
+            if len(blocks) == len(self.machines):
+                del self.reports[fetch]
+                for machine in self.machines:
+                    machine.tiers.agreed(fetch, min(blocks))
+
+
 class RankMachine(TierMachine):
-    """A rank of several: its part of a page is half of it, and copies are made on the spot."""
+    """A rank of several: its part of a page is half of it; it has a disk of its own, or none."""
 
     num_steps = 0
+
+    def __init__(self, directory: Path, has_states: bool, group: FakeGroup, has_disk: bool) -> None:
+        self.group, self.has_disk = group, has_disk
+        super().__init__(11, directory, has_states)
+        group.machines.append(self)
+        # What its threads draw is its own.
+        self.disk.dice = random.Random(len(group.machines))
 
     def make_tensors(self) -> list[torch.Tensor]:
         return page_tensors()[:1]
@@ -609,10 +643,10 @@ class RankMachine(TierMachine):
         own, counted = (payloads.page_bytes, payloads.state_bytes), (PAGE_BYTES, STATE_BYTES)
         ram = RamTier(segment, *own, lambda: tree.now_s, counted)
         tiers = PrefixTiers(
-            *(self.cache, payloads, IDENTITY, ram, None, lambda: None),
+            *(self.cache, payloads, IDENTITY, ram, self.disk if self.has_disk else None, lambda: None),
             clock=lambda: tree.now_s,
             wall_clock=lambda: tree.now_s,
-            fail_ranks=pytest.fail,
+            ranks=self.group,
         )
         return ram, tiers
 
@@ -623,6 +657,19 @@ class RankMachine(TierMachine):
     def step(self) -> None:
         self.num_steps += 1
         super().step()
+
+    def arrive(self) -> None:
+        """Rank 0 says what is on disk."""
+        before = len(self.waiting)
+        super().arrive()
+        first, position = self.group.machines[0], self.count - 1
+        for request in self.waiting[before:]:
+            if self is first:
+                self.tiers.look([request])
+                self.found.append(request.blocks_on_disk)
+            request.blocks_on_disk = first.found[position]
+
+    found: list[bytes]
 
     @property
     def seen(self) -> list[Any]:
@@ -645,18 +692,24 @@ class StatelessRankMachine(RankMachine):
     state_bytes = 0
 
 
+@pytest.mark.parametrize("has_disk", [False, True], ids=["RAM", "RAM and disk"])
 @pytest.mark.parametrize("has_states", [False, True], ids=["pages", "pages and states"])
-def test_ranks_hold_the_same_blocks(has_states: bool, tmp_path: Path) -> None:
+def test_ranks_hold_the_same_blocks(has_states: bool, has_disk: bool, tmp_path: Path) -> None:
     """Whatever happens, ranks with different parts of each block start every request from the same prefix,
-    give up the same blocks, and keep them alike."""
-    kinds = (RankMachine, WholeRankMachine, StatelessRankMachine)
-    first, *others = (kind(11, tmp_path / kind.__name__, has_states) for kind in kinds)
-    for _ in range(3000):
+    give up the same blocks, and keep them alike, though their disks fail at different times."""
+    kinds, group = (RankMachine, WholeRankMachine, StatelessRankMachine), FakeGroup()
+    first, *others = (kind(tmp_path / kind.__name__, has_states, group, has_disk) for kind in kinds)
+    first.found = []
+    for number in range(20_000):
+        group.step()
         first.step()
         for other in others:
             other.step()
             assert other.seen == first.seen
+        if number >= 3000 and (first.tiers.hit_tokens["disk"] or not has_disk):
+            break
     assert first.tiers.hit_tokens["ram"] > 0
+    assert (first.tiers.hit_tokens["disk"] > 0) == has_disk
     assert first.ram.num_evicted > 0
     for machine in (first, *others):
         assert machine.checked > 0
