@@ -39,13 +39,6 @@ _PackedField = tuple[str, slice, np.dtype[Any], tuple[int, ...], int, int | None
 _WARM_UP_RUNS = 2
 
 
-def graph_sizes(max_batch_size: int) -> list[int]:
-    """Returns 1, 2, 4, 8, then every 8 rows, and the limit itself."""
-    return sorted(
-        {size for size in (1, 2, 4, *range(8, max_batch_size, 8)) if size < max_batch_size} | {max_batch_size}
-    )
-
-
 @dataclass(slots=True)
 class DecodeGraph:
     """One captured size; filled by `DecodeGraphs.capture_all`."""

@@ -23,7 +23,7 @@ from app.bench.output import BenchTable, Column, write_json
 if TYPE_CHECKING:
     import torch
 
-    from gpu_service.device.graphs import CapturedGraph
+    from gpu_service.device.graphs import CapturedGraph, graph_sizes
     from gpu_service.engine.engine import Engine
     from gpu_service.server.servicer import EngineServicer
     from protos import engine_pb2 as pb
@@ -233,7 +233,7 @@ def _make_runner(streams: int, max_len: int, num_pages: int) -> Any:
     from gpu_service.core.step import TokenPool
     from gpu_service.device.graphs import CapturedGraph, GraphBackend
     from gpu_service.device.stream import HostDeviceStream, Uploader
-    from gpu_service.engine.decode_graphs import DecodeGraphs, graph_sizes
+    from gpu_service.engine.decode_graphs import DecodeGraphs
     from gpu_service.engine.device_runner import DeviceRunner
     from gpu_service.engine.model_runner import ModelRunner
     from gpu_service.engine.sampler import Sampler
