@@ -307,11 +307,6 @@ class RequestCache:
         """Returns whether one request more can be in the next step, as far as its state matters."""
         return self.states is None or self.states.pool.available > 0
 
-    @property
-    def has_rows(self) -> bool:
-        """Returns whether `scheduled` has anything to do."""
-        return self.states is not None or self.tiers is not None
-
     def scheduled(self, request: Request, batch: Batch) -> None:
         """The batch's next row is of this request."""
         if self.states is not None:

@@ -110,7 +110,7 @@ class Engine:
         if scheduler.speculation is not None:
             own[STEP_COSTS] = scheduler.speculation.read
         self._operations = dict(operations or {}) | own
-        scheduler.holds, scheduler.holds_any = builder.token_masks.holds, builder.token_masks.holds_any
+        scheduler.holds = builder.token_masks.holds
         self._damage = DamageWatch(scheduler, runner, self._inbox)
         self._stopping = False
         # Called once, by the engine thread, when every request has ended because no step can be computed.
@@ -215,11 +215,8 @@ class Engine:
     def receive(self, wait: bool) -> bool:
         """Applies all messages; blocks for one if `wait` and there is no work. False: end the loop."""
         masks, running = self._builder.token_masks, self.scheduler.running
-        if (
-            self._inbox.is_entry
-            and (masks.announced or self.scheduler.num_constrained)
-            and (changed := masks.message(running)) is not None
-        ):
+        has_constraints = masks.announced or self.scheduler.num_constrained
+        if self._inbox.is_entry and has_constraints and (changed := masks.message(running)) is not None:
             self.call(_PAUSED_REQUESTS, changed)
         for operation, argument in self._pacing.messages(lambda: self._runner.streamed_tokens):
             self.call(operation, argument)

@@ -76,10 +76,6 @@ class MaskBuilder:
             self._begin(request.constraint)
         return True
 
-    def holds_any(self) -> bool:
-        """Returns whether `holds` may say so of any request."""
-        return bool(self._held)
-
     def wait_for_held(self) -> bool:
         """Where nothing can be scheduled: whether a request sits out. Where that is decided it blocks until
         a mask is there; elsewhere the next message says so."""

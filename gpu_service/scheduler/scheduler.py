@@ -61,8 +61,6 @@ class Scheduler:
         self.supply: PageSupply | None = None
         # Whether a request that decodes sits out for now; set by the engine, alike on every rank.
         self.holds: Callable[[Request], bool] = lambda request: False
-        # Whether `holds` may say so of any; set with it.
-        self.holds_any: Callable[[], bool] = lambda: False
         self._free_slots = list(range(limits.max_num_seqs))
         self._arrivals = 0
         # The number of the next batch.
@@ -122,8 +120,7 @@ class Scheduler:
 
     def _schedule_main(self, apart: bool = True) -> Batch | None:
         """Returns a step of everyone's; `apart`: but for the prompts that have steps without others."""
-        cache, pacing = self.cache, self.pacing
-        excludes = pacing.excludes_any or self.holds_any()
+        cache, pacing, excludes = self.cache, self.pacing, self.pacing.excludes_any or self.num_constrained
         division = divide_budget(
             self.running,
             self._newcomers(
@@ -140,9 +137,8 @@ class Scheduler:
 
     def _is_excluded(self, apart: bool, request: Request, need: int) -> bool:
         """Whether a running request is not in a step of `_schedule_main`."""
-        if self.pacing.excludes(request, need) if apart else request.in_lane:
-            return True
-        return need == 1 and request.constraint is not None and self.holds(request)
+        is_others = self.pacing.excludes(request, need) if apart else request.in_lane
+        return is_others or (need == 1 and request.constraint is not None and self.holds(request))
 
     def _schedule_prompts(self) -> Batch | None:
         """Returns a step of prompts alone, divided as among those of a step that is everyone's."""
@@ -428,8 +424,7 @@ class Scheduler:
         batch.num_new_tokens.append(count)
         batch.samples.append(samples)
         batch.output_positions.append(planned_len - request.prompt_len)
-        if self.cache.has_rows:
-            self.cache.scheduled(request, batch)
+        self.cache.scheduled(request, batch)
         request.scheduled_len = end
         if end > request.charged_len:
             self.shares.computes(request, end)
