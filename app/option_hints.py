@@ -56,8 +56,8 @@ LAB_COMMANDS = {
     "moebius": {"verify"},
     "moebius models": {"random"},
     "moebius bench": {
-        *("engine", "gateway", "kernels", "load", "mailbox", "masks", "memory", "placement", "prefill"),
-        *("plan", "quota", "replay", "speculation", "steps", "tiers", "topics"),
+        *("engine", "gateway", "host", "kernels", "load", "mailbox", "masks", "memory", "placement"),
+        *("prefill", "plan", "quota", "replay", "speculation", "steps", "tiers", "topics"),
     },
 }
 _DOES = {name: command for command, names in _OTHER_COMMANDS.items() for name in names.split()}

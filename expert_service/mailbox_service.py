@@ -1,4 +1,8 @@
-"""Serves the mailbox besides gRPC, with the same engine, when the configuration names one."""
+"""Serves mailboxes besides gRPC, with the same engine, when the configuration names one.
+
+Each engine with requests of its own has a mailbox (`parallel.data_parallel_size`), and each mailbox a loop
+here. One request is computed at a time, with all threads: what two engines ask for at once has its turn.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from moebius.config import MoebiusConfig
 from moebius.experts.slices import SliceRequest
 from moebius.kernels import ExpertEngine
 from moebius.mailbox import MailboxServer, open_mailbox, server_health
-from moebius.mailbox.plan import mailbox_geometry
+from moebius.mailbox.plan import mailbox_geometry, mailbox_names
 from moebius.models.geometry import MoeGeometry
 
 log = structlog.get_logger(__name__)
@@ -61,44 +65,43 @@ class MailboxService:
     def __init__(self, config: MoebiusConfig, spans: SpanRecorder) -> None:
         self._config = config
         self._spans = spans
-        self._server: MailboxServer | None = None
+        self._servers: tuple[MailboxServer, ...] = ()
         self._engine: ExpertEngine | None = None
         self._started = False
         self._lock = threading.Lock()
 
     def attach(self, engine: ExpertEngine, model: MoeGeometry, request: SliceRequest, identity: str) -> None:
-        """Checks geometry and identity and claims the index; does nothing without a configured mailbox.
+        """Checks geometry and identity and claims the index of each mailbox; does nothing without one.
 
         A mailbox that does not exist yet is created: an engine may take minutes until it needs it.
         Raises MailboxError naming what differs.
         """
-        name = self._config.experts.mailbox
-        if not name:
-            return
-        opened = open_mailbox(name, mailbox_geometry(self._config, model))
-        server = MailboxServer(
-            name, request.split_index, engine.backend, num_threads=engine.num_threads, identity=identity
-        )
-        del opened  # held until here, so that others did not replace it as a leftover
+        index, servers = request.split_index, []
+        for name in mailbox_names(self._config):
+            opened = open_mailbox(name, mailbox_geometry(self._config, model))
+            servers.append(
+                MailboxServer(name, index, engine.backend, num_threads=engine.num_threads, identity=identity)
+            )
+            del opened  # held until here, so that others did not replace it as a leftover
+            log.info("mailbox attached", mailbox=name, server_index=index)
         with self._lock:
-            self._server = server
+            self._servers = tuple(servers)
             self._engine = engine
-        log.info("mailbox attached", mailbox=name, server_index=request.split_index)
 
     def beat(self) -> None:
         """Signals life while weights are read; from any thread."""
-        if self._server is not None:
-            self._server.beat()
+        for server in self._servers:
+            server.beat()
 
     def note_damage(self) -> None:
-        """Notifies the engine of an expert that is damaged; from any thread."""
-        if self._server is not None:
-            self._server.note_damage()
+        """Notifies the engines of an expert that is damaged; from any thread."""
+        for server in self._servers:
+            server.note_damage()
 
     def note_problem(self, problem: str) -> None:
-        """Notifies the engine why not all requested experts are computed; empty: all are. From any thread."""
-        if self._server is not None:
-            self._server.note_problem(problem)
+        """Notifies the engines why not all requested experts are computed; empty: all are. Any thread."""
+        for server in self._servers:
+            server.note_problem(problem)
 
     def start(self) -> None:
         """Starts answering, outstanding requests of a dead predecessor first.
@@ -106,54 +109,58 @@ class MailboxService:
         Raises IdentityMismatch if the predecessor had packed other weights.
         """
         with self._lock:
-            if self._server is not None and self._engine is not None:
-                self._server.start(self._engine.weights_digest)
+            if self._servers and self._engine is not None:
+                for server in self._servers:
+                    server.start(self._engine.weights_digest)
                 self._started = True
 
     def drain(self, timeout_s: float) -> bool:
         """Finishes outstanding requests, then leaves; returns False if still busy after `timeout_s`."""
-        return self._server is None or not self._started or self._server.drain(timeout_s)
+        deadline = time.monotonic() + timeout_s
+        servers = self._servers if self._started else ()
+        idle = [server.drain(max(0.0, deadline - time.monotonic())) for server in servers]
+        return all(idle)
 
     def stop(self) -> None:
         """Leaves after the request being computed; unanswered ones stay for a successor."""
-        if self._server is not None:
-            self._server.stop()
+        for server in self._servers:
+            server.stop()
 
     @property
     def has_ended(self) -> bool:
-        """Returns whether the serve loop ended by itself: the mailbox was shut down, or a client
-        rejected it.
-        """
-        return self._started and self._server is not None and not self._server.is_running
+        """Returns whether a serve loop ended by itself: a mailbox was shut down, or a client rejected it."""
+        return self._started and any(not server.is_running for server in self._servers)
 
     @property
-    def progress(self) -> int | None:
-        """A counter that stops only if the serve loop does; None: no mailbox is served."""
-        if self._server is None or not self._started:
-            return None
-        return server_health(self._server.mailbox_name)[self._server.server_index].progress
+    def progress(self) -> dict[str, int]:
+        """Of each mailbox that is served, by name: a counter that stops only if its serve loop does."""
+        if not self._started:
+            return {}
+        return {
+            server.mailbox_name: server_health(server.mailbox_name)[server.server_index].progress
+            for server in self._servers
+        }
 
     @property
     def awaits_first_call(self) -> bool:
-        """Whether it serves a mailbox whose engine has not called yet, or is not there yet.
+        """Whether it serves mailboxes none of whose engines has called yet, or is there yet.
 
         It is unknown for a process that replaced another: its engine may have nothing to compute.
         """
-        server = self._server
-        if server is None or not self._started or server.generation > 1:
+        if not self._servers or not self._started or self._servers[0].generation > 1:
             return False
-        return server_health(server.mailbox_name)[server.server_index].calls == 0
+        healths = (server_health(server.mailbox_name)[server.server_index] for server in self._servers)
+        return all(health.calls == 0 for health in healths)
 
     @property
     def rejection(self) -> str:
         """Returns why a client rejected this server; empty: none did."""
-        return "" if self._server is None else self._server.rejection
+        return next((server.rejection for server in self._servers if server.rejection), "")
 
     def record_spans(self) -> None:
         """Passes sampled requests to the recorder."""
-        if self._server is None:
-            return
-        for call in self._server.take_traced_calls():
+        calls = [call for server in self._servers for call in server.take_traced_calls()]
+        for call in calls:
             self._spans.add(
                 Call(
                     trace_id=int.from_bytes(call.trace_id, "big"),

@@ -25,7 +25,7 @@ from moebius.errors import StartupError, UserError, WrongIdentity
 from moebius.experts.slices import SliceRequest
 from moebius.kernels.weight_segment import segment_path
 from moebius.mailbox import IdentityMismatch, MailboxError
-from moebius.mailbox.plan import grpc_message_bytes
+from moebius.mailbox.plan import grpc_message_bytes, mailbox_names
 from moebius.models.geometry import MoeGeometry
 from moebius.network.grpc_channels import listen
 from moebius.network.grpc_refusal import RefuseUndecodable
@@ -206,15 +206,18 @@ class ExpertProcess:
         self._stop.set()
 
     def _serve(self) -> None:
-        standstill = Standstill(self._config.supervisor.hang_timeout_s)
+        limit_s = self._config.supervisor.hang_timeout_s
+        standstills = {name: Standstill(limit_s) for name in mailbox_names(self._config)}
         first_call = FirstCall(self._config.experts.mailbox)
         while not self._stop.wait(POLL_S) and not self._mailbox.has_ended:
             self._mailbox.record_spans()
             self._spans.flush()
             first_call.look(self._mailbox.awaits_first_call)
-            if standstill.lasts(self._mailbox.progress):
+            progress = self._mailbox.progress
+            lasting = [name for name, still in standstills.items() if still.lasts(progress.get(name))]
+            if lasting:
                 # Reports failure, so that a kubelet's liveness probe restarts the process.
-                log.error("the serve loop stands still", hang_timeout_s=standstill.limit_s)
+                log.error("a serve loop stands still", mailboxes=lasting, hang_timeout_s=limit_s)
                 self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
                 self._is_stuck = True
         if self._mailbox.rejection:

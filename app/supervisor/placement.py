@@ -52,11 +52,14 @@ class RankBinding:
     cpus: tuple[int, ...]
     # torch threads when the device is a CPU; 0: the engine decides.
     threads: int
+    # Which of several engines with requests of their own.
+    engine: int = 0
 
     @property
     def name(self) -> str:
         """The process's name: rank 0, which serves requests, is the engine to everybody else."""
-        return f"gpu-{self.rank}" if self.rank else "gpu"
+        number = self.rank or self.engine
+        return f"gpu-{number}" if number else "gpu"
 
 
 def runs_on_gpus(config: MoebiusConfig, gpus: Sequence[Gpu]) -> bool:
@@ -72,7 +75,7 @@ def place_ranks(
     Raises ConfigError when there are more ranks than GPUs.
     """
     settings = config.parallel
-    ranks = settings.host_ranks
+    ranks = [(engine, rank) for engine in range(settings.data_parallel_size) for rank in settings.host_ranks]
     count = len(ranks)
     on_gpus = runs_on_gpus(config, gpus)
     if on_gpus and gpus and count > len(gpus):
@@ -80,6 +83,11 @@ def place_ranks(
             raise ConfigError(
                 f"{settings.num_ranks} ranks on {settings.rank_hosts} hosts (rank_hosts) are {count} each; "
                 f"there are {len(gpus)} GPUs here"
+            )
+        if settings.data_parallel_size > 1:
+            raise ConfigError(
+                f"data_parallel_size {settings.data_parallel_size} are as many engines with a GPU each, but "
+                f"there are {len(gpus)} GPUs; allowed: at most {len(gpus)}"
             )
         raise ConfigError(
             f"tensor_parallel_size {settings.tensor_parallel_size} × pipeline_parallel_size "
@@ -92,10 +100,11 @@ def place_ranks(
         threads = config.gpu.gpu_threads or (max(1, usable // count) if count > 1 else 0)
         is_divided = any(found.others for found in node_cores.values())
         left = tuple(cpu for found in node_cores.values() for cpu in found.cpus) if is_divided else ()
-        return tuple(RankBinding(rank, left, threads) for rank in ranks)
+        return tuple(RankBinding(rank, left, threads, engine) for engine, rank in ranks)
     threads = config.gpu.gpu_threads
     return tuple(
-        RankBinding(rank, _near(number, gpus, node_cores), threads) for number, rank in enumerate(ranks)
+        RankBinding(rank, _near(number, gpus, node_cores), threads, engine)
+        for number, (engine, rank) in enumerate(ranks)
     )
 
 
@@ -121,8 +130,32 @@ def rank_address(config: MoebiusConfig) -> str:
 
 def rank_settings(config: MoebiusConfig, placed: RankBinding) -> MoebiusConfig:
     """Returns the settings of one engine process; only the first rank of each host has metrics and probes."""
-    parallel = config.parallel.model_copy(update={"rank": placed.rank})
+    parallel = config.parallel.model_copy(update={"rank": placed.rank, "data_parallel_rank": placed.engine})
     own: dict[str, object] = {"gpu_threads": placed.threads}
+    if placed.engine:
+        own["gpu_address"] = config.gateway.engines[placed.engine]
+        own["gpu_metrics_port"] = config.gpu.gpu_metrics_port and config.gpu.gpu_metrics_port + placed.engine
+        model = config.model.model_copy(update={"sleep_file": f"{config.model.sleep_file}.{placed.engine}"})
+        config = config.model_copy(update={"model": model})
     if placed.rank % (parallel.num_ranks // parallel.rank_hosts):
         own["gpu_metrics_port"] = 0
     return config.model_copy(update={"parallel": parallel, "gpu": config.gpu.model_copy(update=own)})
+
+
+def refuse_data_parallel(config: MoebiusConfig) -> None:
+    """Raises ConfigError for settings that several engines behind one port do not have yet."""
+    parallel = config.parallel
+    if parallel.data_parallel_size == 1:
+        return
+    if parallel.num_ranks > 1:
+        raise ConfigError(
+            f"data_parallel_size {parallel.data_parallel_size}: each engine has one GPU, so "
+            "tensor_parallel_size and pipeline_parallel_size have to be 1; where other servers count the "
+            "GPUs of all attention ranks in --tp, --data-parallel-size alone is that number"
+        )
+    if config.gateway.engines:
+        raise ConfigError("engines names engines that run elsewhere; allowed with data_parallel_size 1 only")
+    if config.gpu.kv_offload_gib:
+        raise ConfigError(
+            "kv_offload_gib is the memory of one engine's prefixes; allowed with data_parallel_size 1 only"
+        )

@@ -41,6 +41,7 @@ from app.supervisor.placement import (
     place_ranks,
     rank_address,
     rank_settings,
+    refuse_data_parallel,
     runs_on_gpus,
 )
 from app.supervisor.runfile import SHARED_MEMORY, clean_up_stale, own_state_directory
@@ -52,6 +53,7 @@ from moebius.config.loader import effective_config
 from moebius.errors import ConfigError, StartupError
 from moebius.kernels.weight_segment import segment_path
 from moebius.kv_tiers import ram_tier_path
+from moebius.mailbox.plan import mailbox_names
 from moebius.models.geometry import MoeGeometry
 from moebius.models.served import read_served_geometry
 from moebius.network.tls import http_files
@@ -93,6 +95,7 @@ def plan_processes(config: MoebiusConfig) -> ServePlan:
     lacks all at once.
     """
     model = read_served_geometry(config)
+    refuse_data_parallel(config)
     chosen = config.supervisor.state_dir
     state_dir = own_state_directory(Path(chosen).absolute() if chosen else default_state_dir())
     # Before the port is tried: what a killed supervisor left may still hold it.
@@ -115,7 +118,7 @@ def plan_processes(config: MoebiusConfig) -> ServePlan:
         plan=Plan(
             directory=directory,
             processes=tuple(_process(member, directory) for member in members),
-            segments=(_mailbox(config, model),) if config.experts.mailbox else (),
+            segments=tuple(_mailbox(config, model, name) for name in mailbox_names(config)),
             weights=_weight_files(config, model, directory, placements),
             prefixes=_prefix_files(config, directory),
             files=tuple(
@@ -138,6 +141,8 @@ def plan_ranks(config: MoebiusConfig) -> ServePlan:
     Raises ConfigError for what ranks would refuse, StartupError for a state directory that cannot be used.
     """
     settings = config.parallel
+    if settings.data_parallel_size > 1:
+        raise ConfigError("data_parallel_size: `moebius serve` starts several engines, `ranks` those of one")
     if settings.num_ranks % settings.rank_hosts or settings.host_index >= settings.rank_hosts:
         raise ConfigError(
             f"{settings.num_ranks} ranks, rank_hosts {settings.rank_hosts} and host_index "
@@ -157,7 +162,8 @@ def plan_ranks(config: MoebiusConfig) -> ServePlan:
         sleep_file=config.model.sleep_file or str(directory / SLEEP_FILE),
     )
     ranks = place_ranks(config, find_gpus(), known_cores(config.experts).nodes)
-    members = [_rank_member(config, placed, GrpcProbe(leader, ENGINE_HEALTH), "ranks") for placed in ranks]
+    probe = GrpcProbe(leader, ENGINE_HEALTH)
+    members = [_rank_member(rank_settings(config, placed), placed, probe, "ranks") for placed in ranks]
     return ServePlan(
         plan=Plan(
             directory=directory,
@@ -204,9 +210,11 @@ def _members(
         name = f"expert-{index}"
         members.append(_Member(name, "expert", own, probe, STOP_EXPERTS, placement.cpus, liveness=life))
     # Rank 0 is ready once a step has gone through all ranks.
-    engine_probe = GrpcProbe(config.gpu.gpu_address, ENGINE_HEALTH)
-    group = "ranks" if len(ranks) > 1 else ""
-    members += [_rank_member(config, placed, engine_probe, group) for placed in ranks]
+    group = "ranks" if config.parallel.num_ranks > 1 else ""
+    for placed in ranks:
+        own = rank_settings(config, placed)
+        probe = GrpcProbe(own.gpu.gpu_address, ENGINE_HEALTH)
+        members.append(_rank_member(own, placed, probe, group))
     host, port = _reachable(config.gateway.host), config.gateway.port
     if config.gateway.gateway_metrics_port:
         host, port = _reachable(config.telemetry.metrics_host), config.gateway.gateway_metrics_port
@@ -214,8 +222,8 @@ def _members(
     return [*members, _Member("gateway", "gateway", config, ready, STOP_GATEWAY, liveness=alive)]
 
 
-def _rank_member(config: MoebiusConfig, placed: RankBinding, engine_probe: GrpcProbe, group: str) -> _Member:
-    own, stage = rank_settings(config, placed), STOP_RANKS if placed.rank else STOP_GPU
+def _rank_member(own: MoebiusConfig, placed: RankBinding, engine_probe: GrpcProbe, group: str) -> _Member:
+    stage = STOP_RANKS if placed.rank else STOP_GPU
     # The other ranks answer no probe; that one of them is silent is noticed by the group.
     life = None if placed.rank else engine_probe
     return _Member(placed.name, "gpu", own, engine_probe, stage, placed.cpus, group, life)
@@ -347,7 +355,7 @@ def place_servers(config: MoebiusConfig, cores: HostCores) -> tuple[ServerBindin
 def _num_engines_on_gpus(config: MoebiusConfig) -> int:
     settings = config.parallel
     on_gpus = runs_on_gpus(config, find_gpus())
-    return settings.tensor_parallel_size * settings.pipeline_parallel_size if on_gpus else 0
+    return settings.num_ranks * settings.data_parallel_size if on_gpus else 0
 
 
 def _is_all_resident(config: MoebiusConfig, model: MoeGeometry) -> bool:
@@ -381,10 +389,13 @@ def _shared_settings(config: MoebiusConfig, directory: Path, num_experts: int) -
     head = _absolute(config.gpu.speculative_model)
     config = _replace(config, "gpu", gpu_address=gpu_address, kv_offload_dir=kept, speculative_model=head)
     config = _replace(config, "parallel", rank=0, rank_address=rank_address(config))
+    numbers = range(1, config.parallel.data_parallel_size)
+    others = tuple(_socket(directory, f"gpu-{number}") for number in numbers)
     config = _replace(
         config,
         "gateway",
         engine_address=gpu_address,
+        engines=(gpu_address, *others) if others else config.gateway.engines,
         stored_responses_dir=config.gateway.stored_responses_dir or str(directory),
         batch_dir=batch_directory(config.gateway.batch_dir, config.model.served_model_name),
     )
@@ -456,11 +467,10 @@ def _prefix_files(config: MoebiusConfig, directory: Path) -> tuple[WeightFile, .
     return (WeightFile(ram_tier_path(str(directory)), 0, -1),)
 
 
-def _mailbox(config: MoebiusConfig, model: MoeGeometry) -> Segment:
-    """Returns the shared memory between gpu_service and the expert servers; created here so that it outlives
+def _mailbox(config: MoebiusConfig, model: MoeGeometry, name: str) -> Segment:
+    """Returns the shared memory between an engine and the expert servers; created here so that it outlives
     both.
     """
-    name = config.experts.mailbox
 
     def create() -> object:
         from moebius.mailbox import Mailbox, MailboxError

@@ -61,11 +61,11 @@ def needs_of(given: MoebiusConfig, config: MoebiusConfig, model: MoeGeometry) ->
     """
     from app.planning.memory import segment_bytes
     from app.planning.prefixes import prefix_bytes
-    from moebius.mailbox.plan import mailbox_geometry
+    from moebius.mailbox.plan import mailbox_geometry, mailbox_names
 
     count = config.experts.expert_servers
     return Needs(
-        mailbox_geometry(config, model).regions().total if config.experts.mailbox else 0,
+        mailbox_geometry(config, model).regions().total * len(mailbox_names(config)),
         tuple(segment_bytes(config, model, count)) if count else (),
         _engine_bytes(given) if _address_space_limit() is not None else 0,
         prefix_bytes(config) * config.parallel.num_ranks,

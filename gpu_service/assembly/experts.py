@@ -216,7 +216,8 @@ def make_recorder(config: MoebiusConfig, moe: RankMoe | None, stream: DeviceStre
         return None
     # A graph may be larger than a small token budget.
     gpu = config.gpu
-    max_rows = max(gpu.num_batched_tokens, gpu.cuda_graph_max_batch_size, gpu.prefill_chunk_max or 0)
+    largest_graph = min(gpu.cuda_graph_max_batch_size, gpu.num_rows)
+    max_rows = max(gpu.num_batched_tokens, largest_graph, gpu.prefill_chunk_max or 0)
     recorder = ExpertRecorder(moe.geometry, stream, max_rows, moe.layers)
     if config.placement.expert_recorder != "off":
         recorder.start(config.placement.expert_recorder)

@@ -63,7 +63,8 @@ def resolve_device(gpu: GpuConfig, local_rank: int = 0) -> torch.device:
 
 def local_rank(parallel: ParallelConfig) -> int:
     """Returns the number of the rank's GPU on its host, whose ranks have their order."""
-    return parallel.rank % max(1, parallel.num_ranks // parallel.rank_hosts)
+    each = max(1, parallel.num_ranks // parallel.rank_hosts)
+    return parallel.data_parallel_rank * each + parallel.rank % each
 
 
 # torch leaves these untyped.

@@ -193,7 +193,7 @@ def _settings(trial: Trial, longest: int) -> list[_Setting]:
     )
     if gpu.cuda_graphs:
         largest = min(gpu.cuda_graph_max_batch_size, gpu.num_rows)
-        sizes = [size for size in (32, 16, 8, 4, 2, 1) if size < largest]
+        sizes = [size for size in (128, 64, 32, 16, 8, 4, 2, 1) if size < largest]
         found.append(_gpu_setting("cuda_graph_max_batch_size", sizes))
     return found
 

@@ -10,9 +10,9 @@ from gpu_service.attention.warm_up import warm_up_attention
 from gpu_service.cache.kv_cache import PagedCache
 from gpu_service.core.parallel import ParallelContext
 from gpu_service.core.request import SchedulerLimits
-from gpu_service.device.graphs import CudaGraphs
+from gpu_service.device.graphs import CudaGraphs, graph_sizes
 from gpu_service.device.stream import CudaDeviceStream, DeviceStream, Uploader
-from gpu_service.engine.decode_graphs import DecodeGraphs, graph_sizes
+from gpu_service.engine.decode_graphs import DecodeGraphs
 from gpu_service.engine.device_runner import DeviceLane, DeviceRunner
 from gpu_service.engine.host_runner import CpuStream, HostRunner, InlineStream
 from gpu_service.engine.model_runner import ModelRunner

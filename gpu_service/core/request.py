@@ -178,6 +178,12 @@ class Request:
 
     reported_len: int = 0  # Filled by the engine: output tokens handed to the caller.
 
+    # Prompt tokens; kept, because every step asks for it several times.
+    prompt_len: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prompt_len = len(self.prompt_token_ids)
+
     def add_pooled(self, step_sum: npt.NDArray[np.float32], from_start: bool) -> None:
         """Adds a step's sum of hidden states, float32 `[H]`; a prompt that is computed again from its start,
         after a preemption, begins a new sum."""
@@ -197,19 +203,14 @@ class Request:
         return f"{self.request_id}#{self.index}"
 
     @property
-    def prompt_len(self) -> int:
-        """Prompt tokens."""
-        return len(self.prompt_token_ids)
-
-    @property
     def total_len(self) -> int:
         """Tokens whose ids the host knows."""
-        return len(self.prompt_token_ids) + len(self.output_token_ids)
+        return self.prompt_len + len(self.output_token_ids)
 
     @property
     def planned_len(self) -> int:
         """Tokens the host knows plus those being sampled."""
-        return self.total_len + self.inflight_tokens
+        return self.prompt_len + len(self.output_token_ids) + self.inflight_tokens
 
     def known_tokens(self, start: int, end: int) -> list[int]:
         """Token ids at positions [start, end); `end` is at most `total_len`."""
@@ -310,8 +311,8 @@ def is_stop_token(request: Request, token_id: int, limits: SchedulerLimits) -> b
 
 def mark_finish(request: Request, token_id: int, limits: SchedulerLimits) -> None:
     """Sets the finish reason if `token_id`, the last output token, ends the output."""
-    long_enough = len(request.output_token_ids) > request.params.min_tokens
-    if long_enough and is_stop_token(request, token_id, limits):
+    is_stop = is_stop_token(request, token_id, limits)
+    if is_stop and len(request.output_token_ids) > request.params.min_tokens:
         request.finish_reason = FinishReason.STOP
         request.matched_stop_token = token_id
     elif request.constraint is not None and request.constraint.is_complete:

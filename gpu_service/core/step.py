@@ -77,7 +77,7 @@ class Batch:
     @property
     def is_uniform_decode(self) -> bool:
         """True when every request computes exactly one token (what a captured graph needs)."""
-        return all(n == 1 for n in self.num_new_tokens)
+        return self.num_new_tokens.count(1) == len(self.num_new_tokens)
 
 
 class Dummy(enum.Enum):

@@ -13,6 +13,15 @@ import torch
 from gpu_service.device.stream import CudaDeviceStream
 
 
+def graph_sizes(max_batch_size: int) -> list[int]:
+    """Returns the batch sizes that have a graph: 1, 2, 4, 8, then every 8 rows up to 64, every 16 up to 128,
+    every 32, and the limit itself. Each takes memory and time at start; padding to the next one is less than
+    a quarter of a batch of more than 32.
+    """
+    steps = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, max_batch_size, 32))
+    return sorted({size for size in steps if size < max_batch_size} | {max_batch_size})
+
+
 class CapturedGraph(ABC):
     """Recorded work. The memory it reads and writes keeps its place for the graph's life."""
 

@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from moebius.errors import UserError
@@ -261,6 +263,15 @@ class Uploader:
             destination[:total].copy_(staging[:total], non_blocking=True)
             self._buffers.give_back(staging, self._stream.record())
         return packed_views(destination, tensors)
+
+    def fill(
+        self, destination: torch.Tensor, nbytes: int, write: Callable[[npt.NDArray[np.uint8]], None]
+    ) -> None:
+        """The first `nbytes` of uint8 memory on the device become what `write` writes on the host."""
+        staging = self._buffers.take(nbytes)
+        write(staging.numpy())
+        destination[:nbytes].copy_(staging[:nbytes], non_blocking=True)
+        self._buffers.give_back(staging, self._stream.record())
 
 
 class Download:

@@ -15,15 +15,18 @@ the step is there once.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import structlog
 import torch
 
 from gpu_service.core.prompt_rows import as_decode_rows, fit_rows
-from gpu_service.core.step import Dummy, StepPlan, captured_fields, graph_plan, graph_rows
+from gpu_service.core.step import Dummy, StepPlan, TensorField, captured_fields, graph_plan, graph_rows
 from gpu_service.device.graphs import CapturedGraph, GraphBackend
 from gpu_service.device.stream import Uploader, packed_offsets
 from gpu_service.engine.model_runner import ModelRunner
@@ -33,15 +36,9 @@ from gpu_service.speculation.drafter import FirstPass
 from moebius.process.progress import counted
 
 _log = structlog.get_logger(__name__)
+_PackedField = tuple[str, slice, np.dtype[Any], tuple[int, ...], int, int | None]
 # Runs before a capture: the first compiles and loads, the second finds everything in place.
 _WARM_UP_RUNS = 2
-
-
-def graph_sizes(max_batch_size: int) -> list[int]:
-    """Returns 1, 2, 4, 8, then every 8 rows, and the limit itself."""
-    return sorted(
-        {size for size in (1, 2, 4, *range(8, max_batch_size, 8)) if size < max_batch_size} | {max_batch_size}
-    )
 
 
 @dataclass(slots=True)
@@ -52,6 +49,51 @@ class DecodeGraph:
     inputs: StepPlan  # its tensors are the graph's
     captured: CapturedGraph | None = None
     first_pass: CapturedGraph | None = None  # A drafter's; None: it is launched by the host.
+
+
+class PackedRows:
+    """Where graphs of one size have the rows of a step in packed memory, and how they are written there.
+
+    Called for every step, so it works on arrays: a torch operation of the host takes several times as long.
+    """
+
+    def __init__(self, fields: Mapping[str, TensorField], size: int, dummies: Mapping[Dummy, int]) -> None:
+        rows = graph_rows(fields, size, dummies)
+        offsets, _ = packed_offsets(list(rows.values()))
+        assert list(rows)[-1] == "block_table", (
+            "nothing may follow what is as wide as the step's longest request"
+        )
+        self._size, self._pages_at = size, offsets[-1]
+        # Of each field its name, place and shape, what rows of padding hold, and what others do.
+        self._fields: list[_PackedField] = []
+        for (name, tensor), begin in zip(rows.items(), offsets, strict=True):
+            declared, array = fields[name], tensor.numpy()
+            padding = declared.padding
+            value = dummies[padding] if isinstance(padding, Dummy) else padding
+            place = slice(begin, begin + array.nbytes)
+            self._fields.append((name, place, array.dtype, array.shape, value, declared.valid))
+        self._fields.pop()
+
+    def nbytes(self, num_pages: int) -> int:
+        """Returns the bytes that rows with `num_pages` columns of pages take."""
+        return self._pages_at + self._size * num_pages * 4
+
+    def write(self, plan: StepPlan, memory: npt.NDArray[np.uint8]) -> None:
+        """Writes a step's rows, then padding, as `graph_rows` returns them."""
+        count, is_padded = plan.num_requests, plan.num_requests < self._size
+        for name, place, dtype, shape, padding, valid in self._fields:
+            rows = memory[place].view(dtype).reshape(shape)
+            if is_padded:
+                rows[..., count:] = padding
+            rows[..., :count] = getattr(plan, name).numpy() if valid is None else valid
+        width = plan.block_table.shape[1]
+        pages = memory[self._pages_at : self.nbytes(width)].view(np.int32).reshape(self._size, width)
+        pages[:count] = plan.block_table.numpy()
+        pages[count:] = 0
+
+    def pages(self, memory: torch.Tensor, width: int) -> torch.Tensor:
+        """Returns the block table in int32 `memory`, `[size, width]`."""
+        return memory.as_strided((self._size, width), (width, 1), self._pages_at // 4)
 
 
 class DecodeGraphs:
@@ -81,7 +123,11 @@ class DecodeGraphs:
         empty = graph_rows(self._fields, largest, self._dummies, num_pages=max_pages)
         _, nbytes = packed_offsets(list(empty.values()))
         self._rows = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        self._int32_rows = self._rows.view(torch.int32)
+        self._packed = {size: PackedRows(self._fields, size, self._dummies) for size in self._sizes}
         self._block_table = torch.zeros((largest, max_pages), dtype=torch.int32, device=device)
+        # The widest block table so far: columns from there on hold zeros in all rows.
+        self._widest = 0
         self._input_ids = torch.zeros(largest, dtype=torch.int64, device=device)
         # Memory that all graphs write their results to, of the largest size; on a pipeline stage without the
         # head logits have no columns.
@@ -137,8 +183,11 @@ class DecodeGraphs:
         """
         rows = as_decode_rows(plan, self._dummies[Dummy.SLOT])
         count, padding = rows.num_requests, graph.size - rows.num_requests
-        self._upload(graph_rows(self._fields, graph.size, self._dummies, rows), graph.size)
-        self._runner.attention.plan_replay(replace(graph.inputs, seq_lens=rows.seq_lens + [1] * padding))
+        packed, width = self._packed[graph.size], rows.block_table.shape[1]
+        self._uploader.fill(self._rows, packed.nbytes(width), partial(packed.write, rows))
+        self._set_pages(packed.pages(self._int32_rows, width), graph.size)
+        graph.inputs.seq_lens[:] = rows.seq_lens + [1] * padding
+        self._runner.attention.plan_replay(graph.inputs)
         assert graph.captured is not None
         fetched = self._runner.fetch(graph.size)
         graph.captured.replay()
@@ -204,14 +253,20 @@ class DecodeGraphs:
         return self._backend.capture(work)
 
     def _upload(self, rows: dict[str, torch.Tensor], size: int) -> dict[str, torch.Tensor]:
-        """Refills the memory that graphs of this size read; returns it."""
+        """Fills the memory that graphs of this size read; returns it."""
         uploaded = dict(zip(rows, self._uploader.upload(list(rows.values()), self._rows), strict=True))
-        # As wide as the longest request that may come: most of it is zeros that need not travel.
-        table, pages = self._block_table[:size], uploaded["block_table"]
-        width = pages.shape[1]
+        return uploaded | {"block_table": self._set_pages(uploaded["block_table"], size)}
+
+    def _set_pages(self, pages: torch.Tensor, size: int) -> torch.Tensor:
+        """Refills the block table of graphs of this size, as wide as the longest request that may come: most
+        of it is zeros that need not travel.
+        """
+        table, width = self._block_table[:size], pages.shape[1]
         table[:, :width].copy_(pages)
-        table[:, width:].zero_()
-        return uploaded | {"block_table": table}
+        if width < self._widest:
+            table[:, width : self._widest].zero_()
+        self._widest = max(self._widest, width)
+        return table
 
     def _begin_step(self) -> None:
         if self._runner.experts is not None:

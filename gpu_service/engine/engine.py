@@ -215,7 +215,7 @@ class Engine:
     def receive(self, wait: bool) -> bool:
         """Applies all messages; blocks for one if `wait` and there is no work. False: end the loop."""
         masks, running = self._builder.token_masks, self.scheduler.running
-        has_constraints = masks.announced or any(r.constraint is not None for r in running)
+        has_constraints = masks.announced or self.scheduler.num_constrained
         if self._inbox.is_entry and has_constraints and (changed := masks.message(running)) is not None:
             self.call(_PAUSED_REQUESTS, changed)
         for operation, argument in self._pacing.messages(lambda: self._runner.streamed_tokens):

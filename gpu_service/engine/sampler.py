@@ -79,7 +79,11 @@ def to_result(plan: StepPlan, outputs: StepOutputs) -> StepResult:
 
     Rows whose logits are not finite become errors; their token means nothing.
     """
-    rows = [RowResult() for _ in plan.seq_lens]
+    if is_plain := _is_plain(plan, outputs):
+        assert outputs.token_ids is not None
+        rows = [RowResult(token_id) for token_id in outputs.token_ids.tolist()]
+    else:
+        rows = [RowResult() for _ in plan.seq_lens]
     for wanted, pieces in zip(plan.prompt_logprobs, outputs.prompt_logprobs, strict=True):
         records: list[TokenLogprobs] = []
         for scored in pieces:
@@ -88,11 +92,11 @@ def to_result(plan: StepPlan, outputs: StepOutputs) -> StepResult:
             records += _to_records(targets, scored, tops, [0] * len(targets))
         row = rows[wanted.batch_index]
         row.prompt_logprobs_start, row.prompt_logprobs = wanted.start, records
-    if outputs.token_ids is not None:
+    if outputs.token_ids is not None and not is_plain:
         error = NON_FINITE_IN_FLOAT16 if outputs.is_float16 else NON_FINITE_LOGITS
         _add_sampled(plan, outputs, rows, error)
     nonfinite = frozenset[int]()
-    if outputs.first_overflow is not None:
+    if outputs.first_overflow is not None and (outputs.first_overflow.numpy() != NO_OVERFLOW).any():
         nonfinite = frozenset(outputs.first_overflow.tolist()) - {NO_OVERFLOW}
         if outputs.is_float16:
             _add_overflows(plan, outputs.first_overflow, rows)
@@ -111,6 +115,15 @@ def to_result(plan: StepPlan, outputs: StepOutputs) -> StepResult:
     predicted = None if streamed is None else streamed.predicted_seconds
     is_streamed = streamed is not None and streamed.is_planned
     return StepResult(rows, nonfinite, is_streamed, outputs.has_copies, predicted)
+
+
+def _is_plain(plan: StepPlan, outputs: StepOutputs) -> bool:
+    """Returns whether each request has sampled one finite token without log-probabilities, as in nearly all
+    steps.
+    """
+    if outputs.token_ids is None or outputs.finite is None or outputs.logprobs is not None:
+        return False
+    return plan.is_sampling_decode and bool(outputs.finite.numpy().all())
 
 
 def _add_overflows(plan: StepPlan, first_overflow: Tensor, rows: list[RowResult]) -> None:

@@ -13,7 +13,7 @@ from gpu_service.experts.local_client import LocalExpertClient
 from gpu_service.experts.mailbox_client import MailboxExpertClient
 from moebius.config import MoebiusConfig
 from moebius.mailbox import Mailbox, open_mailbox
-from moebius.mailbox.plan import activation_dtype, mailbox_geometry, slots_of
+from moebius.mailbox.plan import activation_dtype, mailbox_geometry, mailbox_names, slots_of
 from moebius.models.checkpoint import open_index
 from moebius.models.geometry import MoeGeometry
 from moebius.models.identity import checkpoint_fingerprint
@@ -51,7 +51,8 @@ def _mailbox(
     if not experts.mailbox:
         raise ValueError("expert_transport is 'mailbox', but mailbox is empty: it names the shared memory")
     stage, client = divmod(config.parallel.rank, config.parallel.tensor_parallel_size)
-    mailbox = open_mailbox(experts.mailbox, mailbox_geometry(config, geometry), client, stage)
+    name = mailbox_names(config)[config.parallel.data_parallel_rank]
+    mailbox = open_mailbox(name, mailbox_geometry(config, geometry), client, stage)
     fingerprint = fingerprint or _read_fingerprint(config)
     if device.type == "cuda":
         return _doorbell(config, geometry, device, mailbox, fingerprint)

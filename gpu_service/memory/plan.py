@@ -16,6 +16,7 @@ from gpu_service.cache.request_states import all_states_bytes
 from gpu_service.core.parallel import SOLO, ParallelContext
 from gpu_service.core.partition import all_stages_layers, rank_layers
 from gpu_service.device import TORCH_DTYPES
+from gpu_service.device.graphs import graph_sizes
 from gpu_service.experts.resident.panels import PAIRS_BYTES, UNPACK_FROM, UNPACKED_BYTES, pair_bytes
 from gpu_service.memory.device_memory import MemoryUse, gib
 from moebius.config import GpuConfig, MoebiusConfig
@@ -166,13 +167,11 @@ def logits_bytes(config: ModelConfig, step: StepSize) -> int:
 
 
 def graph_bytes(config: ModelConfig, gpu: GpuConfig, parallel: ParallelContext, resident: bool) -> int:
-    """Returns the graphs of 1, 2, 4, 8 and every further 8 requests, and the shared pool of the
-    largest one.
-    """
+    """Returns all captured graphs, and the shared pool of the largest one."""
     if not gpu.cuda_graphs:
         return 0
     largest = min(gpu.cuda_graph_max_batch_size, gpu.num_rows)
-    count = 3 + -(-largest // 8)
+    count = len(graph_sizes(largest))
     pool = activation_bytes(config, StepSize(largest, largest), parallel, resident)
     return count * GRAPH_BYTES + pool
 

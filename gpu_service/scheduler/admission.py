@@ -94,7 +94,7 @@ def divide_budget(
     limits: SchedulerLimits,
     page_size: int,
     splits: bool = False,
-    excluded: Callable[[Request, int], bool] = lambda request, need: False,
+    excluded: Callable[[Request, int], bool] | None = None,
     budget: int | None = None,
     rank: Callable[[Request], Any] = seniority,
 ) -> Division:
@@ -107,21 +107,28 @@ def divide_budget(
     at most as many tokens as it computes itself. Of prompts of one length the older is done first: sharing
     evenly would delay the older and hasten none. `rank`: which prompt is the oldest, where clients share.
     `splits` as in `chunk_size`; `excluded` says, of a running
-    request and the tokens that it needs, whether it is another step's; `budget` other than the usual one.
+    request and the tokens that it needs, whether it is another step's (None: none is); `budget` other than
+    the usual one.
     """
     division = Division({}, [], limits.max_num_batched_tokens if budget is None else budget)
-    needs = {
-        index: need
-        for index, request in enumerate(running)
-        if (need := request.planned_len - request.scheduled_len) > 0
-        and not _waits_for_end(request, limits)
-        and not excluded(request, need)
-    }
-    for index in sorted((i for i in needs if needs[i] == 1), key=lambda i: (running[i].last_step, i)):
-        if division.left > 0:
-            division.counts[index] = 1
-            division.left -= 1
-    prompts = [Prompt(running[index], need, index) for index, need in needs.items() if need > 1]
+    decoding: list[int] = []
+    last_steps: list[int] = []
+    prompts: list[Prompt] = []
+    for index, request in enumerate(running):
+        need = request.planned_len - request.scheduled_len
+        if need <= 0 or (request.inflight_tokens and _waits_for_end(request, limits)):
+            continue
+        if excluded is not None and excluded(request, need):
+            continue
+        if need == 1:
+            decoding.append(index)
+            last_steps.append(request.last_step)
+        else:
+            prompts.append(Prompt(request, need, index))
+    if len(set(last_steps)) > 1:
+        decoding.sort(key=lambda index: running[index].last_step)
+    division.counts = dict.fromkeys(decoding[: max(0, division.left)], 1)
+    division.left -= len(division.counts)
     prompts += newcomers
     _make_room(division, prompts, limits, rank)
     divide_among_prompts(division, prompts, limits, page_size, splits, rank)

@@ -150,6 +150,11 @@ class PromptPacing:
         """Whether a step that is everyone's leaves a prompt with `need` tokens to one of prompts alone."""
         return (self.is_ready or self.takes_turns) and need >= self._worth and is_plain_text(request)
 
+    @property
+    def excludes_any(self) -> bool:
+        """Returns whether `excludes` may say so of any request now."""
+        return self.batch is not None or self.is_ready or self.takes_turns
+
     def excludes(self, request: Request, need: int) -> bool:
         """Returns whether a running request is in no step that is everyone's."""
         return request.in_lane or self.leaves(request, need)

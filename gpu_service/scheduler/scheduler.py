@@ -54,6 +54,7 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.num_preemptions = 0
+        self.num_constrained = 0  # Unfinished requests whose output has to follow a grammar.
         self.pacing = PromptPacing(limits)
         self.shares = ClientShares()
         # None: the pool has all its pages from the start.
@@ -74,6 +75,7 @@ class Scheduler:
         """Queues a request. Raises RequestRefused when it could never fit, alone, in the pool."""
         refuse_impossible(request.prompt_len, request.params.max_tokens, self.limits)
         request.arrival = self._arrivals
+        self.num_constrained += request.constraint is not None
         self._arrivals += 1
         self.shares.came(request)
         self.cache.tree.advance(request.arrived_s)
@@ -95,6 +97,7 @@ class Scheduler:
         """
         request.finish_reason = reason
         request.error_message = error
+        self.num_constrained -= request.constraint is not None
         queue = self.running if request.slot >= 0 else self.waiting
         queue.remove(request)
         self.shares.went(request)
@@ -117,7 +120,7 @@ class Scheduler:
 
     def _schedule_main(self, apart: bool = True) -> Batch | None:
         """Returns a step of everyone's; `apart`: but for the prompts that have steps without others."""
-        cache, pacing = self.cache, self.pacing
+        cache, pacing, excludes = self.cache, self.pacing, self.pacing.excludes_any or self.num_constrained
         division = divide_budget(
             self.running,
             self._newcomers(
@@ -126,14 +129,16 @@ class Scheduler:
             self.limits,
             cache.page_size,
             cache.keeps_states,
-            excluded=lambda request, need: (
-                (pacing.excludes(request, need) if apart else request.in_lane)
-                or (need == 1 and request.constraint is not None and self.holds(request))
-            ),
+            excluded=partial(self._is_excluded, apart) if excludes else None,
             budget=pacing.main_tokens,
             rank=self.shares.rank,
         )
         return self._plan(division)
+
+    def _is_excluded(self, apart: bool, request: Request, need: int) -> bool:
+        """Whether a running request is not in a step of `_schedule_main`."""
+        is_others = self.pacing.excludes(request, need) if apart else request.in_lane
+        return is_others or (need == 1 and request.constraint is not None and self.holds(request))
 
     def _schedule_prompts(self) -> Batch | None:
         """Returns a step of prompts alone, divided as among those of a step that is everyone's."""
@@ -214,7 +219,8 @@ class Scheduler:
                 request.computed_len = batch.start_positions[index] + batch.num_new_tokens[index]
                 if batch.state_writes:
                     self.cache.keep_state(request, batch.state_writes[index])
-            self._append_prompt_logprobs(request, result)
+            if result.prompt_logprobs or request.params.prompt_logprobs is not None:
+                self._append_prompt_logprobs(request, result)
             if result.pooled_sum is not None:
                 request.add_pooled(result.pooled_sum, result.pooled_from_start)
             if batch.samples[index]:
@@ -231,6 +237,8 @@ class Scheduler:
         Of a request that ends by its own error all that only it has; else from the first failed draft on.
         """
         pages: list[int] = []
+        if not any(result.error or result.verified for result in results):
+            return pages
         for request, start, result in zip(batch.requests, batch.start_positions, results, strict=True):
             if request.slot < 0 or request.finished or not (result.error or result.verified):
                 continue
@@ -293,11 +301,14 @@ class Scheduler:
     def _schedule_running(self, batch: Batch, counts: Mapping[int, int]) -> bool:
         """Gives running requests their tokens; preempts the youngest while the older lack pages."""
         preempted = False
+        cache, page_size = self.cache, self.cache.page_size
         for index, request in enumerate(list(self.running)):
             count = counts.get(index, 0)
             if request.slot < 0 or count == 0:
                 continue
-            has_room = self.cache.grow(request, request.scheduled_len + count)
+            end = request.scheduled_len + count
+            # Of most rows no page is full: asking the cache for each of them takes as long as all else here.
+            has_room = end <= len(request.pages) * page_size or cache.grow(request, end)
             while not has_room and request.slot >= 0:
                 victim = self._victim(request)
                 if victim is None:
@@ -305,8 +316,8 @@ class Scheduler:
                     break
                 preempted = True
                 self.preempt(victim)
-                has_room = victim is not request and self.cache.grow(request, request.scheduled_len + count)
-            if has_room and self.cache.has_free_state:
+                has_room = victim is not request and cache.grow(request, end)
+            if has_room and (cache.states is None or cache.has_free_state):
                 self._append_row(batch, request, count)
         return preempted
 
@@ -405,16 +416,18 @@ class Scheduler:
         batch.admitted.append(request)
 
     def _append_row(self, batch: Batch, request: Request, count: int) -> None:
-        start = request.scheduled_len
-        samples = start + count == request.planned_len
+        start, planned_len = request.scheduled_len, request.planned_len
+        end = start + count
+        samples = end == planned_len
         batch.requests.append(request)
         batch.start_positions.append(start)
         batch.num_new_tokens.append(count)
         batch.samples.append(samples)
-        batch.output_positions.append(request.planned_len - request.prompt_len)
+        batch.output_positions.append(planned_len - request.prompt_len)
         self.cache.scheduled(request, batch)
-        request.scheduled_len += count
-        self.shares.computes(request, request.scheduled_len)
+        request.scheduled_len = end
+        if end > request.charged_len:
+            self.shares.computes(request, end)
         request.inflight_tokens += samples
         request.last_step = batch.step
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, NoReturn
@@ -28,12 +29,22 @@ class CallBuffer:
     """What one Generate call has not sent yet. A slow client finds several steps' tokens here at once."""
 
     def __init__(self) -> None:
+        # Is given what ends no output, at once: waking a task for a token takes longer than all else that is
+        # done with it. None: `take` returns that, too.
+        self.send: Callable[[OutputDelta], None] | None = None
+        # `time.perf_counter()` at the first token of each output that has one.
+        self.first_tokens: dict[int, float] = {}
         self._deltas: list[OutputDelta] = []
         self._arrived = asyncio.Event()
         self._ended_by = ""
 
     def put(self, delta: OutputDelta) -> None:
         """Called in the event loop."""
+        if delta.token_ids and delta.num_output_tokens == len(delta.token_ids):
+            self.first_tokens[delta.request.index] = time.perf_counter()
+        if self.send is not None and delta.finish_reason is None:
+            self.send(delta)
+            return
         self._deltas.append(delta)
         self._arrived.set()
 
@@ -93,27 +104,38 @@ class OutputRouter:
 
 def chunk(deltas: Sequence[OutputDelta]) -> pb.GenerateResponse:
     """Returns one message for all new tokens of one output, oldest delta first."""
+    response = pb.GenerateResponse()
+    fill_chunk(response.chunk, deltas)
+    return response
+
+
+def fill_chunk(message: pb.GenerateStreamChunk, deltas: Sequence[OutputDelta]) -> None:
+    """`chunk` in place: messages that are given to another one's constructor are copied. Fields that are 0
+    are left out.
+    """
     last = deltas[-1]
     request = last.request
-    token_ids = [token_id for delta in deltas for token_id in delta.token_ids]
-    message = pb.GenerateStreamChunk(
-        token_ids=token_ids,
-        prompt_tokens=request.prompt_len,
-        completion_tokens=last.num_output_tokens,
-        cached_tokens=last.cached_tokens,
-        accepted_draft_tokens=last.accepted_draft_tokens,
-        rejected_draft_tokens=last.rejected_draft_tokens,
-        index=request.index,
-        complete_follows=last.finish_reason not in (None, FinishReason.ERROR),
-    )
+    for delta in deltas:
+        message.token_ids.extend(delta.token_ids)
+    message.prompt_tokens = request.prompt_len
+    message.completion_tokens = last.num_output_tokens
+    if last.cached_tokens:
+        message.cached_tokens = last.cached_tokens
+    if last.accepted_draft_tokens or last.rejected_draft_tokens:
+        message.accepted_draft_tokens = last.accepted_draft_tokens
+        message.rejected_draft_tokens = last.rejected_draft_tokens
+    if request.index:
+        message.index = request.index
+    if last.finish_reason not in (None, FinishReason.ERROR):
+        message.complete_follows = True
     if request.params.logprobs is not None:
         message.output_logprobs.CopyFrom(
             output_logprobs([record for delta in deltas for record in delta.logprobs])
         )
-    prompt = [record for delta in deltas for record in delta.prompt_logprobs]
-    if prompt:
-        message.input_logprobs.CopyFrom(input_logprobs(prompt))
-    return pb.GenerateResponse(chunk=message)
+    if request.params.prompt_logprobs is not None:
+        prompt = [record for delta in deltas for record in delta.prompt_logprobs]
+        if prompt:
+            message.input_logprobs.CopyFrom(input_logprobs(prompt))
 
 
 def complete(delta: OutputDelta, stream: bool, first_token_s: float) -> pb.GenerateResponse:
@@ -187,6 +209,10 @@ class _Refused(Exception):
 class CallContext:
     """Stands for the context of one call, with the methods of grpc.aio's that Generate uses."""
 
+    def __init__(self, send: Callable[[OutputDelta], None]) -> None:
+        """`send` sends the tokens of a call that streams without waking its task."""
+        self.send = send
+
     def invocation_metadata(self) -> tuple[()]:
         """A call among others has none."""
         return ()
@@ -251,8 +277,14 @@ class ManyCalls:
             self._calls[number] = asyncio.create_task(self._run(number, request.start))
 
     async def _run(self, number: int, request: pb.GenerateRequest) -> None:
+        def send(delta: OutputDelta) -> None:
+            if delta.token_ids:
+                update = pb.CallUpdate(call=number)
+                fill_chunk(update.response.chunk, (delta,))
+                self._outbox.put(update)
+
         try:
-            context = CallContext()
+            context = CallContext(send)
             async with aclosing(self._generate(request, context)) as responses:  # type: ignore[type-var]
                 async for response in responses:
                     self._outbox.put(pb.CallUpdate(call=number, response=response))

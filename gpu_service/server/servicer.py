@@ -28,7 +28,7 @@ from gpu_service.server.cache_tiers import cache_tiers
 from gpu_service.server.image_pieces import GatheredRequest, PiecesRefused
 from gpu_service.server.live import LiveExperts
 from gpu_service.server.profiler import EngineProfiler, ProfileRunning, profile_seconds
-from gpu_service.server.responses import CallBuffer, CallEnded, ManyCalls, OutputRouter
+from gpu_service.server.responses import CallBuffer, CallContext, CallEnded, ManyCalls, OutputRouter
 from gpu_service.server.sleep import NO_PLACE, EngineSleep
 from gpu_service.server.validation import Bounds, InvalidField, make_requests
 from gpu_service.telemetry.metrics import EngineTelemetry
@@ -142,6 +142,10 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         outputs = await _validated(request, service, context)
         span = _start_span(request, outputs, context, service.info.served_model_name)
         buffer = service.router.open(request.request_id)
+        if not request.stream:
+            buffer.send = lambda delta: None  # the last message has all tokens
+        elif isinstance(context, CallContext):
+            buffer.send = context.send
         finished = False
         try:
             try:
@@ -361,16 +365,13 @@ async def _messages(
 
     `arrived` is `time.perf_counter()` at the call's arrival.
     """
-    first_tokens: dict[int, float] = {}  # seconds, by output
     while outputs > 0:
         for index, deltas in (await buffer.take()).items():
-            has_tokens = any(delta.token_ids for delta in deltas)
-            if has_tokens:
-                first_tokens.setdefault(index, time.perf_counter() - arrived)
-            if stream and has_tokens:
+            if stream and any(delta.token_ids for delta in deltas):
                 yield responses.chunk(deltas)
             if deltas[-1].finish_reason is not None:
-                yield responses.complete(deltas[-1], stream, first_tokens.get(index, 0.0))
+                first_token_s = buffer.first_tokens.get(index, arrived) - arrived
+                yield responses.complete(deltas[-1], stream, first_token_s)
                 outputs -= 1
 
 

@@ -119,6 +119,8 @@ def _first_tokens(batch: Batch) -> int:
     """Returns the number of outputs that a step begins: their tokens are none that it computes, as those of
     decoding stand for.
     """
+    if batch.is_uniform_decode and 0 not in batch.output_positions:
+        return 0
     ends_prompt = (
         start < request.prompt_len and samples
         for request, start, samples in zip(batch.requests, batch.start_positions, batch.samples, strict=True)
@@ -157,6 +159,7 @@ class EngineTelemetry:
         self.enabled = False
         self._times: dict[str, Times] = {}
         self._last = EngineLoad()
+        self._is_shown = False  # Whether the gauges have `_last`.
         self._recent: collections.deque[tuple[float, int]] = collections.deque()
         # Of each output that started: when (monotonic), seconds to its first token, tokens of its prompt.
         self._starts: collections.deque[tuple[float, float, int]] = collections.deque(maxlen=_MOST_STARTS)
@@ -202,8 +205,10 @@ class EngineTelemetry:
             times = self._times.get(request.key)
             if times is not None and times.admitted == 0:
                 times.admitted = now
+        if not self._span_every:
+            return None
         traced = next((request for request in batch.requests if request.trace_context), None)
-        if traced is None or not self._span_every:
+        if traced is None:
             return None
         self._traced_steps += 1
         chosen = (self._traced_steps - 1) % self._span_every == 0
@@ -212,7 +217,8 @@ class EngineTelemetry:
     def committed(self, batch: Batch, result: StepResult | None, deltas: list[OutputDelta]) -> None:
         """Counts a step's tokens and the requests it ended."""
         for delta in deltas:
-            self._tokens_emitted(delta)
+            if delta.num_output_tokens == len(delta.token_ids):
+                self._tokens_emitted(delta)
         self.ended(deltas)
         if not self.enabled:
             return
@@ -241,8 +247,9 @@ class EngineTelemetry:
     def loaded(self, load: EngineLoad) -> None:
         """Moves gauges and counters to the new snapshot."""
         last, self._last = self._last, load
-        if not self.enabled:
+        if not self.enabled or (load == last and self._is_shown):
             return
+        self._is_shown = True
         self.metrics.running.set(load.num_running)
         self.metrics.waiting.set(load.num_waiting)
         self.metrics.waiting_for_capacity.set(load.num_waiting)

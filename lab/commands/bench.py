@@ -31,6 +31,7 @@ def register(group: typer.Typer) -> None:
         tiers,
         speculation,
         steps,
+        host,
         gateway,
         plan,
         replay,
@@ -360,6 +361,21 @@ def steps(
 
     log_warnings_only("bench")
     run(with_checkpoint(config), StepsOptions(streams, count, prompt_len, temperature, trace), json_file)
+
+
+def host(
+    streams: Annotated[str, typer.Option(help="Concurrent streams, a row each")] = "32,128,256",
+    steps: Annotated[int, typer.Option(min=10, help="Decode steps that are measured")] = 200,
+    prompt_len: PromptLen = 512,
+    temperature: Temperature = 0.0,
+    json_file: JsonFile = None,
+) -> None:
+    """What a decode step costs the CPU. By part of the engine, on a device that computes nothing."""
+    from lab.bench.host import HostOptions, run
+
+    log_warnings_only("bench")
+    counts = parse_counts(streams, "--streams", 1024)
+    run(HostOptions(tuple(counts), steps, prompt_len, temperature), json_file)
 
 
 def gateway(

@@ -142,7 +142,9 @@ class GpuConfig(SpeculationSettings):
     )
     cuda_graphs: bool = Field(default=True, description="Run decode steps on a GPU as captured CUDA graphs")
     cuda_graph_max_batch_size: int = Field(
-        default=64, ge=1, description="Largest decode batch for which a graph is captured"
+        default=256,
+        ge=1,
+        description="Largest decode batch that has a graph; at most max_num_seqs",
     )
     jit_cache_dir: str = Field(
         default="", description="Directory of GPU kernels compiled at start; empty: the user's cache"

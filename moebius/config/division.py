@@ -16,6 +16,16 @@ class ParallelConfig(Section):
 
     tensor_parallel_size: int = Field(default=1, ge=1, le=64, description="GPUs that share every layer")
     pipeline_parallel_size: int = Field(default=1, ge=1, le=64, description="Stages of consecutive layers")
+    data_parallel_size: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="Engines behind one port, a GPU each: they compute requests of their own, and share the "
+        "expert servers",
+    )
+    data_parallel_rank: int = Field(
+        default=0, ge=0, description="Index of this engine among them; chosen by the supervisor"
+    )
     rank: int = Field(default=0, ge=0, description="Which rank this engine process is")
     rank_hosts: int = Field(
         default=1, ge=1, le=64, description="Number of hosts; each runs the same number of ranks"

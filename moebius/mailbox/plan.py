@@ -42,6 +42,15 @@ def mailbox_geometry(config: MoebiusConfig, model: MoeGeometry) -> MailboxGeomet
     )
 
 
+def mailbox_names(config: MoebiusConfig) -> tuple[str, ...]:
+    """Returns the names of the mailboxes that every expert server answers, one of each engine by its
+    `data_parallel_rank`; empty: there is no mailbox.
+    """
+    name = config.experts.mailbox
+    others = (f"{name}-{rank}" for rank in range(1, config.parallel.data_parallel_size))
+    return (name, *others) if name else ()
+
+
 def request_rows(config: MoebiusConfig) -> int:
     """Returns token rows of the largest request.
 

@@ -6,7 +6,10 @@ from moebius.other_servers.name import IDLE, OtherName, flag, fulfilled, refused
 
 EXPERTS_ON_GPU = "here --gpu-layers, --gpu-experts or --gpu-experts-ratio say which experts are on the GPU"
 FORMAT = "the checkpoint says which format its weights have"
-REPLICAS = "start one engine per replica, and name them all in --engines of the gateway"
+REPLICAS = (
+    "--data-parallel-size starts engines on one host; those of several hosts are named in --engines of the "
+    "gateway"
+)
 WHOLE_EXPERTS = (
     "here --gpu-expert-split expert gives every rank whole experts: rows are on all ranks, none are exchanged"
 )
@@ -16,10 +19,8 @@ KV_ON_DISK = "prefixes are on disk with --kv-disk-gib and --kv-disk-dir"
 NO_DRAFT_MODEL = "no second model but an EAGLE-3 head proposes draft tokens; here --speculative-method"
 LORA = "LoRA adapters are not supported: merge them into the checkpoint"
 OF_MODEL = "edit config.json in a copy of the checkpoint"
-NO_DATA_PARALLEL_ATTENTION = (
-    "not implemented: --tensor-parallel-size divides the heads of every layer, and ranks beyond the number "
-    "of KV heads hold copies; engines with requests of their own: one per GPU, all named in --engines of "
-    "the gateway"
+ENGINES_ATTEND = (
+    "with --data-parallel-size each engine attends to requests of its own, and expert servers compute for all"
 )
 NO_CONTEXT_PARALLEL = (
     "not implemented: all pages of a context are on every rank of a stage. For longer ones: "
@@ -81,15 +82,13 @@ TABLE: dict[str, OtherName] = {
     "ep ep-size expert-parallel-size": OtherName(
         "gpu_expert_split", {"": "expert", "1": "tensor", **{str(size): "expert" for size in range(2, 65)}}
     ),
-    "data-parallel-size dp dp-size data-parallel-size-local": refused(REPLICAS, idle="1"),
+    "dp dp-size data-parallel-size-local": same("data_parallel_size"),
     "data-parallel-backend data-parallel-address data-parallel-rpc-port data-parallel-start-rank": refused(
         REPLICAS
     ),
-    "data-parallel-rank load-balance-method": refused(REPLICAS),
+    "load-balance-method": refused(REPLICAS),
     "enable-dp-lm-head data-parallel-hybrid-lb data-parallel-external-lb": refused(REPLICAS, False),
-    "enable-dp-attention enable-dp-attention-local-control-broadcast": refused(
-        NO_DATA_PARALLEL_ATTENTION, False
-    ),
+    "enable-dp-attention enable-dp-attention-local-control-broadcast": fulfilled(ENGINES_ATTEND),
     "enable-eplb enable-elastic-ep": refused(FIXED_BY_RANKS, False),
     "eplb-config eplb-algorithm eplb-rebalance-num-iterations init-expert-location": refused(
         FIXED_BY_RANKS, idle="trivial"

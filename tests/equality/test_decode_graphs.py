@@ -19,8 +19,9 @@ import torch
 
 from gpu_service.core.request import Request, SamplingParams
 from gpu_service.core.step import StepPlan
+from gpu_service.device.graphs import graph_sizes
 from gpu_service.device.stream import DeviceEvent, HostDeviceStream
-from gpu_service.engine.decode_graphs import DecodeGraph, DecodeGraphs, graph_sizes
+from gpu_service.engine.decode_graphs import DecodeGraph, DecodeGraphs
 from gpu_service.engine.model_runner import ModelRunner
 from gpu_service.experts.client import ExpertUnavailable
 from gpu_service.experts.fetching.step import FetchedStep
@@ -280,12 +281,13 @@ def test_a_step_that_can_not_be_captured_is_named(tiny: Tiny, monkeypatch: pytes
 
 
 def test_sizes() -> None:
-    """Powers of two, then steps of eight; the limit is always one of them."""
+    """Powers of two, then steps of 8, 16 and 32; the limit is always one of them."""
     assert graph_sizes(1) == [1]
     assert graph_sizes(6) == [1, 2, 4, 6]
     assert graph_sizes(8) == [1, 2, 4, 8]
     assert graph_sizes(32) == [1, 2, 4, 8, 16, 24, 32]
     assert graph_sizes(50) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 50]
+    assert graph_sizes(256)[10:] == [64, 80, 96, 112, 128, 160, 192, 224, 256]
 
 
 def prefixed(params: dict[str, Any]) -> list[Request]:

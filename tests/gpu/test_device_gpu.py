@@ -20,8 +20,8 @@ from gpu_service.device.stream import (
     own_pages,
     page_lock,
 )
-from gpu_service.engine.input_builder import build_sampling_plan
 from gpu_service.engine.sampler import PenaltyCounts, Sampler
+from gpu_service.engine.sampling_plan import build_sampling_plan
 from gpu_service.ops.ngrams import table_rows
 
 pytestmark = pytest.mark.gpu

@@ -10,9 +10,9 @@ import torch
 import gpu_service.assembly.build
 from gpu_service.core.parallel import ParallelContext
 from gpu_service.core.request import SchedulerLimits
-from gpu_service.device.graphs import CapturedGraph, GraphBackend
+from gpu_service.device.graphs import CapturedGraph, GraphBackend, graph_sizes
 from gpu_service.device.stream import DeviceStream, Uploader
-from gpu_service.engine.decode_graphs import DecodeGraphs, graph_sizes
+from gpu_service.engine.decode_graphs import DecodeGraphs
 from gpu_service.engine.device_runner import DeviceRunner
 from gpu_service.engine.model_runner import ModelRunner
 from gpu_service.engine.step_runner import StepRunner

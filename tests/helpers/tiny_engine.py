@@ -16,9 +16,9 @@ from gpu_service.cache.request_cache import make_request_cache
 from gpu_service.cache.request_states import allocate_states
 from gpu_service.core.request import SchedulerLimits
 from gpu_service.core.step import TokenPool
-from gpu_service.device.graphs import GraphBackend
+from gpu_service.device.graphs import GraphBackend, graph_sizes
 from gpu_service.device.stream import DeviceStream, Uploader
-from gpu_service.engine.decode_graphs import DecodeGraphs, graph_sizes
+from gpu_service.engine.decode_graphs import DecodeGraphs
 from gpu_service.engine.device_runner import DeviceLane, DeviceRunner
 from gpu_service.engine.engine import Engine
 from gpu_service.engine.input_builder import InputBuilder

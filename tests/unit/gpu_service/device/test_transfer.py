@@ -16,7 +16,7 @@ from gpu_service.device.stream import (
     packed_offsets,
     packed_views,
 )
-from gpu_service.engine.input_builder import build_sampling_plan
+from gpu_service.engine.sampling_plan import build_sampling_plan
 from tests.helpers.host_graphs import RecordedOperations
 
 

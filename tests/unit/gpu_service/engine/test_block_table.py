@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
+
 from gpu_service.core.results import RowResult
 from gpu_service.engine.input_builder import BlockTable
 from gpu_service.scheduler.scheduler import Scheduler
@@ -16,9 +18,10 @@ def synced_rows(table: BlockTable, scheduler: Scheduler) -> None:
     """One step, after which every scheduled request's row must be its own pages and padding."""
     batch = scheduler.schedule()
     assert batch is not None
-    for request in batch.requests:
-        table.sync(request)
-    for request, row in zip(batch.requests, table.rows(batch.requests).tolist(), strict=True):
+    slots = np.asarray([request.slot for request in batch.requests])
+    rows = table.rows(slots, table.sync(batch.requests))
+    assert rows.shape[1] == max(len(request.pages) for request in batch.requests)
+    for request, row in zip(batch.requests, rows.tolist(), strict=True):
         padding = [0] * (len(row) - len(request.pages))
         assert row == request.pages + padding, f"{request.key} would read another request's pages"
     scheduler.commit(batch, [RowResult(5 if samples else None) for samples in batch.samples])

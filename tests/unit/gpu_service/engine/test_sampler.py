@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from gpu_service.core.request import Request, SamplingParams, SchedulerLimits, mark_finish
-from gpu_service.engine.input_builder import build_sampling_plan, derive_seed, uniform
 from gpu_service.engine.sampler import Sampler, StepOutputs, _to_records, token_logprobs
+from gpu_service.engine.sampling_plan import build_sampling_plan, derive_seed, mix64, uniform, uniforms
 
 VOCAB = 40
 LIMITS = SchedulerLimits(8, 64, 128, 0, frozenset({7}))
@@ -298,3 +298,12 @@ def draw_in_place(logits: torch.Tensor, requests: list[Request]) -> StepOutputs:
     """Samples the first output token of each request from just these logits, which are used up."""
     plan = build_sampling_plan(requests, [0] * len(requests), LIMITS)
     return Sampler(VOCAB, torch.device("cpu")).sample(logits, plan, pool_of(requests))
+
+
+def test_arrays_of_uniform_numbers_are_those_of_the_definition() -> None:
+    """A row's number is `uniform` of its seed and position, whoever else is in the batch."""
+    seeds = [0, 1, 5, 2**62 + 3, 2**63 - 1] * 40
+    positions = [int(position) for position in np.random.default_rng(3).integers(0, 2**20, len(seeds))]
+    mixed = np.asarray([mix64(seed) for seed in seeds], dtype=np.uint64)
+    drawn = uniforms(mixed, np.asarray(positions)).tolist()
+    assert drawn == [uniform(seed, position) for seed, position in zip(seeds, positions, strict=True)]

@@ -7,6 +7,7 @@ import itertools
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -25,6 +26,8 @@ from gpu_service.core.step import (
     tensors_of,
     with_tensors,
 )
+from gpu_service.device.stream import packed_views
+from gpu_service.engine.decode_graphs import PackedRows
 from gpu_service.engine.input_builder import InputBuilder
 from tests.helpers.engine_harness import Knobs, build_scheduler, make_request, prompt_of
 
@@ -150,6 +153,14 @@ def test_rows_of_a_graph_are_the_plans_then_padding(has_mrope: bool) -> None:
     exact = graph_rows(fields, count, DUMMIES, plan)
     assert exact["valid_rows"].all()
     assert torch.equal(exact["positions"], plan.positions)
+    for expected, rows_of_graph in ((rows, size), (exact, count)):
+        packed, width = PackedRows(fields, rows_of_graph, DUMMIES), plan.block_table.shape[1]
+        memory = np.full(-(-packed.nbytes(width) // 64) * 64, 255, dtype=np.uint8)
+        packed.write(plan, memory)
+        written = packed_views(torch.from_numpy(memory), list(expected.values()))
+        for name, value in zip(expected, written, strict=True):
+            assert torch.equal(value, expected[name]), name
+        assert torch.equal(packed.pages(torch.from_numpy(memory).view(torch.int32), width), written[-1])
 
 
 def test_a_graph_of_padding_is_a_whole_step() -> None:
