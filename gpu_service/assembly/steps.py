@@ -23,6 +23,7 @@ from gpu_service.experts.streaming.make import streams
 from gpu_service.memory.plan import has_lane
 from gpu_service.models.common import CausalLM
 from gpu_service.parallel.group import RankGroup
+from gpu_service.speculation.draft_model import ModelDrafter
 from moebius.config import GpuConfig, MoebiusConfig
 from moebius.experts.placement import make_placement
 from moebius.models.config import ModelConfig
@@ -118,6 +119,9 @@ def make_lane(
     assert isinstance(model, CausalLM)
     with stream.active():
         attention = attention_that_runs(gpu, model.rank_layers, cache, limits)
+        drafter = runner.drafter
+        if isinstance(drafter, ModelDrafter):
+            drafter = drafter.with_attention(drafts_attention(gpu, model, cache, limits))
     own = group.lane_runner(
         model,
         cache,
@@ -131,7 +135,7 @@ def make_lane(
         states=runner.states,
         watch=runner.watch,
         is_float16=runner.is_float16,
-        drafter=runner.drafter,
+        drafter=drafter,
     )
     recorder = runner.recorder
     lane = DeviceLane(
@@ -175,6 +179,15 @@ def attention_that_runs(
             warm_up_attention(attention, limits.context_limit)
 
     return make_attention(rank_layers, cache, cache.device, gpu.attention_backend, try_out)
+
+
+def drafts_attention(
+    gpu: GpuConfig, model: CausalLM, cache: PagedCache, limits: SchedulerLimits
+) -> Attention:
+    """Returns the same for the draft model of `model`, which has one."""
+    assert cache.beside is not None
+    assert model.config.small_model is not None
+    return attention_that_runs(gpu, model.config.small_model.config.layers, cache.beside, limits)
 
 
 def graphs_unsupported_reason(config: MoebiusConfig, runner: ModelRunner) -> str:

@@ -13,7 +13,7 @@ what a head attends to is not exactly its own, at the cost of drafts alone:
 - The entry of the last position of a page that another request's prompt shares was made with the token that
   followed there.
 - Passes of a single head after the first write where the request's next step computes, which writes it again;
-  where no page is there yet, they share the dummy page.
+  where no page is there yet and none is free, they share the dummy page.
 - A second head's entry of a request's last row was made with a draft, accepted or rejected.
 """
 
@@ -24,10 +24,11 @@ from dataclasses import replace
 import torch
 
 from gpu_service.core.parallel import SOLO, ParallelContext
-from gpu_service.core.step import ForwardInputs, StepPlan, TokenPool
+from gpu_service.core.step import StepPlan, TokenPool
 from gpu_service.layers.context import ForwardContext
 from gpu_service.models.common import CausalLM
 from gpu_service.speculation.drafter import FirstPass
+from gpu_service.speculation.rows import rows_ahead
 
 
 class MtpDrafter:
@@ -140,7 +141,7 @@ class MtpDrafter:
         is_last = torch.zeros_like(rows, dtype=torch.bool).scatter(0, entries, True)
         hidden_states = hidden_states[rows]
         for ahead in range(1, plan.num_drafts):
-            inputs = _ahead(plan, context.kv_cache.page_size, ahead, rows, is_last)
+            inputs = rows_ahead(plan, context.kv_cache.page_size, ahead, rows, is_last)
             ids = torch.zeros_like(rows).scatter(0, entries, drafts[-1])
             context.attention.plan(inputs)
             # What a step streams of a layer is there once.
@@ -148,54 +149,3 @@ class MtpDrafter:
             hidden_states = self._model.predict_further(0, hidden_states, ids, step)
             drafts.append(self._best(hidden_states, entries))
         return drafts
-
-
-def _ahead(
-    plan: StepPlan, page_size: int, ahead: int, rows: torch.Tensor, is_last: torch.Tensor
-) -> ForwardInputs:
-    """Returns inputs of one row per entry of the plan, `ahead` positions after it.
-
-    `rows` int64 `[R]`: the entries' last; `is_last` bool `[R]`: those that count.
-    """
-    count, device = rows.shape[0], rows.device
-    positions = plan.positions[rows] + ahead
-    lengths = [length + ahead for length in plan.seq_lens]
-    missing = -(-max(lengths) // page_size) - plan.block_table.shape[1]
-    table = torch.nn.functional.pad(plan.block_table, (0, max(0, missing)))
-    pages = table.gather(1, (positions // page_size).unsqueeze(1)).squeeze(1).long()
-    slots = (pages * page_size + positions % page_size).masked_fill(~is_last, 0)
-    axes = plan.mrope_positions
-    return ForwardInputs(
-        input_ids=rows,
-        positions=positions,
-        slot_mapping=slots,
-        block_table=table,
-        query_start_loc=list(range(count + 1)),
-        seq_lens=lengths,
-        logits_indices=rows,
-        query_start_loc_tensor=torch.arange(count + 1, dtype=torch.int32, device=device),
-        seq_lens_tensor=(plan.seq_lens_tensor + ahead),
-        mrope_positions=None if axes is None else axes[:, rows] + ahead,
-        valid_rows=is_last,
-    )
-
-
-class WithHeads:
-    """For measuring memory: a model whose steps also run its heads over all rows."""
-
-    def __init__(self, model: CausalLM) -> None:
-        self._model = model
-
-    def forward(self, context: ForwardContext) -> torch.Tensor:
-        """Returns the model's hidden states `[T, H]`."""
-        hidden_states = made = self._model.forward(context)
-        heads = self._model.config.num_draft_layers
-        if heads:
-            made = self._model.draft_inputs(hidden_states, context)
-        for head in range(heads):
-            made = self._model.predict_further(head, made, context.inputs.input_ids, context)
-        return hidden_states
-
-    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Maps `[L, H]` to float32 `[L, V]`."""
-        return self._model.compute_logits(hidden_states)

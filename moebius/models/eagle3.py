@@ -62,6 +62,16 @@ def with_eagle3(config: ModelConfig, directory: str) -> ModelConfig:
     return replace(config, layers=(*config.layers, head), draft_model=directory)
 
 
+def is_head(directory: str) -> bool:
+    """Returns whether config.json describes such a head. Raises CheckpointError."""
+    if not (Path(directory) / "config.json").is_file():
+        return False
+    described = read_config_file(Path(directory))
+    names = described.get("architectures") or []
+    of_heads = ("transformer_layer_config", "eagle_config", "draft_vocab_size", _READ_LAYERS)
+    return any(key in described for key in of_heads) or any("Eagle3" in str(name) for name in names)
+
+
 def head_tensors(config: ModelConfig) -> dict[str, TensorInfo]:
     """Returns the tensors of a model's head by canonical name, those left out that nothing here reads.
 
