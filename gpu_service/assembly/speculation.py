@@ -39,14 +39,15 @@ def make_drafter(
     """
     model, cache = runner.model, runner.kv_cache
     assert isinstance(model, CausalLM)
+    attention = drafts_attention(gpu, model, cache, limits)
     if drafting is not None:
         assert cache.beside is not None
-        attention = drafts_attention(gpu, model, cache, limits)
+        assert attention is not None
         pool = runner.token_pool
         return ModelDrafter(drafting, cache.beside, attention, pool, model.config.vocab_size, parallel)
     if not model.config.num_draft_layers:
         return None
-    return MtpDrafter(model, runner.token_pool, parallel)
+    return MtpDrafter(model, runner.token_pool, parallel, attention)
 
 
 def make_speculation(gpu: GpuConfig, limits: SchedulerLimits, runner: ModelRunner) -> Speculation | None:

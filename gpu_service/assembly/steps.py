@@ -24,10 +24,11 @@ from gpu_service.memory.plan import has_lane
 from gpu_service.models.common import CausalLM
 from gpu_service.parallel.group import RankGroup
 from gpu_service.speculation.draft_model import ModelDrafter
+from gpu_service.speculation.mtp import MtpDrafter
 from moebius.config import GpuConfig, MoebiusConfig
 from moebius.experts.placement import make_placement
 from moebius.models.config import ModelConfig
-from moebius.models.layers.layer import Layers
+from moebius.models.layers.layer import Layers, divided
 from moebius.models.served import read_served_geometry
 from moebius.process.progress import phase
 
@@ -120,8 +121,9 @@ def make_lane(
     with stream.active():
         attention = attention_that_runs(gpu, model.rank_layers, cache, limits)
         drafter = runner.drafter
-        if isinstance(drafter, ModelDrafter):
-            drafter = drafter.with_attention(drafts_attention(gpu, model, cache, limits))
+        apart = drafts_attention(gpu, model, cache, limits)
+        if isinstance(drafter, ModelDrafter | MtpDrafter) and apart is not None:
+            drafter = drafter.with_attention(apart)
     own = group.lane_runner(
         model,
         cache,
@@ -183,11 +185,12 @@ def attention_that_runs(
 
 def drafts_attention(
     gpu: GpuConfig, model: CausalLM, cache: PagedCache, limits: SchedulerLimits
-) -> Attention:
-    """Returns the same for the draft model of `model`, which has one."""
-    assert cache.beside is not None
-    assert model.config.small_model is not None
-    return attention_that_runs(gpu, model.config.small_model.config.layers, cache.beside, limits)
+) -> Attention | None:
+    """Returns the same for what drafts with a cache beside the model's: a draft model, or an EAGLE-3 head."""
+    if cache.beside is None:
+        return None
+    small, (_, apart) = model.config.small_model, divided(model.rank_layers)
+    return attention_that_runs(gpu, apart if small is None else small.config.layers, cache.beside, limits)
 
 
 def graphs_unsupported_reason(config: MoebiusConfig, runner: ModelRunner) -> str:

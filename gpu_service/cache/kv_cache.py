@@ -18,7 +18,7 @@ from gpu_service.ops.rope import Unrotated
 from moebius.models.layers.compressed import CompressedAttention
 from moebius.models.layers.gqa import GQA
 from moebius.models.layers.latent import MLA
-from moebius.models.layers.layer import Layers, cached, indexed, mixers
+from moebius.models.layers.layer import Layers, cached, divided, indexed, mixers
 from moebius.models.layers.layer import page_bytes as layers_page_bytes
 from moebius.models.layers.mixer import Mixer
 from moebius.models.layers.tensors import CacheTensor
@@ -312,9 +312,11 @@ def make_cache(
     allocate: Allocate = zeros,
     beside: Layers = (),
 ) -> PagedCache:
-    """The cache of a rank's own layers, and of a draft model's `beside`; the rest is as in
-    `AttendedPages`.
+    """The cache of a rank's own layers, and beside it of a draft model's, `beside`, or of an EAGLE-3 head
+    whose cache is of another kind; the rest is as in `AttendedPages`.
     """
+    layers, apart = divided(layers)
+    beside = beside or apart
     kind = next(type(mixer) for mixer, _ in cached(layers))
     sizes = num_pages, page_size, dtype, device, storage_dtype, allocate
     cache = CACHES[kind](layers, *sizes)

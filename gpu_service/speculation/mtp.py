@@ -19,10 +19,13 @@ what a head attends to is not exactly its own, at the cost of drafts alone:
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
+from typing import Self
 
 import torch
 
+from gpu_service.attention.registry import Attention
 from gpu_service.core.parallel import SOLO, ParallelContext
 from gpu_service.core.step import StepPlan, TokenPool
 from gpu_service.layers.context import ForwardContext
@@ -34,10 +37,25 @@ from gpu_service.speculation.rows import rows_ahead
 class MtpDrafter:
     """A `DeviceDrafter`; waits for nothing."""
 
-    def __init__(self, model: CausalLM, token_pool: TokenPool, parallel: ParallelContext = SOLO) -> None:
-        """`model` serves its heads; `token_pool`: of the runner that calls."""
+    def __init__(
+        self,
+        model: CausalLM,
+        token_pool: TokenPool,
+        parallel: ParallelContext = SOLO,
+        attention: Attention | None = None,
+    ) -> None:
+        """`model` serves its heads; `token_pool`: of the runner that calls; `attention`: over the cache
+        beside the model's, where a head's keys and values are there.
+        """
         self._model, self._pool, self._parallel = model, token_pool, parallel
+        self._attention = attention
         self._num_heads = model.config.num_draft_layers
+
+    def with_attention(self, attention: Attention) -> Self:
+        """Returns the same drafter for steps on another stream, which are planned apart."""
+        found = copy.copy(self)
+        found._attention = attention
+        return found
 
     def make_buffer(self, num_rows: int) -> torch.Tensor:
         """Returns zeros `[num_rows, H]`."""
@@ -50,8 +68,10 @@ class MtpDrafter:
 
     @property
     def captures(self) -> bool:
-        """Returns whether there is one head: passes of others are planned with the first."""
-        return self._num_heads == 1
+        """Returns whether there is one head, planned as the model is: others' passes are planned with the
+        first.
+        """
+        return self._num_heads == 1 and self._attention is None
 
     def first_pass(
         self, context: ForwardContext, hidden_states: torch.Tensor, next_ids: torch.Tensor
@@ -72,6 +92,9 @@ class MtpDrafter:
     ) -> torch.Tensor | None:
         """Proposes as the protocol says; drafts are the same on all ranks."""
         context = replace(context, recorder=None)
+        if self._attention is not None:
+            context = beside(context, self._attention)
+            self._attention.plan(context.inputs)
         wants_drafts = plan.num_drafts > 0 and last_rows.numel() > 0
         if first is None:
             made = self._model.predict_further(0, hidden_states, next_ids, context)
@@ -149,3 +172,10 @@ class MtpDrafter:
             hidden_states = self._model.predict_further(0, hidden_states, ids, step)
             drafts.append(self._best(hidden_states, entries))
         return drafts
+
+
+def beside(context: ForwardContext, attention: Attention) -> ForwardContext:
+    """Returns what a head with a cache of its own is given, beside the model's; `attention` is over it."""
+    cache = context.kv_cache.beside
+    assert cache is not None, "asked only of models with such a cache"
+    return replace(context, kv_cache=cache, attention=attention)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from gpu_service.attention.registry import make_attention
+from gpu_service.attention.registry import Attention, make_attention
 from gpu_service.layers.context import ForwardContext
 from gpu_service.models.common import CausalLM
 from gpu_service.speculation.draft_model import DraftModel
+from gpu_service.speculation.mtp import beside
+from moebius.models.layers.layer import Layers, divided
 
 
 class WithHeads:
@@ -23,16 +25,26 @@ class WithHeads:
         heads = self._model.config.num_draft_layers
         if heads:
             made = self._model.draft_inputs(hidden_states, context)
+            _, apart = divided(self._model.rank_layers)
+            if apart:
+                attention = self._attention(apart, context)
+                attention.plan(context.inputs)
+                context = beside(context, attention)
         for head in range(heads):
             made = self._model.predict_further(head, made, context.inputs.input_ids, context)
         if self._drafting is not None:
-            small, cache = self._drafting.model, context.kv_cache.beside
+            cache = context.kv_cache.beside
             assert cache is not None
-            attention = make_attention(small.rank_layers, cache, small.device, self._backend)
+            attention = self._attention(self._drafting.model.rank_layers, context)
             text = self._drafting.text(context.inputs, context.inputs.input_ids)
             attention.plan(text)
             self._drafting.forward(text, cache, attention)
         return hidden_states
+
+    def _attention(self, layers: Layers, context: ForwardContext) -> Attention:
+        cache = context.kv_cache.beside
+        assert cache is not None, "asked only of models with such a cache"
+        return make_attention(layers, cache, self._model.device, self._backend)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Maps `[L, H]` to float32 `[L, V]`."""

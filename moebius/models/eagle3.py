@@ -19,9 +19,8 @@ from moebius.checkpoint.index import TensorInfo, open_safetensors
 from moebius.models.common import read_common
 from moebius.models.config import ModelConfig, ModelConfigError
 from moebius.models.keys import HfKeys
-from moebius.models.layers.gqa import GQA
+from moebius.models.layers.compressed import CompressedAttention
 from moebius.models.layers.layer import Layer, mixers
-from moebius.models.layers.recurrent import Recurrent
 from moebius.models.layers.residual import Eagle3
 from moebius.models.rope import read_rope
 
@@ -96,8 +95,8 @@ def _check_model(config: ModelConfig, directory: str) -> None:
     rotations = [mixer.rope for mixer in mixers(config.layers) if mixer.rope is not None]
     refused = {
         "several residual streams": config.stream_size != config.hidden_size,
-        "attention to latents or compressed entries, beside which no keys and values are cached": any(
-            not isinstance(mixer, GQA | Recurrent) for mixer in mixers(config.layers)
+        "attention to compressed entries": any(
+            isinstance(mixer, CompressedAttention) for mixer in mixers(config.layers)
         ),
         "rotation by positions in time, height and width (without images: --language-model-only)": (
             config.has_mrope
