@@ -66,7 +66,7 @@ def with_checkpoint(config: MoebiusConfig, needs_weights: bool = True) -> Moebiu
 
 
 def _speculative_model(config: MoebiusConfig) -> Path:
-    """Returns an absolute path, downloaded where a head of the hub is named. Raises UserError."""
+    """Returns an absolute path, downloaded where one of the hub is named. Raises UserError."""
     given = config.gpu.speculative_model
     named = hub_model(given)
     path = Path(given).expanduser().absolute()
@@ -75,8 +75,8 @@ def _speculative_model(config: MoebiusConfig) -> Path:
             path = fetch_model(named, "", config.model.offline, progress)
     if not (path / "config.json").is_file():
         raise UserError(
-            f"speculative_model {given!r}: no config.json in it; allowed: the directory of an EAGLE-3 head, "
-            "or its name on the Hugging Face hub (owner/name)"
+            f"speculative_model {given!r}: no config.json in it; allowed: the directory of an EAGLE-3 head "
+            "or of a smaller model, or its name on the Hugging Face hub (owner/name)"
         )
     return path
 

@@ -362,6 +362,7 @@ class Planner:
                     if hardware.multiplies_bfloat16
                     else rank.widened_bytes,
                     "packed head": rank.packed_head_bytes,
+                    "draft model": rank.drafting_bytes,
                     "vision tower": self.forecast.vision_bytes,
                     "resident experts": held.count * held.bytes_each,
                     "KV cache": kv.pages * rank.page_bytes,

@@ -12,6 +12,7 @@ import structlog
 import torch
 
 from gpu_service.assembly.built import Built, model_info
+from gpu_service.assembly.draft_model import load_draft_model
 from gpu_service.assembly.elastic import EngineCache, make_engine_cache, make_page_supply, make_pool
 from gpu_service.assembly.experts import (
     check_experts,
@@ -73,7 +74,7 @@ from gpu_service.experts.streaming.step import StreamedExperts
 from gpu_service.experts.streaming.streamer import ExpertStreamer
 from gpu_service.layers.deferral import deferral_rule
 from gpu_service.loader.load import dense_form, load_weights
-from gpu_service.memory.plan import DENSE, GRAPHS, KV, LANE, RESIDENT, RING, STATES, VISION
+from gpu_service.memory.plan import DENSE, DRAFTING, GRAPHS, KV, LANE, RESIDENT, RING, STATES, VISION
 from gpu_service.models.common import CausalLM
 from gpu_service.models.compose import build_model
 from gpu_service.ops import backends
@@ -87,6 +88,7 @@ from moebius.grammar.process import BudgetedCompiler
 from moebius.models.config import ModelConfig
 from moebius.models.registry import family_of
 from moebius.models.served import read_served_model, with_drafts
+from moebius.models.small_model import check_tokenizers
 
 _log = structlog.get_logger(__name__)
 __all__ = ["Built", "WarmUpGate", "build_engine", "model_info"]
@@ -113,6 +115,7 @@ def build_engine(
             model_type=model_config.model_type,
         )
     check_speculation(config.gpu, config.parallel)
+    check_tokenizers(config.model.model, model_config)
     check_tiers(config)
     has_lane = may_have_lane(config, model_config, device)
     group = join_group(config, device, identity=identity.text, has_lane=has_lane)
@@ -218,7 +221,7 @@ def _step_runners(
     if runner.experts is None and runner.model.model.deferral is not None:
         _log.warning("defer_experts changes answers and saves no time: no layer asks an expert server")
     vocab_size = runner.model.config.vocab_size
-    runner.drafter = make_drafter(runner.model, runner.token_pool, group.parallel)
+    runner.drafter = make_drafter(config.gpu, runner, memory.drafting, limits, group.parallel)
     steps = make_step_runner(config, runner, stream, limits, vocab_size, group.parallel)
     undo.callback(steps.close)
     memory.reached(GRAPHS)
@@ -284,6 +287,8 @@ def _load(
     memory.reached(VISION)
     load_weights(model, config.model.model, dense_form(config.model, device))
     memory.reached(DENSE)
+    memory.drafting = load_draft_model(config, model_config, device)
+    memory.reached(DRAFTING)
     record = routing_record(config, moe, group, device, fingerprint)
     known = {} if moe is None else known_routing(config, moe, record, group)
     shape = cache_shape(config.gpu, model.config, model.rank_layers, device)

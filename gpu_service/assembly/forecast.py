@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from gpu_service.assembly.draft_model import draft_model_bytes
 from gpu_service.assembly.kv_memory import CacheShape, SharedKvMemory, cache_shape
 from gpu_service.assembly.rank_plan import RankPlan, shared_num_seqs
 from gpu_service.assembly.vision import vision_memory
@@ -60,6 +61,7 @@ class RankForecast:
     # On a CPU that does not multiply bfloat16: what linear layers and that copy take more, packed as float32.
     widened_bytes: int
     activation_bytes: int
+    drafting_bytes: int = 0  # A draft model's weights.
 
     @property
     def read_elements(self) -> int:
@@ -187,6 +189,7 @@ def _forecast(config: MoebiusConfig, rank: int, held: HeldWeights, shape: CacheS
         activation_bytes=activation_bytes(
             model, StepSize.largest(config.gpu), parallel, has_resident_experts=False
         ),
+        drafting_bytes=draft_model_bytes(config, model, torch.device("cpu" if held.on_cpu else "meta")),
     )
 
 

@@ -28,7 +28,8 @@ from gpu_service.memory.ledger import MemoryLedger
 from gpu_service.memory.plan import LANE, StepSize, size_kv_pool, useful_pages
 from gpu_service.memory.profile import profile_activations
 from gpu_service.models.common import CausalLM
-from gpu_service.speculation.mtp import WithHeads
+from gpu_service.speculation.draft_model import DraftModel
+from gpu_service.speculation.profiled import WithHeads
 from moebius.config import GpuConfig, MoebiusConfig
 from moebius.errors import UserError
 from moebius.models.config import ModelConfig
@@ -52,22 +53,28 @@ class CacheShape:
     dtype: torch.dtype
     storage_dtype: torch.dtype
     device: torch.device
+    beside: Layers = ()  # A draft model's, which every rank has whole.
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page over all layers."""
-        return page_bytes(self.layers, self.page_size, self.storage_dtype, self.dtype)
+        layers = (*self.layers, *self.beside)
+        return page_bytes(layers, self.page_size, self.storage_dtype, self.dtype)
 
     def attention_modules(self) -> list[Any]:
         """Returns what FlashInfer has to compile for attention over such pages. Imports FlashInfer."""
         from gpu_service.attention.flashinfer_plan import attention_modules
 
-        return attention_modules(self.layers, self.dtype, self.storage_dtype)
+        types = self.dtype, self.storage_dtype
+        found = attention_modules(self.layers, *types)
+        if self.beside:
+            found += attention_modules(self.beside, *types)
+        return list({module.name: module for module in found}.values()) if self.beside else found
 
     def make(self, num_pages: int, allocate: Allocate = zeros) -> PagedCache:
         """Allocates a cache of `num_pages` pages."""
         sizes = self.layers, num_pages, self.page_size, self.dtype, self.device, self.storage_dtype
-        return make_cache(*sizes, allocate)
+        return make_cache(*sizes, allocate, self.beside)
 
     def row_bytes(self) -> list[int]:
         """Returns the bytes of a page in each of the cache's tensors."""
@@ -92,13 +99,14 @@ def cache_shape(gpu: GpuConfig, model: ModelConfig, layers: Layers, device: torc
     Raises UserError for 8 bits of a model that has no such cache.
     """
     dtype = TORCH_DTYPES[model.dtype]
+    beside = () if model.small_model is None else model.small_model.config.layers
     if gpu.kv_cache_dtype != "auto" and not all(mixer.stores_8_bits for mixer in mixers(layers)):
         raise UserError(
             f"kv_cache_dtype: {gpu.kv_cache_dtype!r} is not supported for {model.model_type}, whose "
             "entries stand for several tokens each; allowed: auto"
         )
     storage = E4M3 if gpu.kv_cache_dtype == "fp8_e4m3" else dtype
-    return CacheShape(layers, gpu.page_size, dtype, storage, device)
+    return CacheShape(layers, gpu.page_size, dtype, storage, device, beside)
 
 
 def shared_kv_bytes(gpu: GpuConfig, shape: CacheShape) -> int:
@@ -113,6 +121,7 @@ class KvMemory(ABC):
 
     ledger: MemoryLedger | None = None  # None where memory is not ours to divide.
     pool: PhysicalPool | None = None  # What pages and experts will share; None: each has its own.
+    drafting: DraftModel | None = None  # Once it is loaded; None: no other model drafts tokens.
 
     def reached(self, part: str) -> None:
         """Called when a phase of loading has ended."""
@@ -206,7 +215,7 @@ class DeviceKvMemory(KvMemory):
 
         def measure(step: StepSize, streamed: StreamedExperts | None) -> int:
             return profile_activations(
-                WithHeads(model),
+                WithHeads(model, self.drafting, gpu.attention_backend),
                 make_cache,
                 lambda cache: make_attention(shape.layers, cache, shape.device, gpu.attention_backend),
                 geometry,

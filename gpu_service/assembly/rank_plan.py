@@ -12,6 +12,7 @@ from typing import Any
 import structlog
 import torch
 
+from gpu_service.assembly.draft_model import draft_model_bytes
 from gpu_service.assembly.kv_memory import (
     DeviceKvMemory,
     KvMemory,
@@ -252,6 +253,9 @@ class RankPlan:
         self._model, self._parallel, self._layers = held.config, held.parallel, held.rank_layers
         self._longest = held.config.max_model_len
         self._device = torch.device("cpu" if held.on_cpu else "meta")
+        # The same of a draft model.
+        drafting = draft_model_bytes(config, self._model, self._device)
+        self._drafting_bytes = {config.model.dense_weights: drafting}
 
     def make(self, config: MoebiusConfig) -> MemoryPlan:
         """Returns the ledger under these settings. Raises MemoryShort: it cannot fit; as `prefill_chunk`."""
@@ -346,8 +350,9 @@ class RankPlan:
         held = replace(self._experts, count=trial.num_experts)
         # Weights do not depend on it.
         config = self._model.with_max_model_len(longest or self._longest)
+        sizes = dense_bytes, self._use, shape.page_bytes, held, self._parallel, self._vision
         return plan_memory(
-            trial.config, config, dense_bytes, self._use, shape.page_bytes, held, self._parallel, self._vision
+            trial.config, config, *sizes, self._drafting_bytes[trial.config.model.dense_weights]
         )
 
     def _held_bytes(self, config: MoebiusConfig) -> int:
@@ -358,6 +363,7 @@ class RankPlan:
         if key not in self._dense_bytes:
             held = plan_weights(config.model, self._model, self._parallel, self._device)
             self._dense_bytes[key] = held.device_bytes
+            self._drafting_bytes[key] = draft_model_bytes(config, self._model, self._device)
         return self._dense_bytes[key]
 
 

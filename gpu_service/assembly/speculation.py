@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from gpu_service.assembly.steps import drafts_attention
 from gpu_service.core.parallel import ParallelContext
 from gpu_service.core.request import SchedulerLimits
-from gpu_service.core.step import TokenPool
 from gpu_service.engine.model_runner import ModelRunner
 from gpu_service.models.common import CausalLM
+from gpu_service.speculation.draft_model import DraftModel, ModelDrafter
 from gpu_service.speculation.drafter import DeviceDrafter
 from gpu_service.speculation.mtp import MtpDrafter
 from gpu_service.speculation.ngram import NGramDrafter
@@ -17,22 +18,36 @@ from moebius.errors import UserError
 
 
 def check_speculation(gpu: GpuConfig, parallel: ParallelConfig) -> None:
-    """Before anything is loaded. Raises UserError where layers that propose draft tokens cannot be run."""
+    """Before anything is loaded. Raises UserError where what drafts tokens on the device cannot be run."""
     if gpu.has_draft_layers and parallel.pipeline_parallel_size > 1:
         raise UserError(
             f"speculative_method: {gpu.speculative_method!r} is not supported with pipeline_parallel_size "
-            f"{parallel.pipeline_parallel_size}: its layer needs the embedding, which the first stage has, "
-            "and hidden states of the last stage; allowed: 1, or speculative_method off or ngram"
+            f"{parallel.pipeline_parallel_size}: draft tokens of the device are not sent from the last stage "
+            "to the others; allowed: 1, or speculative_method off or ngram"
         )
 
 
-def make_drafter(model: CausalLM, token_pool: TokenPool, parallel: ParallelContext) -> DeviceDrafter | None:
-    """Returns the drafter of a model with layers that propose draft tokens; None: drafts come from elsewhere,
-    if at all.
+def make_drafter(
+    gpu: GpuConfig,
+    runner: ModelRunner,
+    drafting: DraftModel | None,
+    limits: SchedulerLimits,
+    parallel: ParallelContext,
+) -> DeviceDrafter | None:
+    """Returns the drafter of a model with layers that propose draft tokens, or with a draft model; None:
+    drafts come from elsewhere, if at all.
     """
+    model, cache = runner.model, runner.kv_cache
+    assert isinstance(model, CausalLM)
+    attention = drafts_attention(gpu, model, cache, limits)
+    if drafting is not None:
+        assert cache.beside is not None
+        assert attention is not None
+        pool = runner.token_pool
+        return ModelDrafter(drafting, cache.beside, attention, pool, model.config.vocab_size, parallel)
     if not model.config.num_draft_layers:
         return None
-    return MtpDrafter(model, token_pool, parallel)
+    return MtpDrafter(model, runner.token_pool, parallel, attention)
 
 
 def make_speculation(gpu: GpuConfig, limits: SchedulerLimits, runner: ModelRunner) -> Speculation | None:

@@ -23,10 +23,12 @@ from gpu_service.experts.streaming.make import streams
 from gpu_service.memory.plan import has_lane
 from gpu_service.models.common import CausalLM
 from gpu_service.parallel.group import RankGroup
+from gpu_service.speculation.draft_model import ModelDrafter
+from gpu_service.speculation.mtp import MtpDrafter
 from moebius.config import GpuConfig, MoebiusConfig
 from moebius.experts.placement import make_placement
 from moebius.models.config import ModelConfig
-from moebius.models.layers.layer import Layers
+from moebius.models.layers.layer import Layers, divided
 from moebius.models.served import read_served_geometry
 from moebius.process.progress import phase
 
@@ -118,6 +120,10 @@ def make_lane(
     assert isinstance(model, CausalLM)
     with stream.active():
         attention = attention_that_runs(gpu, model.rank_layers, cache, limits)
+        drafter = runner.drafter
+        apart = drafts_attention(gpu, model, cache, limits)
+        if isinstance(drafter, ModelDrafter | MtpDrafter) and apart is not None:
+            drafter = drafter.with_attention(apart)
     own = group.lane_runner(
         model,
         cache,
@@ -131,7 +137,7 @@ def make_lane(
         states=runner.states,
         watch=runner.watch,
         is_float16=runner.is_float16,
-        drafter=runner.drafter,
+        drafter=drafter,
     )
     recorder = runner.recorder
     lane = DeviceLane(
@@ -175,6 +181,16 @@ def attention_that_runs(
             warm_up_attention(attention, limits.context_limit)
 
     return make_attention(rank_layers, cache, cache.device, gpu.attention_backend, try_out)
+
+
+def drafts_attention(
+    gpu: GpuConfig, model: CausalLM, cache: PagedCache, limits: SchedulerLimits
+) -> Attention | None:
+    """Returns the same for what drafts with a cache beside the model's: a draft model, or an EAGLE-3 head."""
+    if cache.beside is None:
+        return None
+    small, (_, apart) = model.config.small_model, divided(model.rank_layers)
+    return attention_that_runs(gpu, apart if small is None else small.config.layers, cache.beside, limits)
 
 
 def graphs_unsupported_reason(config: MoebiusConfig, runner: ModelRunner) -> str:

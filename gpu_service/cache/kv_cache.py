@@ -18,7 +18,7 @@ from gpu_service.ops.rope import Unrotated
 from moebius.models.layers.compressed import CompressedAttention, SharedEntryAttention, entry_mixers
 from moebius.models.layers.gqa import GQA
 from moebius.models.layers.latent import MLA
-from moebius.models.layers.layer import Layers, cached, indexed, mixers
+from moebius.models.layers.layer import Layers, cached, divided, indexed, mixers
 from moebius.models.layers.layer import page_bytes as layers_page_bytes
 from moebius.models.layers.mixer import Mixer
 from moebius.models.layers.tensors import CacheTensor
@@ -150,6 +150,8 @@ class AttendedPages(LayerPages):
         super().__init__([part for _, part in attended], *sizes, storage_dtype, allocate)
         if self.is_quantised and not all(mixer.stores_8_bits for mixer, _ in attended):
             raise ValueError(f"compressed pages of {storage_dtype} are not supported; allowed: {dtype}")
+        # What a draft model keeps of the same tokens, in pages of the same numbers; None: there is none.
+        self.beside: PagedCache | None = None
         chosen_by = indexed(layers)
         # None: every layer attends to all tokens.
         self.index_keys = IndexKeys(chosen_by, *sizes, None, allocate) if chosen_by else None
@@ -159,7 +161,8 @@ class AttendedPages(LayerPages):
         """Notes what readers ask the kind of cache; called once the pages are there."""
 
     def _tensors(self) -> Iterable[torch.Tensor]:
-        return self._layers if self.index_keys is None else (*self._layers, *self.index_keys._tensors())
+        parts = (part for part in (self.index_keys, self.beside) if part is not None)
+        return (*self._layers, *(tensor for part in parts for tensor in part._tensors()))
 
 
 class KVCache(AttendedPages):
@@ -318,7 +321,16 @@ def make_cache(
     device: torch.device | str = "cpu",
     storage_dtype: torch.dtype | None = None,
     allocate: Allocate = zeros,
+    beside: Layers = (),
 ) -> PagedCache:
-    """The cache of a rank's own layers; the rest is as in `AttendedPages`."""
+    """The cache of a rank's own layers, and beside it of a draft model's, `beside`, or of an EAGLE-3 head
+    whose cache is of another kind; the rest is as in `AttendedPages`.
+    """
+    layers, apart = divided(layers)
+    beside = beside or apart
     kind = next(type(mixer) for mixer, _ in cached(layers))
-    return CACHES[kind](layers, num_pages, page_size, dtype, device, storage_dtype, allocate)
+    sizes = num_pages, page_size, dtype, device, storage_dtype, allocate
+    cache = CACHES[kind](layers, *sizes)
+    if beside:
+        cache.beside = make_cache(beside, *sizes)
+    return cache

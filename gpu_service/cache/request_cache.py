@@ -282,12 +282,16 @@ class RequestCache:
     def grow_for_drafts(self, batch: Batch, index: int, count: int, spared_pages: int) -> bool:
         """Makes room for drafts of a request of a batch; False: not without the last `spared_pages` pages, or
         too few states are free."""
-        request = batch.requests[index]
-        num_tokens = request.scheduled_len + count
-        wanted = self.pages_for(num_tokens) - len(request.pages)
-        if wanted > self.available - spared_pages or not self.grow(request, num_tokens):
+        if not self.grow_where_free(batch.requests[index], count, spared_pages):
             return False
         return self.states is None or self.states.advance_drafts(batch, index, count)
+
+    def grow_where_free(self, request: Request, count: int, spared_pages: int) -> bool:
+        """Makes room in pages for tokens after those that are planned; False: not without the last
+        `spared_pages` pages."""
+        num_tokens = request.scheduled_len + count
+        wanted = self.pages_for(num_tokens) - len(request.pages)
+        return wanted <= self.available - spared_pages and self.grow(request, num_tokens)
 
     def accept_draft(self, batch: Batch, index: int, place: int) -> None:
         """The `place`-th draft of a request of a batch was right, and is among its `computed_len` tokens."""

@@ -119,6 +119,11 @@ def activation_bytes(
     config: ModelConfig, step: StepSize, parallel: ParallelContext, has_resident_experts: bool
 ) -> int:
     """Returns the most bytes of tensors that live at once within a step, of this rank."""
+    if config.small_model is not None:
+        # Its passes begin when the large model's tensors are free again, but have a row more of each request.
+        small, longer = config.small_model.config, replace(step, tokens=step.tokens + step.sequences)
+        own = activation_bytes(replace(config, small_model=None), step, parallel, has_resident_experts)
+        return max(own, activation_bytes(small, longer, SOLO, bool(small.moe_layer_ids)))
     item, hidden = config.dtype_bytes, config.hidden_size
     layers = all_stages_layers(config, parallel)
     # Residual, normed input, its output and one temporary; partial sum and answer in float32.
@@ -188,6 +193,7 @@ VISION, IMAGES = "vision tower", "images"
 GRAPHS, WORKSPACE, ACTIVATIONS = "CUDA graphs", "workspaces", "activations"
 LANE = "prefill lane"
 STATES = "states of requests"
+DRAFTING = "draft model"
 CONTEXT, SLACK, KV = "CUDA context", "allocator slack", "KV cache"
 
 
@@ -267,11 +273,12 @@ def plan_memory(
     experts: ExpertMemory | None = None,
     parallel: ParallelContext = SOLO,
     vision: VisionMemory | None = None,
+    draft_model_bytes: int = 0,
 ) -> MemoryPlan:
     """Returns the plan of this rank. `dense_bytes`: `parameter_bytes` of its part; `use`: the device before
     loading.
 
-    `vision` None: the model is text-only.
+    `vision` None: the model is text-only. `draft_model_bytes`: of a draft model's weights.
 
     The KV cache gets num_pages or kv_cache_gib where one is set, else all that is left. Raises MemoryShort
     when the parts do not fit the budget, naming the numbers.
@@ -286,6 +293,7 @@ def plan_memory(
     states = all_states_bytes(config.gpu, own, TORCH_DTYPES[model_config.dtype])
     lines = (
         MemoryLine(DENSE, dense_bytes),
+        MemoryLine(DRAFTING, draft_model_bytes),
         MemoryLine(VISION, vision.tower_bytes),
         MemoryLine(IMAGES, vision.image_bytes),
         MemoryLine(RESIDENT, experts.count * experts.bytes_each),

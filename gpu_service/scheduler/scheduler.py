@@ -114,8 +114,10 @@ class Scheduler:
         self.pacing.lacks_pages = None
         batch = self._take_turns() if self.pacing.takes_turns else self._schedule_main()
         if self.speculation is not None and batch is not None:
-            grow = partial(self.cache.grow_for_drafts, spared_pages=self.limits.watermark_pages)
-            self.speculation.add_drafts(batch, self.running, grow)
+            spared = self.limits.watermark_pages
+            grow = partial(self.cache.grow_for_drafts, spared_pages=spared)
+            foresee = partial(self.cache.grow_where_free, spared_pages=spared)
+            self.speculation.add_drafts(batch, self.running, grow, foresee)
         return batch
 
     def _schedule_main(self, apart: bool = True) -> Batch | None:

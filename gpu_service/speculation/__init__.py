@@ -21,12 +21,13 @@ flight no other is planned in its lane: how far its requests come is unknown, an
 would cost about as much as one of all. Other steps overlap as ever. Prompts go first: drafts never take a
 row, a page or budget that a request's own token needs.
 
-**Drafters** (`drafter.py`). A host drafter looks at known tokens (`ngram.py`). A device drafter, such as the
-model's MTP layers, is called by the model runner in every step once its tokens are sampled; its drafts come
-back with them, `StepOutputs.drafts`, and are the request's for the next step. It may fail with
-ExpertUnavailable: then there are none.
+**Drafters** (`drafter.py`). A host drafter looks at known tokens (`ngram.py`). A device drafter, the model's
+MTP layers (`mtp.py`) or a smaller model (`draft_model.py`), is called by the model runner in every step once
+its tokens are sampled; its drafts come back with them, `StepOutputs.drafts`, and are the request's for the
+next step. It may fail with ExpertUnavailable: then there are none.
 
-With both (`ngram+mtp`) each request's step verifies the drafts of the one that is accepted more often.
+With both (`ngram+mtp`, `ngram+draft_model`) each request's step verifies the drafts of the one that is
+accepted more often.
 
 **How many are worth it** (`policy.py`) follows from how often a request's drafts were accepted, and from what
 steps of as many rows took; the latter is measured by the first rank (`pace.py`), which tells all ranks at

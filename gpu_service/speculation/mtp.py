@@ -13,30 +13,49 @@ what a head attends to is not exactly its own, at the cost of drafts alone:
 - The entry of the last position of a page that another request's prompt shares was made with the token that
   followed there.
 - Passes of a single head after the first write where the request's next step computes, which writes it again;
-  where no page is there yet, they share the dummy page.
+  where no page is there yet and none is free, they share the dummy page.
 - A second head's entry of a request's last row was made with a draft, accepted or rejected.
 """
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
+from typing import Self
 
 import torch
 
+from gpu_service.attention.registry import Attention
 from gpu_service.core.parallel import SOLO, ParallelContext
-from gpu_service.core.step import ForwardInputs, StepPlan, TokenPool
+from gpu_service.core.step import StepPlan, TokenPool
 from gpu_service.layers.context import ForwardContext
 from gpu_service.models.common import CausalLM
 from gpu_service.speculation.drafter import FirstPass
+from gpu_service.speculation.rows import rows_ahead
 
 
 class MtpDrafter:
     """A `DeviceDrafter`; waits for nothing."""
 
-    def __init__(self, model: CausalLM, token_pool: TokenPool, parallel: ParallelContext = SOLO) -> None:
-        """`model` serves its heads; `token_pool`: of the runner that calls."""
+    def __init__(
+        self,
+        model: CausalLM,
+        token_pool: TokenPool,
+        parallel: ParallelContext = SOLO,
+        attention: Attention | None = None,
+    ) -> None:
+        """`model` serves its heads; `token_pool`: of the runner that calls; `attention`: over the cache
+        beside the model's, where a head's keys and values are there.
+        """
         self._model, self._pool, self._parallel = model, token_pool, parallel
+        self._attention = attention
         self._num_heads = model.config.num_draft_layers
+
+    def with_attention(self, attention: Attention) -> Self:
+        """Returns the same drafter for steps on another stream, which are planned apart."""
+        found = copy.copy(self)
+        found._attention = attention
+        return found
 
     def make_buffer(self, num_rows: int) -> torch.Tensor:
         """Returns zeros `[num_rows, H]`."""
@@ -49,8 +68,10 @@ class MtpDrafter:
 
     @property
     def captures(self) -> bool:
-        """Returns whether there is one head: passes of others are planned with the first."""
-        return self._num_heads == 1
+        """Returns whether there is one head, planned as the model is: others' passes are planned with the
+        first.
+        """
+        return self._num_heads == 1 and self._attention is None
 
     def first_pass(
         self, context: ForwardContext, hidden_states: torch.Tensor, next_ids: torch.Tensor
@@ -71,6 +92,9 @@ class MtpDrafter:
     ) -> torch.Tensor | None:
         """Proposes as the protocol says; drafts are the same on all ranks."""
         context = replace(context, recorder=None)
+        if self._attention is not None:
+            context = beside(context, self._attention)
+            self._attention.plan(context.inputs)
         wants_drafts = plan.num_drafts > 0 and last_rows.numel() > 0
         if first is None:
             made = self._model.predict_further(0, hidden_states, next_ids, context)
@@ -140,7 +164,7 @@ class MtpDrafter:
         is_last = torch.zeros_like(rows, dtype=torch.bool).scatter(0, entries, True)
         hidden_states = hidden_states[rows]
         for ahead in range(1, plan.num_drafts):
-            inputs = _ahead(plan, context.kv_cache.page_size, ahead, rows, is_last)
+            inputs = rows_ahead(plan, context.kv_cache.page_size, ahead, rows, is_last)
             ids = torch.zeros_like(rows).scatter(0, entries, drafts[-1])
             context.attention.plan(inputs)
             # What a step streams of a layer is there once.
@@ -150,52 +174,8 @@ class MtpDrafter:
         return drafts
 
 
-def _ahead(
-    plan: StepPlan, page_size: int, ahead: int, rows: torch.Tensor, is_last: torch.Tensor
-) -> ForwardInputs:
-    """Returns inputs of one row per entry of the plan, `ahead` positions after it.
-
-    `rows` int64 `[R]`: the entries' last; `is_last` bool `[R]`: those that count.
-    """
-    count, device = rows.shape[0], rows.device
-    positions = plan.positions[rows] + ahead
-    lengths = [length + ahead for length in plan.seq_lens]
-    missing = -(-max(lengths) // page_size) - plan.block_table.shape[1]
-    table = torch.nn.functional.pad(plan.block_table, (0, max(0, missing)))
-    pages = table.gather(1, (positions // page_size).unsqueeze(1)).squeeze(1).long()
-    slots = (pages * page_size + positions % page_size).masked_fill(~is_last, 0)
-    axes = plan.mrope_positions
-    return ForwardInputs(
-        input_ids=rows,
-        positions=positions,
-        slot_mapping=slots,
-        block_table=table,
-        query_start_loc=list(range(count + 1)),
-        seq_lens=lengths,
-        logits_indices=rows,
-        query_start_loc_tensor=torch.arange(count + 1, dtype=torch.int32, device=device),
-        seq_lens_tensor=(plan.seq_lens_tensor + ahead),
-        mrope_positions=None if axes is None else axes[:, rows] + ahead,
-        valid_rows=is_last,
-    )
-
-
-class WithHeads:
-    """For measuring memory: a model whose steps also run its heads over all rows."""
-
-    def __init__(self, model: CausalLM) -> None:
-        self._model = model
-
-    def forward(self, context: ForwardContext) -> torch.Tensor:
-        """Returns the model's hidden states `[T, H]`."""
-        hidden_states = made = self._model.forward(context)
-        heads = self._model.config.num_draft_layers
-        if heads:
-            made = self._model.draft_inputs(hidden_states, context)
-        for head in range(heads):
-            made = self._model.predict_further(head, made, context.inputs.input_ids, context)
-        return hidden_states
-
-    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Maps `[L, H]` to float32 `[L, V]`."""
-        return self._model.compute_logits(hidden_states)
+def beside(context: ForwardContext, attention: Attention) -> ForwardContext:
+    """Returns what a head with a cache of its own is given, beside the model's; `attention` is over it."""
+    cache = context.kv_cache.beside
+    assert cache is not None, "asked only of models with such a cache"
+    return replace(context, kv_cache=cache, attention=attention)

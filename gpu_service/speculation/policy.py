@@ -131,11 +131,16 @@ class Speculation:
         return any(self._choose(offers, len(running), first=2))  # accepted only if that token is, too
 
     def add_drafts(
-        self, batch: Batch, running: Sequence[Request], grow: Callable[[Batch, int, int], bool]
+        self,
+        batch: Batch,
+        running: Sequence[Request],
+        grow: Callable[[Batch, int, int], bool],
+        foresee: Callable[[Request, int], object] = lambda request, count: None,
     ) -> None:
         """Gives a planned step what drafts are worth verifying.
 
-        `grow` makes room for a number of drafts of a request of the batch, where there is any.
+        `grow` makes room for a number of drafts of a request of the batch, where there is any; `foresee` for
+        a number of tokens of a request after those, which a device drafter reads before they are verified.
         """
         if not batch.is_uniform_decode or not all(map(_decodes, running)):
             return
@@ -165,6 +170,11 @@ class Speculation:
                 for request, own in zip(batch.requests, draft_tokens, strict=True)
             ]
             batch.num_drafts = max(self._choose(expected, len(expected)))
+            for index, request in enumerate(batch.requests):
+                inflight = 1 + (len(drafts[index]) if batch.drafts else 0)
+                ahead = min(batch.num_drafts, self._room(request, inflight))
+                if ahead:
+                    foresee(request, inflight - 1 + ahead)
             if self.costs.is_measured:
                 self._rest.planned(bool(batch.num_drafts) or _has_drafts_of_layers(batch))
                 # What a step takes without drafts is measured without the drafter.

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from gpu_service.core.results import RowResult
-from gpu_service.core.step import Batch, Drafts, StepPlan
+from gpu_service.core.step import Batch, Drafts, ForwardInputs, StepPlan
 
 
 def as_rows(batch: Batch) -> Batch:
@@ -89,3 +89,33 @@ def last_rows(plan: StepPlan, sampled_ids: torch.Tensor) -> torch.Tensor:
     rows = (first.unsqueeze(1) + places).clamp_(max=sampled_ids.shape[0] - 1)
     accepted = (sampled_ids[rows] == expected).long().cumprod(1).sum(1)
     return plan.logits_indices[first + accepted]
+
+
+def rows_ahead(
+    plan: StepPlan, page_size: int, ahead: int, rows: torch.Tensor, is_last: torch.Tensor
+) -> ForwardInputs:
+    """Returns inputs of one row per entry of the plan, `ahead` positions after it.
+
+    `rows` int64 `[R]`: the entries' last; `is_last` bool `[R]`: those that count.
+    """
+    count, device = rows.shape[0], rows.device
+    positions = plan.positions[rows] + ahead
+    lengths = [length + ahead for length in plan.seq_lens]
+    missing = -(-max(lengths) // page_size) - plan.block_table.shape[1]
+    table = torch.nn.functional.pad(plan.block_table, (0, max(0, missing)))
+    pages = table.gather(1, (positions // page_size).unsqueeze(1)).squeeze(1).long()
+    slots = (pages * page_size + positions % page_size).masked_fill(~is_last, 0)
+    axes = plan.mrope_positions
+    return ForwardInputs(
+        input_ids=rows,
+        positions=positions,
+        slot_mapping=slots,
+        block_table=table,
+        query_start_loc=list(range(count + 1)),
+        seq_lens=lengths,
+        logits_indices=rows,
+        query_start_loc_tensor=torch.arange(count + 1, dtype=torch.int32, device=device),
+        seq_lens_tensor=(plan.seq_lens_tensor + ahead),
+        mrope_positions=None if axes is None else axes[:, rows] + ahead,
+        valid_rows=is_last,
+    )

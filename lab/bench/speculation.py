@@ -119,7 +119,8 @@ def run(
     device, config = resolve_device(config.gpu), with_drafts(config)
     method = "ngram" if config.gpu.speculative_method == "off" else config.gpu.speculative_method
     speculative, parallel = with_method(config, method), config.parallel
-    if method in ("mtp", "eagle3"):  # their draft tokens do not follow from what prompts repeat
+    # Draft tokens of others do not follow from what prompts repeat.
+    if method in ("mtp", "eagle3", "draft_model"):
         options = replace(options, changed=options.changed[:1])
     # A model without drafts is refused before half of the run is over.
     read_served_model(speculative)
@@ -141,8 +142,8 @@ _Measured = tuple[SpeculationResult, list[list[int]]]
 
 
 def with_method(config: MoebiusConfig, method: str) -> MoebiusConfig:
-    head = config.gpu.speculative_model if "eagle3" in method else ""
-    gpu = config.gpu.model_copy(update={"speculative_method": method, "speculative_model": head})
+    second = config.gpu.speculative_model if method.endswith(("eagle3", "draft_model")) else ""
+    gpu = config.gpu.model_copy(update={"speculative_method": method, "speculative_model": second})
     return config.model_copy(update={"gpu": gpu})
 
 

@@ -24,6 +24,12 @@ def read_backend(model: Path) -> Tokenizer:
     return read_tokenizer_file(path)
 
 
+def has_tokenizer(model: Path) -> bool:
+    """Returns whether a checkpoint has any of these files."""
+    directory = companion_directory(model)
+    return is_gguf(model) or (directory / "tokenizer.json").exists() or has_vocabulary(directory)
+
+
 def read_tokenizer_file(path: Path) -> Tokenizer:
     """Returns the tokenizer in `path`; without such a file, the one that a vocabulary next to it describes.
 

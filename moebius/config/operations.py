@@ -16,15 +16,25 @@ class Section(BaseModel):
 class SpeculationSettings(Section):
     """The engine's, of speculative decoding (docs/speculation.md); part of its section."""
 
-    speculative_method: Literal["off", "auto", "ngram", "mtp", "eagle3", "ngram+mtp", "ngram+eagle3"] = Field(
+    speculative_method: Literal[
+        "off",
+        "auto",
+        "ngram",
+        "mtp",
+        "eagle3",
+        "draft_model",
+        "ngram+mtp",
+        "ngram+eagle3",
+        "ngram+draft_model",
+    ] = Field(
         default="off",
         description="Where draft tokens come from: the request's own text (ngram), or the model's MTP layers "
-        "(mtp; auto: if the checkpoint has them), or an EAGLE-3 head (eagle3), or the text and the other, "
-        "whichever is accepted more often",
+        "(mtp), or an EAGLE-3 head (eagle3), or a smaller model (draft_model), or the text and one of these, "
+        "whichever is accepted more often; auto: what speculative_model is, or mtp if the checkpoint has it",
     )
     speculative_model: str = Field(
         default="",
-        description="eagle3: directory of the head, or its name on the hub (owner/name)",
+        description="eagle3, draft_model: directory of the head or model, or its name on the hub",
     )
     num_draft_tokens: int = Field(
         default=3, ge=1, le=16, description="Draft tokens of each request in a step, at most"
@@ -51,8 +61,8 @@ class SpeculationSettings(Section):
 
     @property
     def has_draft_layers(self) -> bool:
-        """Whether draft tokens come from layers after the model's last."""
-        return "mtp" in self.speculative_method or "eagle3" in self.speculative_method
+        """Whether draft tokens come from layers of the model or from another model, on the device."""
+        return self.speculative_method not in ("off", "auto", "ngram")
 
     @property
     def mtp_heads(self) -> int:

@@ -55,6 +55,7 @@ class ModelOverrides:
     # Heads of multi-token prediction that are served at most; 0: none is loaded.
     mtp_heads: int = 0
     draft_model: str = ""  # Directory of an EAGLE-3 head for this model; empty: none.
+    small_model: str = ""  # Directory of a smaller model that drafts tokens for this one; empty: none.
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ class ModelConfig:
     bos_token_id: int | None = None
     num_mtp_layers: int = 0  # Layers of multi-token prediction that the checkpoint says it has.
     draft_model: str = ""  # Directory of the EAGLE-3 head that is its last layer; empty: it is none.
+    small_model: SmallModel | None = None  # What drafts tokens for it; None: no other model does.
     vision: VisionConfig | None = None  # None: the model is text-only, or is served without its tower.
     # What is read otherwise than another reader of config.json does; logged.
     remarks: tuple[str, ...] = field(default=(), compare=False)
@@ -163,3 +165,12 @@ class ModelConfig:
     def is_moe_layer(self, layer_id: int) -> bool:
         """Returns whether the layer routes to experts (else: dense MLP)."""
         return layer_id in self.routed
+
+
+@dataclass(frozen=True)
+class SmallModel:
+    """A model of its own that drafts tokens for another; made by `small_model.with_small_model`."""
+
+    directory: str
+    # Of the other model's type of activations, for sequences as long as that one's.
+    config: ModelConfig

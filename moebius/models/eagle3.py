@@ -19,9 +19,8 @@ from moebius.checkpoint.index import TensorInfo, open_safetensors
 from moebius.models.common import read_common
 from moebius.models.config import ModelConfig, ModelConfigError
 from moebius.models.keys import HfKeys
-from moebius.models.layers.gqa import GQA
+from moebius.models.layers.compressed import CompressedAttention
 from moebius.models.layers.layer import Layer, mixers
-from moebius.models.layers.recurrent import Recurrent
 from moebius.models.layers.residual import Eagle3
 from moebius.models.rope import read_rope
 
@@ -62,6 +61,16 @@ def with_eagle3(config: ModelConfig, directory: str) -> ModelConfig:
     return replace(config, layers=(*config.layers, head), draft_model=directory)
 
 
+def is_head(directory: str) -> bool:
+    """Returns whether config.json describes such a head. Raises CheckpointError."""
+    if not (Path(directory) / "config.json").is_file():
+        return False
+    described = read_config_file(Path(directory))
+    names = described.get("architectures") or []
+    of_heads = ("transformer_layer_config", "eagle_config", "draft_vocab_size", _READ_LAYERS)
+    return any(key in described for key in of_heads) or any("Eagle3" in str(name) for name in names)
+
+
 def head_tensors(config: ModelConfig) -> dict[str, TensorInfo]:
     """Returns the tensors of a model's head by canonical name, those left out that nothing here reads.
 
@@ -86,8 +95,8 @@ def _check_model(config: ModelConfig, directory: str) -> None:
     rotations = [mixer.rope for mixer in mixers(config.layers) if mixer.rope is not None]
     refused = {
         "several residual streams": config.stream_size != config.hidden_size,
-        "attention to latents or compressed entries, beside which no keys and values are cached": any(
-            not isinstance(mixer, GQA | Recurrent) for mixer in mixers(config.layers)
+        "attention to compressed entries": any(
+            isinstance(mixer, CompressedAttention) for mixer in mixers(config.layers)
         ),
         "rotation by positions in time, height and width (without images: --language-model-only)": (
             config.has_mrope

@@ -13,12 +13,15 @@ from moebius.checkpoint.config_file import read_config_file, read_json
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.gguf.files import companion_directory, is_gguf
 from moebius.models.config import DTYPE_BYTES, DTypeName, ModelConfig, ModelConfigError, ModelOverrides
+from moebius.models.dense import DENSE_FAMILIES
 from moebius.models.eagle3 import with_eagle3
+from moebius.models.family import Family
 from moebius.models.geometry import MoeGeometry
 from moebius.models.keys import HfKeys
 from moebius.models.layers.router import RouterConfig
 from moebius.models.mtp import check_heads, with_heads
 from moebius.models.registry import FAMILIES, gguf_family, known_families
+from moebius.models.small_model import with_small_model
 from moebius.models.tied_head import has_own_head
 from moebius.models.vision import read_vision
 
@@ -27,6 +30,9 @@ log = structlog.get_logger(__name__)
 # AWQ and GPTQ checkpoints say float16, which their authors' kernels compute in. Unless it is asked for by
 # name they are computed in bfloat16, in which no activation can overflow.
 _COMPUTED_IN: Mapping[str, str] = {"float16": "bfloat16"}
+
+# What a draft model may be besides.
+_DENSE = "".join(f"{name}, " for name in DENSE_FAMILIES)
 
 
 def read_config(directory: str | Path) -> dict[str, Any]:
@@ -51,7 +57,7 @@ def read_model_config(directory: str | Path, overrides: ModelOverrides | None = 
 
     Where the head may be the embedding, the stored tensors decide. Raises ModelConfigError naming the key,
     its value and what is allowed, CheckpointError for such tensors that can not be read, and as
-    `mtp.check_heads` and `eagle3.with_eagle3`.
+    `mtp.check_heads`, `eagle3.with_eagle3` and `small_model.with_small_model`.
     """
     directory = Path(directory)
     config = _described(directory, overrides or ModelOverrides())
@@ -64,6 +70,8 @@ def read_model_config(directory: str | Path, overrides: ModelOverrides | None = 
         config = replace(config, eos_token_ids=tuple(ids))
     if overrides is not None and overrides.draft_model:
         config = with_eagle3(config, overrides.draft_model)
+    if overrides is not None and overrides.small_model:
+        config = with_small_model(config, _small(overrides.small_model), overrides.small_model)
     for remark in config.remarks:
         log.warning(remark, model_type=config.model_type)
     if config.unread_keys:
@@ -93,7 +101,16 @@ def check_described(directory: str | Path) -> None:
     _described(Path(directory), ModelOverrides(language_model_only=True))
 
 
-def _described(directory: Path, overrides: ModelOverrides) -> ModelConfig:
+def _small(directory: str) -> ModelConfig:
+    """Returns what a small model is, which may be dense."""
+    families = {**DENSE_FAMILIES, **FAMILIES}
+    config = _described(Path(directory), ModelOverrides(language_model_only=True), families)
+    return _with_own_head(Path(directory), config)
+
+
+def _described(
+    directory: Path, overrides: ModelOverrides, families: Mapping[str, Family] = FAMILIES
+) -> ModelConfig:
     """Reads the configuration alone, and no tensor."""
     source = str(directory if is_gguf(directory) else directory / "config.json")
     try:
@@ -102,9 +119,10 @@ def _described(directory: Path, overrides: ModelOverrides) -> ModelConfig:
         raise
     except CheckpointError as error:
         raise ModelConfigError(str(error)) from error
-    family = FAMILIES.get(hf.string("model_type"))
+    family = families.get(hf.string("model_type"))
     if family is None:
-        raise hf.error("model_type", hf.string("model_type"), known_families())
+        known = _DENSE * (families is not FAMILIES) + known_families()
+        raise hf.error("model_type", hf.string("model_type"), known)
     config = _apply_overrides(hf, family.read(hf), overrides)
     vision = read_vision(hf, family, wanted=not overrides.language_model_only)
     if config.routed:

@@ -11,6 +11,7 @@ from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.gguf.family import GgufFamily
 from moebius.models import families
 from moebius.models.config import ModelConfigError
+from moebius.models.dense import DENSE_FAMILIES
 from moebius.models.family import Family, VisionFamily
 
 if TYPE_CHECKING:
@@ -41,8 +42,11 @@ def known_families() -> str:
 
 
 def family_of(model_type: str) -> Family:
-    """Raises ModelConfigError for a `model_type` that no module describes, naming those that one does."""
-    family = FAMILIES.get(model_type)
+    """Returns a family, dense ones included.
+
+    Raises ModelConfigError for a `model_type` that no module describes, naming those that one does.
+    """
+    family = FAMILIES.get(model_type) or DENSE_FAMILIES.get(model_type)
     if family is None:
         raise ModelConfigError(f"model_type {model_type!r} is not supported; known: {known_families()}")
     return family

@@ -11,7 +11,7 @@ from moebius.other_servers.name import (
     refused,
     same,
 )
-from moebius.other_servers.vllm_sglang import LORA, NO_DRAFT_MODEL, OF_MODEL
+from moebius.other_servers.vllm_sglang import LORA, OF_MODEL
 
 _DENSE = (
     "attention and dense layers are always on the GPU; experts as far as there is room, or as --gpu-layers"
@@ -134,7 +134,10 @@ TABLE: dict[str, OtherName] = {
     "context-shift": refused(_NO_SHIFT, False),
     "no-context-shift": fulfilled(_NO_SHIFT),
     "keep": refused(_NO_SHIFT),
-    "model-draft md spec-draft-model ngld gpu-layers-draft-model cd devd": refused(NO_DRAFT_MODEL),
+    "model-draft md spec-draft-model": OtherName("speculative_model", unit="checkpoint"),
+    "ngld gpu-layers-draft-model cd devd": refused(
+        "a draft model is whole on the device that computes dense layers, for contexts as long as MODEL's"
+    ),
     "draft draft-n draft-max spec-draft-n-max": same("num_draft_tokens"),
     "draft-min draft-n-min draft-p-min spec-draft-n-min": fulfilled(
         "how many draft tokens are worth it is measured (--adaptive-drafts)", takes_value=True

@@ -21,7 +21,7 @@ from moebius.durations import seconds_of
 from moebius.errors import ConfigError
 from moebius.other_servers.setting_names import OtherName, field_name, other_name, other_variable
 from moebius.other_servers.tensor_overrides import resident_layers
-from moebius.other_servers.vllm_sglang import NO_DRAFT_MODEL
+from moebius.other_servers.vllm_sglang import OTHER_DRAFTS
 
 _NUMBER = re.compile(r"-\d")
 _DEFAULT_PAGE = 16
@@ -323,8 +323,15 @@ class Translator:
             found.pop("num_draft_tokens", None)
         method = found["speculative_method"].value if "speculative_method" in found else ""
         method = method or self.own.get("speculative_method", "")
-        if "eagle3" not in method and (head := found.pop("speculative_model", None)) is not None:
-            self.differ(f"{head.name} {head.value}", NO_DRAFT_MODEL)
+        second = found.get("speculative_model")
+        if second is not None and not method and "speculative_method" not in self._refused_leaves:
+            # What the other model is, its files say.
+            leaf = "speculative_method"
+            found[leaf] = _Setting(second.name, OtherName(leaf), leaf, "auto")
+            self._parts.append(found[leaf])
+        elif second is not None and not any(name in method for name in ("eagle3", "draft_model", "auto")):
+            del found["speculative_model"]
+            self.differ(f"{second.name} {second.value}", OTHER_DRAFTS)
         converted = found.get("expert_checkpoint")
         requantised = "expert_dtype" in found and found["expert_dtype"].value in ("int4", "int8")
         if converted is not None and requantised:

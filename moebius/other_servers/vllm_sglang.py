@@ -16,7 +16,10 @@ WHOLE_EXPERTS = (
 STEP = "here --max-num-batched-tokens, and --prefill-chunk-max where experts are streamed"
 KV_IN_RAM = "--kv-offload-gib is the RAM for prefixes that the KV cache evicts"
 KV_ON_DISK = "prefixes are on disk with --kv-disk-gib and --kv-disk-dir"
-NO_DRAFT_MODEL = "no second model but an EAGLE-3 head proposes draft tokens; here --speculative-method"
+OTHER_DRAFTS = (
+    "of second models an EAGLE-3 head or a smaller model with the same tokenizer proposes draft tokens; here "
+    "--speculative-method eagle3 or draft_model, with --speculative-model"
+)
 LORA = "LoRA adapters are not supported: merge them into the checkpoint"
 OF_MODEL = "edit config.json in a copy of the checkpoint"
 ENGINES_ATTEND = (
@@ -51,10 +54,8 @@ _EAGLE = (
     "draft model is named; of heads in a checkpoint of their own those of EAGLE3 are supported"
 )
 _NGRAM = "NGRAM ngram-cache ngram-simple ngram-mod ngram-map-k ngram-map-k4v ngram_gpu"
-_OTHER_DRAFTS = (
-    "eagle STANDALONE medusa mlp_speculator draft_model suffix dspark DSPARK dflash DFLASH "
-    "draft-simple draft-eagle3 draft-dflash draft"
-)
+_DRAFT_MODEL = "draft_model STANDALONE draft-simple draft"
+_OTHER_DRAFTS = "eagle medusa mlp_speculator suffix dspark DSPARK dflash DFLASH draft-eagle3 draft-dflash"
 # Names of formats that only a checkpoint can have; others may ask for requantisation, too.
 _STORED = (
     "awq awq_marlin moe_wna16 gptq gptq_marlin compressed-tensors auto-round inc gguf mxfp4 modelopt "
@@ -65,7 +66,8 @@ METHODS = {
     **dict.fromkeys(_NGRAM.split(), "ngram"),
     **dict.fromkeys(_MTP.split(), "mtp"),
     **dict.fromkeys(("eagle3", "EAGLE3"), "eagle3"),
-    **dict.fromkeys(_OTHER_DRAFTS.split(), f"!{NO_DRAFT_MODEL}"),
+    **dict.fromkeys(_DRAFT_MODEL.split(), "draft_model"),
+    **dict.fromkeys(_OTHER_DRAFTS.split(), f"!{OTHER_DRAFTS}"),
 }
 _GRAPH_SIZES = "batch sizes of graphs are chosen up to --cuda-graph-max-batch-size"
 _GRAPHS = {
@@ -221,9 +223,11 @@ TABLE: dict[str, OtherName] = {
         "speculative_model", unit="checkpoint"
     ),
     "speculative-config.draft-tensor-parallel-size speculative-draft-model-quantization": refused(
-        "a draft head is divided as MODEL is, in the type of its activations", idle="unquant"
+        "a draft head is divided as MODEL is, a draft model is whole on every rank, both in the type of "
+        "MODEL's activations",
+        idle="1 unquant",
     ),
-    "speculative-token-map": refused(NO_DRAFT_MODEL),
+    "speculative-token-map": refused("draft tokens are of the whole vocabulary, or of an EAGLE-3 head's own"),
     "speculative-config.moe-backend speculative-moe-runner-backend": refused(KERNELS),
     "speculative-config.draft-sample-method speculative-accept-threshold-single": refused(
         "a draft token is accepted where it equals what is sampled", idle="1.0 greedy"

@@ -42,6 +42,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "shared": ("gpt_oss", {"own": (), "attention_bias": True}),
     "states": ("qwen3_next", {"own": ("head",)}),
+    "latents": ("deepseek_v3", {}),
 }
 Written = dict[str, tuple[Path, str, Eagle3Reference]]
 

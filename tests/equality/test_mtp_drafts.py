@@ -104,7 +104,7 @@ def run(
         model,
         LocalExpertClient(str(directory), read_geometry(directory, mtp_heads=heads), torch.float32),
         HostDeviceStream(),
-        lambda config, cache: make_attention(model.rank_layers, cache, HOST, "torch"),
+        lambda layers, cache: make_attention(layers, cache, HOST, "torch"),
         setup,
     ) as engine:
         return engine.run(requests(params)), watched, engine

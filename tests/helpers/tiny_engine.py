@@ -31,11 +31,12 @@ from gpu_service.models.common import CausalLM
 from gpu_service.models.compose import build_model
 from gpu_service.scheduler.scheduler import Scheduler
 from gpu_service.speculation.drafter import DeviceDrafter, HostDrafter
+from gpu_service.speculation.mtp import MtpDrafter
 from gpu_service.speculation.policy import Speculation
 from gpu_service.vision.features import ImageEncoder
 from moebius.config import GpuConfig
 from moebius.models.config import ModelOverrides
-from moebius.models.layers.layer import Layers
+from moebius.models.layers.layer import Layers, divided
 from moebius.models.read import read_model_config
 from tests.helpers.engine_outputs import EngineOutputs
 
@@ -128,6 +129,10 @@ def tiny_engine(
         is_float16=model.dtype == torch.float16,
         drafter=None if setup.device_drafter is None else setup.device_drafter(model, token_pool),
     )
+    if kv_cache.beside is not None:
+        assert isinstance(runner.drafter, MtpDrafter)
+        _, apart = divided(model.config.layers)
+        runner.drafter = runner.drafter.with_attention(attention(apart, kv_cache.beside))
     uploader = Uploader(stream)
     graphs = None
     if setup.largest_graph:

@@ -156,6 +156,15 @@ def states(layers: Layers) -> list[tuple[StateTensor, ...]]:
     return [state for layer in layers for state in layer.states]
 
 
+def divided(layers: Layers) -> tuple[Layers, Layers]:
+    """Returns layers that share a cache, and an EAGLE-3 head at their end where its cache is of another
+    kind.
+    """
+    kinds = [type(mixer) for mixer, _ in cached(layers)]
+    apart = kinds[:-1] and kinds[-1] is not kinds[0] and isinstance(layers[-1].residual, Eagle3)
+    return (layers[:-1], layers[-1:]) if apart else (layers, ())
+
+
 def page_bytes(layers: Layers, page_size: int, stored_bytes: int, activation_bytes: int) -> int:
     """Returns bytes of a page over all layers; `stored_bytes`: of an element of keys, values and latents."""
     sizes = page_size, stored_bytes, activation_bytes
@@ -173,6 +182,9 @@ class Places:
 
 def places(layers: Layers) -> list[list[Places]]:
     """Returns the places of each layer's parts: its mixers, then, where a state is left, its n-grams."""
+    layers, apart = divided(layers)
+    if apart:
+        return [*places(layers), *places(apart)]
     found: list[list[Places]] = []
     num_cached = num_indexed = num_states = 0
     for index, layer in enumerate(layers):

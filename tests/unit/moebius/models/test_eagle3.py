@@ -16,6 +16,7 @@ from moebius.config import MoebiusConfig
 from moebius.errors import UserError
 from moebius.models.config import ModelConfig, ModelConfigError, ModelOverrides
 from moebius.models.geometry import MoeGeometry
+from moebius.models.layers.layer import Places, divided, places
 from moebius.models.layers.residual import Eagle3
 from moebius.models.read import read_geometry, read_model_config
 from moebius.models.served import read_served_model
@@ -109,13 +110,21 @@ def test_a_head_of_another_model_is_refused_naming_the_key(
         read(qwen[0], tmp_path)
 
 
-def test_models_without_keys_and_values_are_refused(tmp_path: Path) -> None:
+def test_models_with_several_streams_are_refused(tmp_path: Path) -> None:
+    """A head reads one."""
+    make_tiny_model("deepseek_v4", tmp_path)
+    with pytest.raises(ModelConfigError, match="not supported for deepseek_v4, which has several residual"):
+        read(tmp_path, tmp_path)
+
+
+def test_a_heads_keys_lie_beside_latents(tmp_path: Path) -> None:
+    """Its place there is the first; the model's own layers have theirs as before."""
     model = make_tiny_model("deepseek_v3", tmp_path / "model")
     write_head(model, tmp_path / "head")
-    with pytest.raises(
-        ModelConfigError, match="not supported for deepseek_v3, which has attention to latents"
-    ):
-        read(tmp_path / "model", tmp_path / "head")
+    plain, served = read_model_config(tmp_path / "model"), read(tmp_path / "model", tmp_path / "head")
+    assert divided(served.layers) == (plain.layers, served.layers[-1:])
+    assert places(served.layers) == [*places(plain.layers), [Places(cache=0)]]
+    assert divided(plain.layers) == (plain.layers, ())
 
 
 def test_tensors_of_a_head_are_all_accounted_for(qwen: tuple[Path, Any], tmp_path: Path) -> None:

@@ -111,6 +111,23 @@ def test_every_name_leads_somewhere() -> None:
             "m --speculative-method eagle3 --num-draft-tokens 3 --speculative-model heads",
         ),
         (
+            'm --speculative-config {"method":"draft_model","model":"small","num_speculative_tokens":3}',
+            "m --speculative-method draft_model --num-draft-tokens 3 --speculative-model small",
+        ),
+        (
+            'm --speculative-config {"model":"small","draft_tensor_parallel_size":1}',
+            "m --speculative-model small --speculative-method auto",
+        ),
+        (
+            "m --speculative-algorithm STANDALONE --speculative-draft-model-path small",
+            "m --speculative-method draft_model --speculative-model small",
+        ),
+        (
+            "m -md small --draft-max 4",
+            "m --num-draft-tokens 4 --speculative-model small --speculative-method auto",
+        ),
+        ("m --model-draft small", "m --speculative-model small --speculative-method auto"),
+        (
             "m --speculative-algorithm EAGLE3 --speculative-draft-model-path heads --speculative-num-steps 2",
             "m --speculative-method eagle3 --num-draft-tokens 2 --speculative-model heads",
         ),
@@ -131,8 +148,7 @@ def test_options_are_translated(typed: str, ours: str) -> None:
         ("m -C ff", "-C ff: threads are pinned"),
         ("m --rpc 10.0.0.2:50052", "--rpc .* --expert-addresses"),
         ("m --speculative-config {1}", "--speculative-config .* --speculative-method, --num-draft-tokens"),
-        ("m --speculative-algorithm STANDALONE", "--speculative-algorithm STANDALONE: no second model"),
-        ("m --speculative-draft-model-path heads", "--speculative-draft-model-path heads: no second model"),
+        ("m --speculative-algorithm DFLASH", "--speculative-algorithm DFLASH: of second models"),
         ("m --speculative-eagle-topk 4", "--speculative-eagle-topk 4: draft tokens are a sequence"),
         ("m --cache-type-k q4_0", "-k q4_0: keys and values have 8 bits at least"),
         ("m -ctk q8_0 -ctv f16", "-ctv auto, after -ctk fp8_e4m3: both are --kv-cache-dtype here"),
@@ -144,15 +160,14 @@ def test_options_are_translated(typed: str, ours: str) -> None:
         ("m --models-preset f.ini", "--models-preset .* `models` .* --max-loaded-models"),
         ("m -ctxcp 4 --reasoning on", "-ctxcp 4: .*--reasoning on: .* chat_template_kwargs"),
         ("m --presence-penalty 1", "--presence-penalty .* field of each request"),
-        ("m --model-draft small.gguf", "--model-draft .* no second model"),
-        ("m -md small.gguf --draft-max 4", "-md small.gguf: no second model"),
+        ("m -md small --draft-max 4 -devd CUDA1", "-devd CUDA1: a draft model is whole on the device"),
         (
             "m --speculative-algorithm EAGLE --speculative-draft-model-path heads",
-            "--speculative-draft-model-path heads: no second model",
+            "--speculative-draft-model-path heads: of second models",
         ),
         (
             'm --speculative-config {"method":"eagle","model":"heads","num_speculative_tokens":3}',
-            "--speculative-config.method eagle: no second model",
+            "--speculative-config.method eagle: of second models",
         ),
         ('m --speculative-config {"method":"mtp","depth":3}', "depth.*--speculative-method"),
         ("m --mm-processor-cache-gb 8", "--mm-processor-cache-gb .* --image-cache-mib"),
