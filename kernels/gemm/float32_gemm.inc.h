@@ -18,17 +18,25 @@ struct Strip {
 }
 
 // The state of a block in registers; no function that is not inlined may see it.
-template <class Decoder, int kRows, int kStrips>
+template <class RowDecoder, int kRowCount, int kStripCount>
 struct Block {
+  using Decoder = RowDecoder;
+  static constexpr int kRows = kRowCount;
+  static constexpr int kStrips = kStripCount;
+
   const Decoder decoder;
   const std::byte* at[kStrips];  // first unit of each strip
   const float* rows[kRows];
   Vec total[kStrips][kRows];
   Vec chains[kStrips][kRows][2];
   Vec zero[kStrips];
+  const float* row_sums;  // of row 0's groups, where mins need them
+  size_t groups;
 
   [[gnu::always_inline]] Block(const GemmWork& work, uint32_t first_strip, uint32_t row)
-      : decoder(work.layout->format) {
+      : decoder(work.layout->format),
+        row_sums(reinterpret_cast<const float*>(work.scratch) + size_t{row} * work.layout->groups),
+        groups(work.layout->groups) {
     for (int s = 0; s < kStrips; ++s) {
       const Strip strip = strip_of(work, first_strip + s);
       at[s] = strip.panel + strip.column * sizeof(uint32_t);
@@ -37,7 +45,7 @@ struct Block {
     for (int r = 0; r < kRows; ++r) rows[r] = static_cast<const float*>(work.rows[row + r]);
   }
 
-  [[gnu::always_inline]] void begin_group(const GroupBuffer* zeros, uint32_t slot) {
+  [[gnu::always_inline]] void begin_group(uint32_t, const GroupBuffer* zeros, uint32_t slot) {
     for (int s = 0; s < kStrips; ++s) {
       zero[s] = Vec::load(zeros[s].lanes[slot]);
       for (int r = 0; r < kRows; ++r) chains[s][r][0] = chains[s][r][1] = Vec::zero();
@@ -45,17 +53,16 @@ struct Block {
   }
 
   // Mins times the sums of the rows' elements in the group.
-  [[gnu::always_inline]] void add_mins(const GroupBuffer* mins, uint32_t slot, const float* row_sums,
-                                           size_t stride) {
+  [[gnu::always_inline]] void add_mins(uint32_t group, const GroupBuffer* mins, uint32_t slot) {
     for (int s = 0; s < kStrips; ++s) {
       const Vec minimum = Vec::load(mins[s].lanes[slot]);
       for (int r = 0; r < kRows; ++r) {
-        total[s][r] = Vec::fma(minimum, Vec::broadcast(row_sums[r * stride]), total[s][r]);
+        total[s][r] = Vec::fma(minimum, Vec::broadcast(row_sums[r * groups + group]), total[s][r]);
       }
     }
   }
 
-  [[gnu::always_inline]] void end_group(const GroupBuffer* scales, uint32_t slot) {
+  [[gnu::always_inline]] void end_group(uint32_t, const GroupBuffer* scales, uint32_t slot) {
     for (int s = 0; s < kStrips; ++s) {
       const Vec scale = Vec::load(scales[s].lanes[slot]);
       for (int r = 0; r < kRows; ++r) {
@@ -170,8 +177,10 @@ struct Extent {
   }
 };
 
-template <class Decoder, int kRows, int kStrips>
+template <class Rows>
 void multiply_block(const GemmWork& work, uint32_t first_strip, uint32_t row) {
+  using Decoder = typename Rows::Decoder;
+  constexpr int kStrips = Rows::kStrips;
   constexpr uint32_t kPanels = kStrips > static_cast<int>(kStripsPerPanel) ? kStrips / kStripsPerPanel : 1;
   constexpr auto kSteps = std::make_integer_sequence<int, Decoder::kUnitK>();
   const PanelLayout& layout = *work.layout;
@@ -189,8 +198,7 @@ void multiply_block(const GemmWork& work, uint32_t first_strip, uint32_t row) {
 
   GroupBuffer scales[kStrips];
   GroupBuffer offsets[kStrips];  // zero points or mins
-  const float* const row_sums = reinterpret_cast<const float*>(work.scratch) + size_t{row} * layout.groups;
-  Block<Decoder, kRows, kStrips> block(work, first_strip, row);
+  Rows block(work, first_strip, row);
   size_t offset = 0;
   size_t k = 0;
   for (uint32_t group = 0; group < extent.groups; ++group) {
@@ -204,7 +212,7 @@ void multiply_block(const GemmWork& work, uint32_t first_strip, uint32_t row) {
       if (next != nullptr) prefetch_panels(next, layout, kPanels, scales_byte, scales_end);
     }
     const size_t end = offset + extent.group_bytes < extent.codes_end ? offset + extent.group_bytes : extent.codes_end;
-    block.begin_group(offsets, slot);
+    block.begin_group(group, offsets, slot);
     do {
       const size_t stop = offset < turn && turn < end ? turn : end;
       const size_t ahead = offset < turn ? kPrefetchBytes : ahead_of_turn;
@@ -214,8 +222,8 @@ void multiply_block(const GemmWork& work, uint32_t first_strip, uint32_t row) {
         k += Decoder::kUnitK;
       } while (offset < stop);
     } while (offset < end);
-    block.end_group(scales, slot);
-    if (layout.format.mins) block.add_mins(offsets, slot, row_sums + group, layout.groups);
+    block.end_group(group, scales, slot);
+    if (layout.format.mins) block.add_mins(group, offsets, slot);
   }
   block.store(work, first_strip, row);
 }
@@ -224,9 +232,9 @@ void multiply_block(const GemmWork& work, uint32_t first_strip, uint32_t row) {
 template <class Decoder, int kRows>
 void run_rows(const GemmWork& work, uint32_t strip, uint32_t end, uint32_t row) {
   constexpr int kTogether = strips_together(kRows, Decoder::kUnitRegisters);
-  for (; strip + kTogether <= end; strip += kTogether) multiply_block<Decoder, kRows, kTogether>(work, strip, row);
+  for (; strip + kTogether <= end; strip += kTogether) multiply_block<Block<Decoder, kRows, kTogether>>(work, strip, row);
   if constexpr (kTogether > 1) {
-    for (; strip < end; ++strip) multiply_block<Decoder, kRows, 1>(work, strip, row);
+    for (; strip < end; ++strip) multiply_block<Block<Decoder, kRows, 1>>(work, strip, row);
   }
 }
 

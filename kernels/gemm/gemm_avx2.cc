@@ -1,4 +1,5 @@
-// AVX2, FMA and F16C: float32 and int8 rows. Everything but the table's accessor has internal linkage.
+// AVX2, FMA and F16C: float32 and int8 rows, and bfloat16 rows by codes with group scales. Everything but the table's
+// accessor has internal linkage.
 #include <immintrin.h>
 
 #include <utility>
@@ -18,10 +19,44 @@ struct Integers {
   static Integers zero() { return {_mm256_setzero_si256()}; }
   static Integers load(const std::byte* at) { return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at))}; }
   static Integers broadcast(uint32_t pair) { return {_mm256_set1_epi32(static_cast<int>(pair))}; }
+  static Integers from_float(Vec x) { return {_mm256_cvtps_epi32(x.v)}; }
+  void store(std::byte* at) const { _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), v); }
+  static Integers multiply(Integers a, Integers b) { return {_mm256_mullo_epi32(a.v, b.v)}; }
+  static Integers max(Integers a, Integers b) { return {_mm256_max_epi32(a.v, b.v)}; }
+  static Integers absolute_bits(Vec x) {
+    return {_mm256_and_si256(_mm256_castps_si256(x.v), _mm256_set1_epi32(0x7fffffff))};
+  }
+  // Of absolute_bits(): that of the largest value, or a NaN.
+  float largest_bits() const {
+    __m128i x = _mm_max_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+    x = _mm_max_epi32(x, _mm_shuffle_epi32(x, _MM_SHUFFLE(1, 0, 3, 2)));
+    x = _mm_max_epi32(x, _mm_shuffle_epi32(x, _MM_SHUFFLE(2, 3, 0, 1)));
+    return _mm_cvtss_f32(_mm_castsi128_ps(x));
+  }
+  int32_t sum() const {
+    __m128i x = _mm_add_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+    x = _mm_add_epi32(x, _mm_shuffle_epi32(x, _MM_SHUFFLE(1, 0, 3, 2)));
+    return _mm_cvtsi128_si32(_mm_add_epi32(x, _mm_shuffle_epi32(x, _MM_SHUFFLE(2, 3, 0, 1))));
+  }
+  // Eight int16, of each four of them with the middle ones `swapped`.
+  void store_words(int16_t* at, bool swapped) const {
+    __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+    const __m128i order = _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15);
+    if (swapped) words = _mm_shuffle_epi8(words, order);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(at), words);
+  }
+  // Bits 4 j to 4 j + 3 of each half of a word.
+  template <int j>
+  Integers nibbles() const {
+    const __m256i moved = j == 0 ? v : _mm256_srli_epi16(v, 4 * j);
+    return {j == 3 ? moved : _mm256_and_si256(moved, _mm256_set1_epi16(15))};
+  }
   static Integers add(Integers a, Integers b) { return {_mm256_add_epi32(a.v, b.v)}; }
   static Integers multiply_add(Integers a, Integers b, Integers sum) {
     return {_mm256_add_epi32(sum.v, _mm256_madd_epi16(a.v, b.v))};
   }
+  // Has this computed before what follows: gcc would begin so much at once that registers do not last.
+  void keep() { asm volatile("" : "+x"(v)); }
   // Bytes 0 and 2, 1 and 3 of each word as two int16.
   Integers even_bytes() const { return {_mm256_srai_epi16(_mm256_slli_epi16(v, 8), 8)}; }
   Integers odd_bytes() const { return {_mm256_srai_epi16(v, 8)}; }
@@ -136,15 +171,18 @@ using Iq3XxsDecoder = NibbleDecoder<false, true>;
 
 #include "kernels/gemm/float32_gemm.inc.h"
 #include "kernels/gemm/int8_gemm.inc.h"
+#include "kernels/gemm/dot_words.inc.h"
 
 constexpr Isa kIsa = static_cast<Isa>(1);  // Isa::kAvx2; isa.h has more than declarations
 constexpr GemmKernel kFloat32{"avx2_float32", kIsa,         RowType::kFloat32, 0, 0,
                                  supports_float32, scratch_float32, run_float32};
 constexpr GemmKernel kInt8{"avx2_int8", kIsa, RowType::kInt8, 0, 0, supports_int8, scratch_int8, run_int8};
-constexpr const GemmKernel* kKernels[] = {&kFloat32, &kInt8};
+constexpr GemmKernel kWords{"avx2_words",  kIsa,          RowType::kBFloat16, 0,              0,
+                            supports_words, scratch_words, run_words,          word_row_bytes, prepare_words};
+constexpr const GemmKernel* kKernels[] = {&kFloat32, &kInt8, &kWords};
 
 }  // namespace
 
-GemmKernels gemms_avx2() { return {kKernels, 2}; }
+GemmKernels gemms_avx2() { return {kKernels, 3}; }
 
 }  // namespace moebius

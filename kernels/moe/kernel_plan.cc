@@ -16,12 +16,15 @@ namespace {
 std::vector<const GemmKernel*> find_candidates(const PlanOptions& options, const WeightFormat& format,
                                                   RequestKind request) {
   if (format.quantised_rows) return find_gemms(options.isa, format, RowType::kInt8, options.exact_level);
-  std::vector<const GemmKernel*> found;
-  if (request == RequestKind::kBFloat16) {
-    found = find_gemms(options.isa, format, RowType::kBFloat16, options.exact_level);
-    if (options.exact_level && !found.empty()) return found;
-  }
   const auto wide = find_gemms(options.isa, format, RowType::kFloat32, true);
+  if (request == RequestKind::kFloat32) return wide;
+  auto found = find_gemms(options.isa, format, RowType::kBFloat16, options.exact_level);
+  const auto is_below = [&](const GemmKernel* kernel) { return kernel->isa < wide.front()->isa; };
+  // What needs no AVX-512 is measured beside nothing that does but float32 rows, where these are all that there is.
+  const bool has_higher = !found.empty() && !is_below(found.front());
+  if (has_higher || options.exact_level) std::erase_if(found, is_below);
+  // Integers are faster than float32 at every number of rows where they are of one level.
+  if (has_higher && (options.exact_level || options.isa == Isa::kAvx2)) return found;
   found.insert(found.end(), wide.begin(), wide.end());
   return found;
 }
@@ -168,7 +171,7 @@ class MatrixCalibration {
     MatrixPlan::Choice last{nullptr, 0.0};
     for (size_t range = 0; range < kRowRanges.size(); ++range) {
       // Measured without a choice, too: one row is the roofline that a live view shows, all of them are what
-      // `moebius plan` predicts from (kernel_times.py), and below AVX-512 there is one kernel.
+      // `moebius plan` predicts from (kernel_times.py), and without AVX-512 there is one kernel.
       const auto candidates = plan.candidates(range);
       if (last.kernel != nullptr && Clock::now() > deadline) {
         if (std::find(candidates.begin(), candidates.end(), last.kernel) != candidates.end()) {

@@ -1,4 +1,4 @@
-"""Products of bfloat16 rows: with vdpbf16ps, and with vpdpbusd on both bytes of rows that became integers.
+"""Products of bfloat16 rows: with vdpbf16ps, and of rows that became integers, by vpmaddwd or vpdpbusd on their bytes.
 Weights are decoded exactly, so sums lie about as close to the float64 product of the same rows as those of
 float32 rows do, whatever rows and panels are computed together."""
 
@@ -19,7 +19,10 @@ NIBBLES = [
     for name in NAMES
     if name.startswith(("int2_", "int3_", "int4_", "int5_", "int6_", "iq")) or name in ("mxfp4", "nvfp4")
 ]
+# Codes with group scales of their own columns.
+GROUPED = NIBBLES + [name for name in NAMES if name.startswith("int8_g")]
 FORMATS = {
+    "avx2_words": [name for name in NAMES if name in GROUPED],
     "avx512_bf16_dot": [
         name
         for name in NAMES
@@ -30,6 +33,7 @@ FORMATS = {
     "avx512_bf16_split": NIBBLES,
 }
 TOLERANCES = {
+    "avx2_words": GEMM_SPLIT,
     "avx512_bf16_dot": GEMM_BFLOAT16,
     "avx512_vnni_split": GEMM_SPLIT,
     "avx512_bf16_split": GEMM_SPLIT,
@@ -86,7 +90,7 @@ def panels_from(matrix: PackedMatrix, first: int) -> PackedMatrix:
 
 @pytest.mark.parametrize("kernel", sorted(set(FORMATS) & set(testing.gemm_names())))
 def test_formats_are_those_listed(kernel: str) -> None:
-    """Codes without more bits than bfloat16; 4-bit codes with group scales. So the kernels say, too."""
+    """Codes without more bits than bfloat16; integer and 4-bit codes with group scales. So the kernels say, too."""
     assert [name for name in NAMES if kernel in testing.gemms_for(name, "bfloat16")] == FORMATS[kernel]
 
 
