@@ -30,7 +30,12 @@ MODELS = "models"
 SECRET_LEAVES = frozenset({"api_key"})
 
 
-class _StrictLoader(yaml.SafeLoader):
+# libyaml's where the package was built with it: a tenth of the time, for each process of a system.
+_Loader: type[yaml.SafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_Dumper: type[yaml.SafeDumper] = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+
+
+class _StrictLoader(_Loader):  # type: ignore[misc, valid-type]  # either has the same methods
     """YAML's safe loader, which also lists the keys that are given twice, of which the last one wins."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -43,7 +48,7 @@ class _StrictLoader(yaml.SafeLoader):
             key = self.construct_object(key_node, deep=True)
             if key in seen:
                 line = key_node.start_mark.line + 1
-                self.repeated.append(f"{self.name}: key {key!r} is given twice (line {line})")
+                self.repeated.append(f"{key_node.start_mark.name}: key {key!r} is given twice (line {line})")
             seen.add(key)
         return super().construct_mapping(node, deep)
 
@@ -264,5 +269,7 @@ def printable_config(config: MoebiusConfig) -> str:
 
 
 def _dump(tree: dict[str, Any]) -> str:
-    text: str = yaml.safe_dump(tree, sort_keys=False, default_flow_style=False, width=100, allow_unicode=True)
+    text: str = yaml.dump(
+        tree, Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=100, allow_unicode=True
+    )
     return text

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from gateway.prompts import worker
-from gateway.prompts.fork_server import ForkServer, serve_forks
+from gateway.prompts.fork_server import EarlyServer, ForkServer, serve_forks
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -34,7 +34,8 @@ class WarmForkServer(ForkServer):
 
     _warm: _Warm | None = None
 
-    def __init__(self, module: str, message: bytes) -> None:
+    def __init__(self, module: str, message: bytes, early: EarlyServer | None = None) -> None:
+        assert early is None
         assert module == worker.__name__
         if WarmForkServer._warm is None or WarmForkServer._warm.ended:
             WarmForkServer._warm = _Warm()
@@ -42,12 +43,5 @@ class WarmForkServer(ForkServer):
         self._control.sendall(message)
 
 
-def _run(channel: socket.socket) -> int:
-    """Runs the module `gateway.prompts.worker` as a process that has the channel as its standard input."""
-    os.dup2(channel.fileno(), 0)
-    channel.close()
-    return worker.main()
-
-
 if __name__ == "__main__":
-    serve_forks(socket.socket(fileno=0), _run)
+    serve_forks(socket.socket(fileno=0), worker.main)
