@@ -6,7 +6,7 @@ import contextlib
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import yaml
 from pydantic import ValidationError
@@ -30,12 +30,16 @@ MODELS = "models"
 SECRET_LEAVES = frozenset({"api_key"})
 
 
-# libyaml's where the package was built with it: a tenth of the time, for each process of a system.
-_Loader: type[yaml.SafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-_Dumper: type[yaml.SafeDumper] = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+if TYPE_CHECKING:
+    from yaml import SafeDumper as _Dumper
+    from yaml import SafeLoader as _Loader
+else:
+    # libyaml's where the package was built with it: a tenth of the time, for each process of a system.
+    _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    _Dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
-class _StrictLoader(_Loader):  # type: ignore[misc, valid-type]  # either has the same methods
+class _StrictLoader(_Loader):
     """YAML's safe loader, which also lists the keys that are given twice, of which the last one wins."""
 
     def __init__(self, stream: TextIO) -> None:
