@@ -40,7 +40,9 @@ def direct(arguments: Sequence[str]) -> Callable[[], object] | None:
 
             gc.enable()
             main(list(arguments))
-        return _service(arguments[0])(config)
+        from app.services import service
+
+        return service(arguments[0])(config)  # type: ignore[arg-type]  # one of its three
 
     return run
 
@@ -51,20 +53,6 @@ def _is_complete(config: MoebiusConfig) -> bool:
     if head and not os.path.isabs(head):
         return False
     return os.path.isabs(model) and (os.path.isfile(model) or os.path.isfile(f"{model}/config.json"))
-
-
-def _service(name: str) -> Callable[[MoebiusConfig], object]:
-    if name == "expert":
-        from expert_service.main import run as run_expert
-
-        return run_expert
-    if name == "gateway":
-        from gateway.main import run as run_gateway
-
-        return run_gateway
-    from gpu_service.main import run as run_gpu
-
-    return run_gpu
 
 
 def _open_closed_streams() -> None:

@@ -180,7 +180,7 @@ def _run(parent: int, command_read: int, output_write: int) -> None:
 def _become(request: dict[str, list[str]]) -> int:
     """Runs a service's command as its program would; returns the exit status."""
     from app.exits import exit_with
-    from moebius.__main__ import direct
+    from app.services import run_service
 
     command = request["command"]
     arguments = command[_FIRST_ARGUMENT:]
@@ -193,6 +193,5 @@ def _become(request: dict[str, list[str]]) -> int:
         del sys.path[0]  # as -P does
     # An engine that falls asleep runs its command line again.
     sys.argv, sys.orig_argv = [command[0], *arguments], command
-    run = direct(arguments)
-    assert run is not None, command
-    exit_with(run)
+    role, _, settings_file = arguments
+    exit_with(lambda: run_service(role, settings_file))  # type: ignore[arg-type]  # one of ROLES
