@@ -14,11 +14,11 @@ def unpack_expert(layer: LayerFormat, packed: torch.Tensor) -> tuple[UnpackedMat
     """
     layout = layer.layout
     down = packed[layout.down_offset : layout.order_offset].view(-1, layer.down.panel_bytes)
-    places = [(layer.gate_up, layout.up_offset, layout.up_step)]
+    matrices = [(layer.gate_up, layout.up_offset, layout.up_step)]
     if layout.gated:
-        places.insert(0, (layer.gate, 0, layout.gate_step))
+        matrices.insert(0, (layer.gate, 0, layout.gate_step))
     gate_up = []
-    for kind, begin, step in places:
+    for kind, begin, step in matrices:
         panels = packed[begin:].as_strided((layout.intermediate_blocks, kind.panel_bytes), (step, 1))
         gate_up.append(unpack_panels(kind, panels.contiguous(), layer.intermediate_size))
     if layer.gate_up.ordered:
