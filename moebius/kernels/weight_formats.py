@@ -197,7 +197,11 @@ def expert_layout(
     Raises ValueError for an unknown name, a size below 1, or two formats of gate and up of which one is
     ordered or has quantised rows.
     """
-    gate, up = (panel_layout(name, hidden_size, has_bias) for name in split_gate_up(gate_up))
-    panels = gate, up, panel_layout(down, intermediate_size, has_bias)
+    gate, up = split_gate_up(gate_up)
+    panels = (
+        panel_layout(gate, hidden_size, has_bias),
+        panel_layout(up, hidden_size, has_bias),
+        panel_layout(down, intermediate_size, has_bias),
+    )
     sizes = _kernels.expert_layout(gate_up, down, hidden_size, intermediate_size, gated, has_bias)
     return PackedExpertLayout(*panels, **sizes)
