@@ -1,4 +1,4 @@
-"""Products of bfloat16 rows: with vdpbf16ps, and of rows that became integers, by vpmaddwd or vpdpbusd on their bytes.
+"""Products of bfloat16 rows: with vdpbf16ps, and of rows that became integers with vpmaddwd or vpdpbusd.
 Weights are decoded exactly, so sums lie about as close to the float64 product of the same rows as those of
 float32 rows do, whatever rows and panels are computed together."""
 
@@ -90,7 +90,7 @@ def panels_from(matrix: PackedMatrix, first: int) -> PackedMatrix:
 
 @pytest.mark.parametrize("kernel", sorted(set(FORMATS) & set(testing.gemm_names())))
 def test_formats_are_those_listed(kernel: str) -> None:
-    """Codes without more bits than bfloat16; integer and 4-bit codes with group scales. So the kernels say, too."""
+    """Codes without more bits than bfloat16; those with group scales. So the kernels say, too."""
     assert [name for name in NAMES if kernel in testing.gemms_for(name, "bfloat16")] == FORMATS[kernel]
 
 
