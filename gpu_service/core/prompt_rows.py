@@ -24,10 +24,10 @@ def fit_rows(plan: StepPlan) -> bool:
 
     States are no rows: a token's begins with what the one before left.
     """
+    if plan.is_uniform_decode:
+        return plan.is_sampling_decode
     if plan.sampling is None or plan.prompt_logprobs or plan.pooled or plan.images is not None:
         return False
-    if plan.is_uniform_decode:
-        return len(plan.sample_batch_indices) == plan.num_requests
     counts = [end - begin for begin, end in pairwise(plan.query_start_loc)]
     seen = sum(count * end for count, end in zip(counts, plan.seq_lens, strict=True) if count > 1)
     return plan.state_reads is None and seen <= _MOST_SEEN

@@ -367,6 +367,13 @@ class StepPlan(ForwardInputs):
             self, sampling=dataclasses.replace(self.sampling, masks=masks, awaits_masks=False)
         )
 
+    @property
+    def is_sampling_decode(self) -> bool:
+        """Returns whether every request computes exactly one token, which is text, and samples the next."""
+        rows = len(self.seq_lens)
+        one_each = self.query_start_loc[-1] == len(self.sample_batch_indices) == rows
+        return one_each and not (self.prompt_logprobs or self.pooled) and self.images is None
+
 
 # In a plan of the host, which does not know the ids.
 NO_INPUT_IDS = torch.empty(0, dtype=int64)

@@ -272,7 +272,8 @@ class _NoModel:
     """Stands for model, cache and attention: every token is the first one."""
 
     def forward(self, context: Any) -> torch.Tensor:
-        return context.inputs.positions.new_zeros((context.inputs.positions.shape[0], 1)).float()
+        positions: torch.Tensor = context.inputs.positions
+        return positions.new_zeros((positions.shape[0], 1), dtype=torch.float32)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return hidden_states.new_zeros((hidden_states.shape[0], _VOCABULARY))

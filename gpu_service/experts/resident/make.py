@@ -37,6 +37,8 @@ from moebius.process.progress import phase
 
 _log = structlog.get_logger(__name__)
 _MAX_THREADS = 16
+# Of packed experts, which a thread reads before it gives the file's pages back.
+_MAPPED_BYTES = 32 * 2**20
 
 
 def make_resident_experts(
@@ -187,7 +189,7 @@ def _load(
     chosen: dict[int, tuple[int, ...]],
     max_error: float,
 ) -> None:
-    """Reads one expert per thread at a time, so that the host never holds more than these."""
+    """Reads one expert per thread at a time, so that the host never holds the whole of a large file."""
     started = time.monotonic()
     work: Iterator[tuple[int, int, int]] = iter(
         [(layer, slot, expert) for layer, experts in chosen.items() for slot, expert in enumerate(experts)]
@@ -198,7 +200,7 @@ def _load(
     active = stream_of(device)
 
     def load_some() -> None:
-        copies = StagedCopies(device)
+        copies, mapped = StagedCopies(device), 0
         with active(), MappedReader() as reader:
             while True:
                 with lock:
@@ -206,7 +208,10 @@ def _load(
                 if item is None:
                     return
                 layer, slot, expert = item
-                reader.reset()
+                # Each reset interrupts the processors of all threads, which have the file mapped, too.
+                if mapped > _MAPPED_BYTES:
+                    reader.reset()
+                    mapped = 0
                 try:
                     found = source.read(layer, expert, reader)
                     slots[layer].put(slot, expert, torch.from_numpy(found.packed), copies)
@@ -214,6 +219,7 @@ def _load(
                     with lock:  # the other threads need not read the rest
                         list(work)
                     raise
+                mapped += found.packed.nbytes
                 progress.advance(found.packed.nbytes)
                 with lock:
                     errors[layer][0] += found.squared_error
