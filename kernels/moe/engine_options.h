@@ -13,7 +13,7 @@ namespace moebius {
 
 // Packed formats of one layer's matrices; quantisers often keep some layers, or the down matrices, wider.
 struct LayerFormats {
-  GateUpFormats gate_up;
+  WeightFormat gate_up;
   WeightFormat down;
 
   bool operator==(const LayerFormats&) const = default;
