@@ -25,7 +25,6 @@ LONGEST = (
     "tests/service/test_docs_commands.py",
     "tests/service/test_supervisor",
     "tests/unit/gpu_service/ops/triton/test_compile.py",
-    "tests/kernels/test_fuzz_sanitizers.py",
     "tests/equality/test_parallel_ranks.py",
     "tests/service/test_gateway_",
     "tests/k8s/test_chart.py",
