@@ -133,7 +133,7 @@ class MailboxService:
 
     @property
     def progress(self) -> dict[str, int]:
-        """Of each mailbox that is served, by name: a counter that stops only if its serve loop does."""
+        """Returns by mailbox a counter that stops only if the loop that serves it does."""
         if not self._started:
             return {}
         return {

@@ -301,7 +301,7 @@ def draw_in_place(logits: torch.Tensor, requests: list[Request]) -> StepOutputs:
 
 
 def test_arrays_of_uniform_numbers_are_those_of_the_definition() -> None:
-    """A row's number is `uniform` of its seed and position, whoever else is in the batch."""
+    """A row's number is `uniform` of its seed and position alone, with any others in the batch."""
     seeds = [0, 1, 5, 2**62 + 3, 2**63 - 1] * 40
     positions = [int(position) for position in np.random.default_rng(3).integers(0, 2**20, len(seeds))]
     mixed = np.asarray([mix64(seed) for seed in seeds], dtype=np.uint64)

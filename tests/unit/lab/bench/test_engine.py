@@ -159,9 +159,9 @@ def test_prompts_share_no_prefix() -> None:
 
 def test_room_for_all_streams() -> None:
     """Slots and graphs are enlarged, never reduced."""
-    options = EngineBenchOptions(streams=(1, 100))
+    options = EngineBenchOptions(streams=(1, 300))
     gpu = with_room(MoebiusConfig(), options).gpu
-    assert (gpu.max_num_seqs, gpu.cuda_graph_max_batch_size) == (100, 100)
+    assert (gpu.max_num_seqs, gpu.cuda_graph_max_batch_size) == (300, 300)
     assert with_room(MoebiusConfig(), EngineBenchOptions(streams=(1,))).gpu == MoebiusConfig().gpu.model_copy(
         update={"max_num_seqs": 64}
     )
