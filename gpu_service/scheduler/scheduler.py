@@ -114,9 +114,8 @@ class Scheduler:
         self.pacing.lacks_pages = None
         batch = self._take_turns() if self.pacing.takes_turns else self._schedule_main()
         if self.speculation is not None and batch is not None:
-            spared = self.limits.watermark_pages
-            grow = partial(self.cache.grow_for_drafts, spared_pages=spared)
-            foresee = partial(self.cache.grow_where_free, spared_pages=spared)
+            ways = self.cache.grow_for_drafts, self.cache.grow_where_free
+            grow, foresee = (partial(way, spared_pages=self.limits.watermark_pages) for way in ways)
             self.speculation.add_drafts(batch, self.running, grow, foresee)
         return batch
 
@@ -302,8 +301,7 @@ class Scheduler:
 
     def _schedule_running(self, batch: Batch, counts: Mapping[int, int]) -> bool:
         """Gives running requests their tokens; preempts the youngest while the older lack pages."""
-        preempted = False
-        cache, page_size = self.cache, self.cache.page_size
+        preempted, cache, page_size = False, self.cache, self.cache.page_size
         for index, request in enumerate(list(self.running)):
             count = counts.get(index, 0)
             if request.slot < 0 or count == 0:
