@@ -292,10 +292,12 @@ def test_sizes() -> None:
 
 def prefixed(params: dict[str, Any]) -> list[Request]:
     """Returns prompts of which the later ones begin with an earlier one."""
-    wanted = requests(6, params)
-    for request in wanted[4:]:
-        request.prompt_token_ids[:0] = wanted[3].prompt_token_ids
-    return wanted
+    *first, earlier, fifth, sixth = requests(6, params)
+    longer = [
+        Request(later.request_id, earlier.prompt_token_ids + later.prompt_token_ids, later.params)
+        for later in (fifth, sixth)
+    ]
+    return [*first, earlier, *longer]
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
