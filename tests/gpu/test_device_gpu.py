@@ -11,7 +11,6 @@ import torch
 from gpu_service.core.request import Request, SamplingParams, SchedulerLimits
 from gpu_service.core.step import tensors_of, with_tensors
 from gpu_service.device.graphs import CudaGraphs
-from gpu_service.device.staged_copies import StagedCopies
 from gpu_service.device.stream import (
     CudaDeviceStream,
     Download,
@@ -38,21 +37,6 @@ def stream() -> Iterator[CudaDeviceStream]:
     with made.active(), torch.inference_mode():
         yield made
     made.synchronize()
-
-
-def test_staged_copies_keep_what_was_given(stream: CudaDeviceStream) -> None:
-    """Sources that change at once, more of them than there are buffers, arrive as they were; a longer one
-    than the first, too."""
-    copies = StagedCopies(stream.device)
-    targets = [
-        torch.empty(length, dtype=torch.uint8, device=stream.device) for length in (100, 100, 50, 4096)
-    ]
-    _cuda._sleep(LONG // 20)
-    for number, target in enumerate(targets):
-        source = torch.full(target.shape, number + 1, dtype=torch.uint8)
-        copies.copy(target, source)
-        source.zero_()
-    assert [set(target.tolist()) for target in targets] == [{1}, {2}, {3}, {4}]
 
 
 def test_upload_and_download_do_not_wait(stream: CudaDeviceStream) -> None:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import structlog
 import torch
 
-from gpu_service.device.staged_copies import StagedCopies
 from gpu_service.device.virtual_memory import PhysicalPool, VirtualRange
 from gpu_service.experts.local_client import EXPERT_ACTIVATIONS
 from gpu_service.experts.resident.content import SlotContent, content_of
@@ -107,16 +106,10 @@ class LayerSlots:
         """Expert ids in these slots, ascending."""
         return tuple(sorted(expert for expert in self.expert_of_slot if expert >= 0))
 
-    def put(self, slot: int, expert: int, packed: torch.Tensor, copies: StagedCopies | None = None) -> None:
-        """Replaces what is in a slot. The map never names a slot whose weights are not complete.
-
-        `copies`: launch the copy by, which the map's change follows on the stream; None: it is waited for.
-        """
+    def put(self, slot: int, expert: int, packed: torch.Tensor) -> None:
+        """Replaces what is in a slot. The map never names a slot whose weights are not complete."""
         self.clear(slot)
-        if copies is None:
-            self.weights[slot].copy_(packed)
-        else:
-            copies.copy(self.weights[slot], packed)
+        self.weights[slot].copy_(packed)
         self.slot_of_expert[expert] = slot
         self.expert_of_slot[slot] = expert
         self.contents[slot] = content_of(expert, packed)

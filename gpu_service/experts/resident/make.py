@@ -15,7 +15,6 @@ import torch
 from numpy.typing import NDArray
 
 from gpu_service.core.parallel import SOLO, ParallelContext
-from gpu_service.device.staged_copies import StagedCopies
 from gpu_service.device.stream import stream_of
 from gpu_service.device.virtual_memory import PhysicalPool
 from gpu_service.experts.resident.experts import (
@@ -196,11 +195,10 @@ def _load(
     )
     errors: dict[int, list[float]] = {layer: [0.0, 0.0] for layer in chosen}
     lock = threading.Lock()
-    device = next(iter(slots.values())).weights.device
-    active = stream_of(device)
+    active = stream_of(next(iter(slots.values())).weights.device)
 
     def load_some() -> None:
-        copies, mapped = StagedCopies(device), 0
+        mapped = 0
         with active(), MappedReader() as reader:
             while True:
                 with lock:
@@ -214,7 +212,7 @@ def _load(
                     mapped = 0
                 try:
                     found = source.read(layer, expert, reader)
-                    slots[layer].put(slot, expert, torch.from_numpy(found.packed), copies)
+                    slots[layer].put(slot, expert, torch.from_numpy(found.packed))
                 except BaseException:
                     with lock:  # the other threads need not read the rest
                         list(work)
