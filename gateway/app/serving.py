@@ -337,7 +337,8 @@ async def respond(request: Request, prepared: Prepared, form: ResponseFormat) ->
     """Answers a prepared request in the format of its API. Raises what `RequestRun.respond` raises, and
     ApiError 400 for an image that cannot be used."""
     gateway = gateway_of(request)
-    await add_images(prepared.jobs[0], prepared.images, gateway.config.images)
+    if prepared.images:
+        await add_images(prepared.jobs[0], prepared.images, gateway.config.images)
     return await RequestRun(gateway, gateway.model(), prepared, form).respond(request)
 
 

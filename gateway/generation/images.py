@@ -154,8 +154,6 @@ async def add_images(
     Raises:
         ApiError: 400 that names the part at fault.
     """
-    if not places:
-        return
     files = await asyncio.gather(*(_collected(place, image, config) for place, image in places))
     if sum(map(len, files)) > _MAX_BYTES:
         raise _refused(

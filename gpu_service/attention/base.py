@@ -188,16 +188,3 @@ class AttentionBackend(PlannedAttention):
         layer: AttentionLayer,
     ) -> torch.Tensor:
         """Computes `forward` after storing."""
-
-
-def check_step(inputs: ForwardInputs, page_size: int) -> None:
-    """Raises ValueError when the inputs contradict themselves or exceed the block table."""
-    starts, seq_lens = inputs.query_start_loc, inputs.seq_lens
-    if len(starts) != len(seq_lens) + 1 or starts[-1] != inputs.slot_mapping.shape[0]:
-        raise ValueError(
-            f"step of {inputs.slot_mapping.shape[0]} rows and {len(seq_lens)} requests has "
-            f"query_start_loc {starts}"
-        )
-    capacity = inputs.block_table.shape[1] * page_size
-    if seq_lens and max(seq_lens) > capacity:
-        raise ValueError(f"sequence of {max(seq_lens)} tokens exceeds its block table of {capacity}")

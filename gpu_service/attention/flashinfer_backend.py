@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from gpu_service.attention.base import AttentionLayer, check_step, grouped_queries
+from gpu_service.attention.base import AttentionLayer, grouped_queries
 from gpu_service.attention.flashinfer_plan import (
     CHUNK_KERNELS,
     DECODE_KERNELS,
@@ -102,7 +102,7 @@ class FlashInferAttention(FusedDecodeAttention):
         return self._group not in SCALAR_GROUPS
 
     def plan(self, inputs: ForwardInputs) -> None:
-        check_step(inputs, self.kv_cache.page_size)
+        inputs.check(self.kv_cache.page_size)
         self._inputs = inputs
         if not inputs.is_uniform_decode and self._is_first_chunks(inputs):
             self._plan_ragged(inputs)
@@ -116,7 +116,7 @@ class FlashInferAttention(FusedDecodeAttention):
             self._plan_paged(inputs, bounds)
 
     def plan_capture(self, inputs: ForwardInputs) -> None:
-        check_step(inputs, self.kv_cache.page_size)
+        inputs.check(self.kv_cache.page_size)
         num_requests = len(inputs.seq_lens)
         wrapper = self._captured.get(num_requests)
         if wrapper is None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from gpu_service.attention.base import AttentionBackend, AttentionLayer, check_step
+from gpu_service.attention.base import AttentionBackend, AttentionLayer
 from gpu_service.cache.fp8 import dequantise_into
 from gpu_service.cache.kv_cache import KVCache
 from gpu_service.core.step import ForwardInputs
@@ -252,7 +252,7 @@ class TorchReferenceAttention(AttentionBackend):
         self._dequantised = torch.empty(0, dtype=kv_cache.dtype, device=kv_cache.device)
 
     def plan(self, inputs: ForwardInputs) -> None:
-        check_step(inputs, self.kv_cache.page_size)
+        inputs.check(self.kv_cache.page_size)
         self._inputs, self._table = inputs, inputs.block_table.long()
         self._max_length = max(inputs.seq_lens, default=1)
         self._plans = {}

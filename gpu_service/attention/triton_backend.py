@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import torch
 
-from gpu_service.attention.base import AttentionLayer, check_step
+from gpu_service.attention.base import AttentionLayer
 from gpu_service.attention.fused_decode import FusedDecodeAttention
 from gpu_service.attention.triton_kernels import MIN_SPLIT, decode, prefill
 from gpu_service.attention.triton_tiles import Partial, PartialResults, num_splits, streaming_multiprocessors
@@ -36,12 +36,12 @@ class TritonAttention(FusedDecodeAttention):
         self._partials = PartialResults(group, head_dim, kv_cache.device)
 
     def plan(self, inputs: ForwardInputs) -> None:
-        check_step(inputs, self.kv_cache.page_size)
+        inputs.check(self.kv_cache.page_size)
         self._prepare(inputs, max(inputs.seq_lens, default=1))
 
     def plan_capture(self, inputs: ForwardInputs) -> None:
         """Splits are chosen for the longest sequence that the block table can hold."""
-        check_step(inputs, self.kv_cache.page_size)
+        inputs.check(self.kv_cache.page_size)
         self._prepare(inputs, inputs.block_table.shape[1] * self.kv_cache.page_size)
 
     def plan_replay(self, inputs: ForwardInputs) -> None:

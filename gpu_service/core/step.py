@@ -177,6 +177,15 @@ class ForwardInputs:
         """True when every request computes exactly one token."""
         return self.query_start_loc[-1] == len(self.seq_lens)
 
+    def check(self, page_size: int) -> None:
+        """Raises ValueError when the inputs contradict themselves or exceed the block table."""
+        starts, seq_lens, rows = self.query_start_loc, self.seq_lens, self.slot_mapping.shape[0]
+        if len(starts) != len(seq_lens) + 1 or starts[-1] != rows:
+            raise ValueError(f"step of {rows} rows and {len(seq_lens)} requests has query_start_loc {starts}")
+        capacity = self.block_table.shape[1] * page_size
+        if seq_lens and max(seq_lens) > capacity:
+            raise ValueError(f"sequence of {max(seq_lens)} tokens exceeds its block table of {capacity}")
+
 
 @dataclass(frozen=True, slots=True)
 class SlotUpload:

@@ -132,7 +132,7 @@ def _rotated(rows: Tensor, positions: Tensor, frequencies: Tensor, sign: int = 1
     kept, ends = rows[..., :-size], rows[..., -size:]
     even, odd = ends[..., ::2], ends[..., 1::2]
     turned = even * angles.cos() - odd * angles.sin(), even * angles.sin() + odd * angles.cos()
-    return torch.cat((kept, torch.stack(turned, -1).flatten(-2)), -1)
+    return torch.cat((kept, torch.stack(turned, -1).flatten(-2).to(rows.dtype)), -1)
 
 
 class _Compressor(nn.Module):
@@ -391,7 +391,7 @@ class DeepseekV41ForCausalLM(nn.Module):
         """Returns `logits` `[1, T, vocab]` of tokens int64 `[1, T]`."""
         ids, shared = tokens[0].tolist(), SimpleNamespace()
         streams = self.embed(tokens[0])[:, None].repeat(1, self.config.hc_mult, 1)
-        pre = torch.zeros(streams.shape[:2])
+        pre = streams.new_zeros(streams.shape[:2])
         pre[:, 0] = 1.0
         for layer in self.layers:
             streams, pre = layer(streams, pre, ids, shared)

@@ -59,7 +59,8 @@ def test_choices_matter_and_are_clear(name: str, tmp_path: Path, monkeypatch: py
     # Rows up to which no more are to choose from: tokens, or entries of several.
     rate = changes.get("compress_rates", {}).get("compressed_sparse_attention", 1)
     top_k = (changes["index_topk"] + 1) * rate - 1
-    rewrite(tmp_path, index_topk=len(PROMPT))
+    blocks = {key: len(PROMPT) for key in changes if key == "candidate_topk_blocks"}
+    rewrite(tmp_path, index_topk=len(PROMPT), **blocks)
     _, dense = load_runner(tmp_path).prefill(PROMPT)
     torch.testing.assert_close(sparse[:top_k], dense[:top_k], rtol=0, atol=LOGITS_FLOAT32_SELF)
     assert (sparse[top_k:] - dense[top_k:]).abs().max() > 0.1

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from gpu_service.attention.base import check_step
 from gpu_service.attention.compressed.base import (
     CompressedAttentionBackend,
     CompressedDimensions,
@@ -97,7 +96,7 @@ class TorchCompressedAttention(CompressedAttentionBackend):
         self._within: dict[int, torch.Tensor] = {}
 
     def plan(self, inputs: ForwardInputs) -> None:
-        check_step(inputs, self.cache.page_size)
+        inputs.check(self.cache.page_size)
         self._inputs = inputs
         self.selects = self._may_select(max(inputs.seq_lens, default=0))
         starts, table = inputs.query_start_loc, inputs.block_table.long()

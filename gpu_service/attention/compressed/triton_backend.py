@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from gpu_service.attention.base import check_step
 from gpu_service.attention.compressed.base import (
     CompressedAttentionBackend,
     CompressedDimensions,
@@ -58,7 +57,7 @@ class TritonCompressedAttention(CompressedAttentionBackend):
         """The recorded kernels find all they need in the refilled tensors."""
 
     def _prepare(self, inputs: ForwardInputs, longest: int) -> None:
-        check_step(inputs, self.cache.page_size)
+        inputs.check(self.cache.page_size)
         slots_of(inputs)
         self._inputs, self._longest = inputs, longest
         self._depths = [(depth.index, at_depth(inputs, depth)) for depth in inputs.depths]

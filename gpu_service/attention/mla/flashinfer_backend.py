@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from gpu_service.attention.base import check_step
 from gpu_service.attention.flashinfer_plan import (
     HALF_TYPES,
     PlanStaging,
@@ -69,7 +68,7 @@ class FlashInferMlaAttention(MlaAttentionBackend):
         return unsupported_device(cache.device) or _unsupported_interface()
 
     def plan(self, inputs: ForwardInputs) -> None:
-        check_step(inputs, self.cache.page_size)
+        inputs.check(self.cache.page_size)
         self._inputs = inputs
         num_pages = sum(-(-length // self.cache.page_size) for length in inputs.seq_lens)
         if self._indices.shape[0] < num_pages:
@@ -82,7 +81,7 @@ class FlashInferMlaAttention(MlaAttentionBackend):
             self._plan_absorbed(self._absorbed, inputs, self._indices)
 
     def plan_capture(self, inputs: ForwardInputs) -> None:
-        check_step(inputs, self.cache.page_size)
+        inputs.check(self.cache.page_size)
         num_requests = len(inputs.seq_lens)
         if num_requests not in self._captured:
             self._captured[num_requests] = self._new_captured(num_requests, inputs.block_table.shape[1])

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from gpu_service.attention.base import check_step
 from gpu_service.attention.mla.base import MlaAttentionBackend, MlaDimensions
 from gpu_service.attention.torch_reference import attend_with_lse_unfused
 from gpu_service.cache.kv_cache import MlaCache
@@ -98,7 +97,7 @@ class TorchMlaAttention(MlaAttentionBackend):
         self._spans: list[_Span] = []
 
     def plan(self, inputs: ForwardInputs) -> None:
-        check_step(inputs, self.cache.page_size)
+        inputs.check(self.cache.page_size)
         self._inputs = inputs
         self.selects = self._may_select(max(inputs.seq_lens, default=0))
         self.non_absorbed = self._writes_keys_out(inputs)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from gpu_service.attention.base import check_step
 from gpu_service.attention.mla.base import MlaAttentionBackend, MlaDimensions
 from gpu_service.attention.mla.triton_kernels import MAX_SCORES, choose_tokens, mla_attention, mla_tile
 from gpu_service.attention.triton_kernels import MIN_SPLIT
@@ -33,13 +32,13 @@ class TritonMlaAttention(MlaAttentionBackend):
         self._partials = PartialResults(heads, dimensions.latent_dim, cache.device)
 
     def plan(self, inputs: ForwardInputs) -> None:
-        check_step(inputs, self.cache.page_size)
+        inputs.check(self.cache.page_size)
         self._prepare(inputs, max(inputs.seq_lens, default=1))
         self.non_absorbed = self._writes_keys_out(inputs)
 
     def plan_capture(self, inputs: ForwardInputs) -> None:
         """Splits are chosen for the longest sequence that the block table can hold."""
-        check_step(inputs, self.cache.page_size)
+        inputs.check(self.cache.page_size)
         self._prepare(inputs, inputs.block_table.shape[1] * self.cache.page_size)
         self.non_absorbed = False
 
