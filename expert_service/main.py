@@ -30,6 +30,7 @@ from moebius.models.geometry import MoeGeometry
 from moebius.network.grpc_channels import listen
 from moebius.network.grpc_refusal import RefuseUndecodable
 from moebius.network.tls import configure_tls
+from moebius.process.memory import give_back_memory
 from moebius.process.progress import note_imports, take_phases
 from moebius.process.wakeup import Wakeup
 from moebius.telemetry import configure_logging, configure_tracing, enable_reflection, export_metrics
@@ -183,6 +184,7 @@ class ExpertProcess:
 
     def _on_loaded(self) -> None:
         loaded = self._host.loaded
+        give_back_memory()
         self._mailbox.start()
         self._health.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
         self._serving = True

@@ -12,6 +12,8 @@ from gateway.apis.stored_responses import shared_store
 from gateway.app.server import GatewayServer, server_for
 from gateway.batches.files import check_directory
 from gateway.processes.garbage import collect_rarely
+from gateway.prompts import worker
+from gateway.prompts.fork_server import EarlyServer
 from gateway.telemetry.operations import gateway_operations
 from gateway.transport.connections import connection_limits
 from gateway.workers.group import Group
@@ -39,6 +41,8 @@ def run(config: MoebiusConfig) -> int:
 
     Raises StartupError when the address or the model's files cannot be used, ConfigError for other settings.
     """
+    # Before there are threads, log handlers and connections.
+    early = EarlyServer(worker.main) if config.gateway.workers == 1 else None
     configure_logging(config.telemetry, "gateway")
     tracing = configure_tracing(config.telemetry, "moebius-gateway")
     configure_tls(config.security)
@@ -58,7 +62,7 @@ def run(config: MoebiusConfig) -> int:
             read_credentials(files)
         collect_rarely()
         return uvloop.run(_serve_with_others(config))
-    server = server_for(config)
+    server = server_for(config, early=early)
     end_metrics = export_metrics(config.telemetry, "moebius-gateway", server.metrics.registry.collect)
     collect_rarely()
     try:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from app.supervisor.early import EarlyChildren
 from app.supervisor.placement import find_gpus, runs_on_gpus
 from app.supervisor.plan import ServePlan, process_names
 from app.supervisor.supervisor import State, Supervisor
@@ -20,6 +21,7 @@ from moebius.errors import ConfigError, StartupError
 from moebius.host.instruction_sets import cpu_flags, what_it_costs
 from moebius.kernels import isa_level
 from moebius.network.tls import configure_tls
+from moebius.process.memory import give_back_memory
 from moebius.process.progress import amounts_of_text
 
 if TYPE_CHECKING:
@@ -31,9 +33,10 @@ NEW_PHASE_S, SAME_PHASES_S = 2.0, 10.0
 
 
 @contextlib.contextmanager
-def running(serve_plan: ServePlan) -> Iterator[Supervisor]:
+def running(serve_plan: ServePlan, early: EarlyChildren | None = None) -> Iterator[Supervisor]:
     """Starts the plan's processes, shows each one's state until all are ready, stops them at the end.
 
+    `early`: what processes may be forks of, at their first start.
     When a signal came first, the supervisor that is yielded is already `stopping`. Raises ConfigError for
     certificates that cannot be used.
     """
@@ -50,6 +53,7 @@ def running(serve_plan: ServePlan) -> Iterator[Supervisor]:
             view.on_event,
             on_waiting,
             view.on_line if view.takes_lines else None,
+            early,
         )
         with contextlib.ExitStack() as stack:
             stack.enter_context(supervisor)
@@ -60,6 +64,7 @@ def running(serve_plan: ServePlan) -> Iterator[Supervisor]:
                 raise
             supervisor.silence_events()
             started = stack.pop_all()
+    give_back_memory()
     with started:
         yield supervisor
 

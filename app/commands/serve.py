@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -40,6 +41,7 @@ def register(app: typer.Typer) -> None:
         import structlog
 
         from app.commands.running import running
+        from app.supervisor.early import EarlyChildren
         from moebius.network.api_keys import ApiKeys
         from moebius.telemetry import configure_logging
 
@@ -49,10 +51,13 @@ def register(app: typer.Typer) -> None:
             return
         configure_logging(config.telemetry, "supervisor")
         keys = ApiKeys(config.gateway.api_key, config.gateway.api_key_file)
-        serve_plan = planned(config)
-        if print_config:
-            print_configuration(serve_plan.config)
-        with running(serve_plan) as supervisor:
+        with contextlib.ExitStack() as stack:
+            # Before there are threads, and locks on files.
+            early = stack.enter_context(EarlyChildren(config))
+            serve_plan = planned(config)
+            if print_config:
+                print_configuration(serve_plan.config)
+            supervisor = stack.enter_context(running(serve_plan, early))
             if not supervisor.stopping:
                 name = serve_plan.config.model.served_model_name
                 if serve_plan.plan.json_logs:

@@ -17,6 +17,7 @@ from typing import IO
 
 import structlog
 
+from app.supervisor.early import EarlyChild, EarlyChildren
 from app.supervisor.health import Hang, ProcessSpec, Timing, Watch
 from app.supervisor.lines import ForwardedLines
 from moebius.errors import FAILURE_MARK, USER_ERROR_EXIT, WRONG_IDENTITY_EXIT
@@ -49,9 +50,11 @@ class ManagedProcess:
         timing: Timing,
         json_logs: bool,
         jitter: Callable[[float, float], float] = random.uniform,
+        early: EarlyChildren | None = None,
     ) -> None:
-        """`jitter` draws a number between two."""
+        """`jitter` draws a number between two; `early` has what the first start may take."""
         self.spec = spec
+        self._early = early
         self.ready = False
         # Number of starts after the first one.
         self.restarts = 0
@@ -63,7 +66,7 @@ class ManagedProcess:
         # Restarts without a pause that it has earned.
         self._credit = 0
         self._user_errors_in_a_row = 0
-        self._popen: subprocess.Popen[bytes] | None = None
+        self._popen: subprocess.Popen[bytes] | EarlyChild | None = None
         self._watch: Watch | None = None
         self._forwarder: threading.Thread | None = None
         self._started_at = 0.0
@@ -140,17 +143,11 @@ class ManagedProcess:
 
     def start(self) -> None:
         """Starts the program in its own process group, with its output forwarded to our stderr."""
-        cpus = ",".join(map(str, self.spec.cpus)) or "-"
-        wrapper = [sys.executable, "-I", "-S", CHILD_PROGRAM, str(os.getpid()), cpus]
         self.cause = self.progress = ""
         self._memory_kills = out_of_memory_kills()
-        self._popen = subprocess.Popen(
-            [*wrapper, *self.spec.command],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            process_group=0,
-        )
+        early, self._early = self._early, None
+        taken = early.take(self.spec.command, self.spec.cpus) if early is not None else None
+        self._popen = taken or self._program()
         assert self._popen.stdout is not None
         self._forwarder = threading.Thread(target=self._forward, args=(self._popen.stdout,), daemon=True)
         self._forwarder.start()
@@ -158,6 +155,17 @@ class ManagedProcess:
         self.killed_for = None
         self._watch = Watch(self.spec, self._popen.pid, self._timing.hang_timeout_s)
         self._watch.start()
+
+    def _program(self) -> subprocess.Popen[bytes]:
+        cpus = ",".join(map(str, self.spec.cpus)) or "-"
+        wrapper = [sys.executable, "-I", "-S", CHILD_PROGRAM, str(os.getpid()), cpus]
+        return subprocess.Popen(
+            [*wrapper, *self.spec.command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            process_group=0,
+        )
 
     def hang(self, now: float) -> Hang | None:
         """Returns why it has to be replaced though it runs; None when it has not, or was killed for it
@@ -249,7 +257,7 @@ class ManagedProcess:
         if self._popen is not None:
             try:
                 self._popen.wait(KILL_WAIT_S)
-            except subprocess.TimeoutExpired:
+            except (subprocess.TimeoutExpired, TimeoutError):
                 return False
         return True
 

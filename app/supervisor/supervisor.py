@@ -16,6 +16,7 @@ from typing import Literal
 
 import structlog
 
+from app.supervisor.early import EarlyChildren
 from app.supervisor.health import Plan, Timing
 from app.supervisor.kept_lines import KeptLines
 from app.supervisor.process import ManagedProcess
@@ -92,8 +93,11 @@ class Supervisor:
         on_event: EventCallback | None = None,
         on_waiting: WaitingCallback | None = None,
         on_line: LineCallback | None = None,
+        early: EarlyChildren | None = None,
     ) -> None:
-        """With `on_waiting`, what processes say of their progress is shown there and not forwarded.
+        """`early` has what the first start takes processes from.
+
+        With `on_waiting`, what processes say of their progress is shown there and not forwarded.
 
         With `on_line`, what they print until the end of the start goes there instead of to our stderr.
         """
@@ -110,7 +114,9 @@ class Supervisor:
         self.ended_by = 0
         self._wake = Wakeup()
         self._previous_handlers: dict[int, object] = {}
-        self.processes = [ManagedProcess(spec, timing, plan.json_logs) for spec in plan.processes]
+        self.processes = [
+            ManagedProcess(spec, timing, plan.json_logs, early=early) for spec in plan.processes
+        ]
         self._groups = {
             name: RestartGroup([process for process in self.processes if process.spec.group == name])
             for name in {spec.group for spec in plan.processes if spec.group}

@@ -36,6 +36,7 @@ from gateway.app.slot_routes import router as slot_router
 from gateway.app.state import Gateway
 from gateway.app.translated_routes import router as api_router
 from gateway.processes.shared import Shared
+from gateway.prompts.fork_server import EarlyServer
 from gateway.schemas.batches import MessageBatchRequest
 from gateway.schemas.errors import MESSAGES_PATH, install_error_handlers
 from gateway.schemas.mcp import McpCall
@@ -152,14 +153,15 @@ def create_app(
     config: MoebiusConfig,
     on_broken: Callable[[UserError], None] = _log_broken,
     shared: Shared | None = None,
+    early: EarlyServer | None = None,
 ) -> FastAPI:
     """Creates the application; it connects to the engine when started and answers 503 until the engine does.
 
     `on_broken` is called with the reason when the model's files cannot be used; `shared` is the state shared
-    with other processes of its port.
+    with other processes of its port, and `early` what prompt processes are forked from.
     Raises ConfigError for a key file that cannot be used.
     """
-    gateway = Gateway(config, on_broken, shared)
+    gateway = Gateway(config, on_broken, shared, early)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

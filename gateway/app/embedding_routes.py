@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
-from gateway.apis.pooled import PooledFormat
 from gateway.apis.registry import Kind
 from gateway.app.openapi import refuses, takes
 from gateway.app.serving import respond
@@ -29,6 +28,9 @@ async def _pooled(request: Request, kind: Kind) -> Response:
     if isinstance(prepared, bytes):  # there is no text
         return Response(prepared, media_type="application/json")
     gateway.metrics.ignored(prepared.ignored)
+    # It needs numpy, which takes a twelfth of a gateway's imports and starts threads.
+    from gateway.apis.pooled import PooledFormat
+
     return await respond(request, prepared, PooledFormat(prepared.jobs, prepared.reply))
 
 

@@ -16,6 +16,7 @@ import uvicorn
 from gateway.app.application import create_app
 from gateway.app.state import Gateway
 from gateway.processes.shared import Shared
+from gateway.prompts.fork_server import EarlyServer
 from gateway.telemetry.metrics import GatewayMetrics
 from gateway.transport.connections import ConnectionTable, connection_limits, protocol_for
 from gateway.transport.streaming import DirectSend
@@ -114,14 +115,17 @@ class GatewayServer(EndingServer):
             await asyncio.sleep(_POLL_S)
 
 
-def server_for(config: MoebiusConfig, shared: Shared | None = None) -> GatewayServer:
+def server_for(
+    config: MoebiusConfig, shared: Shared | None = None, early: EarlyServer | None = None
+) -> GatewayServer:
     """Returns the HTTP server, not yet started; also used by tests, which run it in a thread.
 
-    `shared`: the state shared with other processes of its port; None: it is alone.
+    `shared`: the state shared with other processes of its port; None: it is alone. `early`: what prompt
+    processes are forked from.
     Raises ConfigError.
     """
     limits = connection_limits(config.gateway)
-    app = create_app(config, on_broken=lambda error: server.end_broken(error), shared=shared)
+    app = create_app(config, lambda error: server.end_broken(error), shared, early)
     metrics: GatewayMetrics = app.state.gateway.metrics
     protocol = protocol_for(ConnectionTable(limits, metrics.connection_closed))
     settings = uvicorn.Config(

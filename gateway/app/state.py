@@ -24,6 +24,7 @@ from gateway.batches.store import BatchStore
 from gateway.generation.job import Prepared
 from gateway.generation.model import ServedModel, load_served_model
 from gateway.processes.shared import Shared, alone
+from gateway.prompts.fork_server import EarlyServer
 from gateway.prompts.pool import PromptPool
 from gateway.prompts.process import ModelFiles, WorkerSetup
 from gateway.replicas.patience import SleepRules
@@ -41,6 +42,7 @@ from gateway.transport.streaming import run_until_disconnect
 from moebius.config import MoebiusConfig
 from moebius.errors import StartupError, UserError, WrongIdentity
 from moebius.models.identity import IdentityRecord
+from moebius.process.memory import give_back_memory
 from moebius.process.sleep_mark import ASLEEP, SleepMark
 from protos import engine_pb2
 
@@ -58,10 +60,15 @@ class Gateway:
     """Configuration, engine connection, admission, metrics; made by `create_app`, opened by its lifespan."""
 
     def __init__(
-        self, config: MoebiusConfig, on_broken: Callable[[UserError], None], shared: Shared | None = None
+        self,
+        config: MoebiusConfig,
+        on_broken: Callable[[UserError], None],
+        shared: Shared | None = None,
+        early: EarlyServer | None = None,
     ) -> None:
         """`on_broken` is called, in the event loop, with the error why no model can be served:
-        its files are wrong, which waiting does not fix. `shared`: with other processes of the port."""
+        its files are wrong, which waiting does not fix. `shared`: with other processes of the port. `early`:
+        what prompt processes are forked from."""
         self.shared = shared or alone()
         self.config = config
         self._on_broken = on_broken
@@ -69,7 +76,8 @@ class Gateway:
         self.genai = GenAiMetrics()
         self.admission = Admission(config.gateway.max_queued_requests, self.metrics, self.shared.places)
         self._bodies = BodyReceiver(self.max_body_bytes)
-        self._prompts = PromptPool(config.gateway.prompt_workers, config.gateway.max_queued_requests)
+        settings = config.gateway
+        self._prompts = PromptPool(settings.prompt_workers, settings.max_queued_requests, early)
         self.warnings = RepeatedWarnings()
         self.drain = Drain()
         check_store(config.gateway)
@@ -200,6 +208,7 @@ class Gateway:
 
     def _announce(self, model: ServedModel | None) -> None:
         assert model is not None, "it is known"
+        give_back_memory()
         self.metrics.set_model(model.name, model.fingerprint)
         logger.info(
             "model is known",

@@ -21,13 +21,15 @@ from collections.abc import Callable
 
 _FORK = b"F"  # comes with two sockets: the new process's channel, and the one that its status goes to
 _STATUS = struct.Struct("!i")
+# Each process tokenises one text at a time, so threads do not help; and forks would not have them.
+_ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
 _KILL_S = 5.0  # a server that has not ended a process by then is itself ended
 
 
 class Fork:
     """A forked process, with the methods of a `Popen` that the gateway uses; made by `ForkServer.fork`."""
 
-    def __init__(self, report: socket.socket, server: subprocess.Popen[bytes]) -> None:
+    def __init__(self, report: socket.socket, server: subprocess.Popen[bytes] | Child) -> None:
         self._report, self._server = report, server
         self._lock = threading.Lock()
         self._status: int | None = None
@@ -61,18 +63,82 @@ class Fork:
             self._report.shutdown(socket.SHUT_WR)
 
 
+class Child:
+    """A process that this one has forked, with the methods of a `Popen` that `ForkServer` uses."""
+
+    def __init__(self, process: int) -> None:
+        self.pid = process
+        self._lock = threading.Lock()
+        self._status: int | None = None
+
+    def poll(self) -> int | None:
+        """Returns the exit status if it has ended (negative: by that signal), else None."""
+        with self._lock:
+            if self._status is None:
+                process, status = os.waitpid(self.pid, os.WNOHANG)
+                self._status = os.waitstatus_to_exitcode(status) if process else None
+            return self._status
+
+    def wait(self) -> int:
+        """Waits for the end; returns the exit status."""
+        # Not with the lock: others may poll, or end the process, meanwhile.
+        with contextlib.suppress(ChildProcessError):
+            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        status = self.poll()
+        assert status is not None
+        return status
+
+    def kill(self) -> None:
+        """Ends it at once, unless it has ended."""
+        with self._lock:
+            if self._status is None:
+                os.kill(self.pid, signal.SIGKILL)
+
+
+class EarlyServer:
+    """A server that is forked from the gateway itself, which has imported the same libraries.
+
+    A gateway has threads as soon as it serves, so only the first server can come about like this; whatever
+    takes its place is a program of its own.
+    """
+
+    def __init__(self, run: Callable[[socket.socket], int]) -> None:
+        """Forks a process whose exit status `run` returns; it is called with the socket of `ForkServer`.
+
+        Call it before there are threads, connections or event loops.
+        """
+        self.control, theirs = socket.socketpair()
+        process = os.fork()
+        if process == 0:
+            status = 1
+            try:
+                self.control.close()
+                os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+                os.environ.update(_ENVIRONMENT)
+                status = run(theirs)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(status)
+        theirs.close()
+        self.process = Child(process)
+
+
 class ForkServer:
     """The gateway's side of the server. It ends with its last reference, or with the gateway."""
 
-    def __init__(self, module: str, message: bytes) -> None:
+    def __init__(self, module: str, message: bytes, early: EarlyServer | None = None) -> None:
         """Starts `python -m module` with a socket as its standard input, on which it gets `message` and then
-        serves by `serve_forks`. Raises OSError."""
-        self._control, theirs = socket.socketpair()
-        # Each process tokenises one text at a time, so threads do not help; and forks would not have them.
-        environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
-        with theirs:
-            command = [sys.executable, "-P", "-m", module]
-            self._process = subprocess.Popen(command, stdin=theirs.fileno(), env=environment)
+        serves by `serve_forks`; or has `early` do so. Raises OSError."""
+        self._process: subprocess.Popen[bytes] | Child
+        if early is not None:
+            self._control, self._process = early.control, early.process
+        else:
+            self._control, theirs = socket.socketpair()
+            with theirs:
+                command = [sys.executable, "-P", "-m", module]
+                environment = {**os.environ, **_ENVIRONMENT}
+                self._process = subprocess.Popen(command, stdin=theirs.fileno(), env=environment)
         self._control.sendall(message)
 
     @property

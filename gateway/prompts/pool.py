@@ -12,7 +12,7 @@ import structlog
 
 from gateway.apis.registry import Kind
 from gateway.generation.job import Prepared
-from gateway.prompts.fork_server import ForkServer
+from gateway.prompts.fork_server import EarlyServer, ForkServer
 from gateway.prompts.process import (
     SMALL_BYTES,
     Broken,
@@ -50,8 +50,9 @@ class PromptPool:
     grammars take long, delay small ones no more than small ones delay each other; with one process there is
     no such promise."""
 
-    def __init__(self, processes: int, most_waiting: int) -> None:
-        """`most_waiting`: requests that may wait; further ones get 429."""
+    def __init__(self, processes: int, most_waiting: int, early: EarlyServer | None = None) -> None:
+        """`most_waiting`: requests that may wait; further ones get 429. `early`: the first server."""
+        self._early = early
         self._count = processes
         self._most_waiting = most_waiting
         # In order of arrival. A request is in one of the queues for as long as it waits, however that
@@ -98,7 +99,8 @@ class PromptPool:
     async def _spawn(self, files: ModelFiles) -> Process:
         """Starts a process. Raises OSError."""
         if self._server is None or self._server.ended:
-            self._server = await asyncio.to_thread(ForkServer, WORKER, packed(files))
+            early, self._early = self._early, None
+            self._server = await asyncio.to_thread(ForkServer, WORKER, packed(files), early)
         return await Process.spawn(self._server)
 
     async def start(self, setup: WorkerSetup) -> None:

@@ -41,10 +41,12 @@ from moebius.errors import WRONG_IDENTITY_EXIT
 from moebius.grammar.compile import GrammarError, OverBudget
 from moebius.grammar.process import MOST_S, QUICK_S, TOO_SLOW, GrammarProcess
 from moebius.models.identity import changes, text_parts
+from moebius.process.memory import give_back_memory
 from protos import engine_pb2
 from protos.engine_pb2 import Constraint
 
 OUT_OF_MEMORY = 3  # exit code
+COMMAND = "moebius-prompts"  # as `ps -o comm` shows it, however the process came about
 _BUFFER = 2**17  # bytes
 _GROWTH = 2**28  # bytes; a process that grew by more is replaced
 _LEAST_S = 0.005  # processor time: shorter limits are below the timer's resolution
@@ -191,24 +193,24 @@ def _run(channel: socket.socket, files: ModelFiles, read: Tokenizer | OtherFiles
     return 0
 
 
-def main() -> int:
+def main(control: socket.socket) -> int:
     """Forks processes until the gateway closes the socket. Returns the exit code."""
+    Path("/proc/self/comm").write_text(COMMAND)
     for number in (signal.SIGINT, signal.SIGTERM):  # for the gateway, which may still need this process
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE)
-    control = socket.socket(fileno=0)
     # Not buffered: what follows comes with sockets.
     data = _message(io.BufferedReader(socket.SocketIO(control, "r"), 1))
     if data is None:
         return 0
     files: ModelFiles = pickle.loads(data)
     read = _read_files(files)
-    gc.collect()
+    give_back_memory()
     gc.freeze()  # collections would write to pages that the forks share
     serve_forks(control, lambda channel: _run(channel, files, read))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(socket.socket(fileno=0)))

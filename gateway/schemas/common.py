@@ -214,7 +214,7 @@ INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 class StrictModel(BaseModel):
     """Values of the wrong JSON type are errors; unknown fields are ignored, or errors in strict mode."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, defer_build=True)
     place: ClassVar[str] = ""  # prefix of its fields' names in the list of ignored ones
 
     @model_validator(mode="before")

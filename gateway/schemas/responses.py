@@ -267,7 +267,7 @@ AnyItem = Annotated[
     tagged(_ITEMS, _untyped),
 ]
 Items = Annotated[list[AnyItem], Field(max_length=MAX_MESSAGES, fail_fast=True)]
-ITEMS: TypeAdapter[list[Any]] = TypeAdapter(Items)
+ITEMS: TypeAdapter[list[Any]] = TypeAdapter(Items, config=ConfigDict(defer_build=True))
 
 
 class Reasoning(StrictModel):

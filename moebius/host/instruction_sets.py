@@ -15,11 +15,11 @@ _BFLOAT16_PRODUCTS = (
     {"avx_ne_convert", "avx_vnni_int8"},
 )
 
-# Measured on one host at each level: "Without AVX-512" in docs/benchmarks.md.
+# Measured at each level, 4 bits with AVX2 on a second host: "Without AVX-512" in docs/benchmarks.md.
 _MISSING = {
     "scalar": "no AVX2: experts are computed value by value, for trying things out",
-    "avx2": "no AVX-512: experts of 8 and 16 bits decode 3 to 16 % slower, of 4 bits half as fast; "
-    "long prompts take 4 to 7 times as long as with AMX",
+    "avx2": "no AVX-512: experts decode up to 16 % slower, "
+    "and long prompts take 3 to 7 times as long as with AMX",
     "avx512": "no VNNI and no bfloat16 products: prompts and 4-bit experts take longer",
     "avx512_vnni": "no bfloat16 products: prompts take longer",
     "avx512_bf16": "",

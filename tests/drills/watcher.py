@@ -14,6 +14,7 @@ from types import TracebackType
 import grpc
 import psutil
 
+from gateway.prompts.worker import COMMAND
 from protos import engine_pb2, engine_pb2_grpc
 from tests.helpers.stack import Stack, mailboxes_of
 
@@ -55,15 +56,13 @@ def processes_of(stack: Stack) -> dict[str, list[psutil.Process]]:
         found["supervisor"] = [psutil.Process(stack.process.pid)]
         for child in found["supervisor"][0].children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
-                name = _name(child.cmdline())
+                name = "prompts" if child.name() == COMMAND else _name(child.cmdline())
                 if name is not None and child.status() != psutil.STATUS_ZOMBIE:
                     found.setdefault(name, []).append(child)
     return found
 
 
 def _name(command: Sequence[str]) -> str | None:
-    if "gateway.prompts.worker" in command:
-        return "prompts"
     if "moebius" in command and "--config" in command:
         return Path(command[command.index("--config") + 1]).stem
     return None

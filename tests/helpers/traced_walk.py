@@ -37,7 +37,6 @@ _IDLE_S, _ROUNDS, _TOKENS = 3.0, 3, 120
 _STEADY = range(8, 60)
 # What a process is, by an argument of its command line.
 _PROCESSES = {
-    "gateway.prompts.worker": "prompt process",
     "gateway": "gateway",
     "gpu": "engine",
     "expert": "expert server",
@@ -137,6 +136,7 @@ def trace_walk(directory: Path) -> list[TracedFile]:
     """
     import psutil
 
+    from gateway.prompts.worker import COMMAND
     from tests.helpers.demo import EXACT_FLAGS, demo_checkpoint
     from tests.helpers.stack import running_stack
 
@@ -148,7 +148,9 @@ def trace_walk(directory: Path) -> list[TracedFile]:
         supervisor = stack.process.pid
         _chat(stack.base_url, lambda chunk: None)
         names = {
-            child.pid: next((name for key, name in _PROCESSES.items() if key in child.cmdline()), "")
+            child.pid: "prompt process"
+            if child.name() == COMMAND
+            else next((name for key, name in _PROCESSES.items() if key in child.cmdline()), "")
             for child in psutil.Process(supervisor).children(recursive=True)
         }
         os.kill(supervisor, signal.SIGSTOP)  # it asks the others now and then how they are

@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 
 from gateway.prompts import worker
-from gateway.prompts.fork_server import ForkServer, serve_forks
+from gateway.prompts.fork_server import EarlyServer, ForkServer, serve_forks
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
 from tests.helpers.waiting import wait_until
@@ -57,7 +57,8 @@ def _warm() -> ForkServer:
 class WarmForkServer(ForkServer):
     """Takes the place of `ForkServer` in a gateway's pool: its process is a fork of the warm one."""
 
-    def __init__(self, module: str, message: bytes) -> None:
+    def __init__(self, module: str, message: bytes, early: EarlyServer | None = None) -> None:
+        assert early is None
         assert module == worker.__name__
         self._control, self._process = _warm().fork()  # type: ignore[assignment]
         self._control.sendall(_PROMPTS + message)
@@ -105,9 +106,7 @@ def _run(channel: socket.socket) -> int:
     gc.freeze()
     random.seed()
     if channel.recv(1) == _PROMPTS:
-        os.dup2(channel.fileno(), 0)
-        channel.close()
-        return worker.main()
+        return worker.main(channel)
     with channel, channel.makefile("rb") as asked:
         job = json.load(asked)
         channel.sendall(_PID.pack(os.getpid()))

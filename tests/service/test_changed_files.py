@@ -12,6 +12,7 @@ import httpx
 import psutil
 import pytest
 
+from gateway.prompts.worker import COMMAND
 from tests.drills.checkpoint import FLAGS, MODEL, write_checkpoint
 from tests.helpers.stack import Stack, running_stack
 from tests.helpers.swapped_files import put, swap_tokens
@@ -75,7 +76,7 @@ class Served:
 
     def prompt_processes(self) -> list[psutil.Process]:
         found = psutil.Process(self.stack.process.pid).children(recursive=True)
-        those = [one for one in found if "gateway.prompts.worker" in one.cmdline()]
+        those = [one for one in found if one.name() == COMMAND]
         # Without the one that they are forks of, and their own forks, which compile grammars.
         (server,) = (one for one in those if one.parent() not in those)
         return [one for one in those if one.parent() == server]

@@ -16,6 +16,7 @@ import httpx
 import psutil
 import pytest
 
+from gateway.prompts.worker import COMMAND
 from tests.helpers.fake_engine import CONTEXT, MODEL, WAITING, FakeEngine, Script, serving
 from tests.helpers.gateway_server import gateway_config, running_gateway
 from tests.helpers.tiny_tokenizer import CHAT_TEMPLATE, byte_level_tokenizer, write_tokenizer
@@ -197,7 +198,7 @@ def prompt_processes() -> list[psutil.Process]:
     found = []
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
-            found += [child] if "gateway.prompts.worker" in child.cmdline() else []
+            found += [child] if child.name() == COMMAND else []
     return found
 
 

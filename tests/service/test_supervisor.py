@@ -277,7 +277,9 @@ def test_pauses_between_restarts_grow_to_the_limit(tmp_path: Path) -> None:
 
     at most half of a pause is left to chance.
     """
-    with Supervisor(plan(tmp_path, spec("gpu", FAILING, tmp_path)), QUICK) as supervisor:
+    # To a probe that finds it ready in its short life it would have served.
+    dying = replace(spec("gpu", FAILING, tmp_path), probe=FileProbe(tmp_path / "never"))
+    with Supervisor(plan(tmp_path, dying), QUICK) as supervisor:
         process = supervisor.processes[0]
         pauses = []
         for _ in range(5):

@@ -19,7 +19,8 @@ from typing import Any, ClassVar
 import psutil
 import pytest
 
-from gateway.prompts.fork_server import ForkServer
+from gateway.prompts import worker
+from gateway.prompts.fork_server import EarlyServer, ForkServer
 from gateway.prompts.pool import PromptPool
 from gateway.prompts.process import SMALL_BYTES, Died, ModelFiles, WorkerSetup
 from gateway.schemas.errors import ApiError
@@ -87,6 +88,27 @@ async def test_processes_are_there_before_the_engine(tmp_path: Path) -> None:
     finally:
         await pool.close()
     assert children() == set()
+
+
+async def test_the_first_server_may_be_a_fork_of_the_gateway(tmp_path: Path) -> None:
+    """It saves a start; what takes its place, once it was killed, is a program of its own."""
+    files, setup = setup_for(tmp_path)
+    early = EarlyServer(worker.main)
+    pool = PromptPool(1, 8, early)
+    try:
+        await pool.spawn(files)
+        await pool.start(setup)
+        assert await token_count(pool) == 3
+        assert servers() == []
+        (process,) = psutil.Process(early.process.pid).children()
+        assert process.name() == worker.COMMAND
+        early.process.kill()
+        assert early.process.wait() == -signal.SIGKILL
+        process.kill()
+        assert await token_count(pool) == 3
+        assert len(servers()) == 1
+    finally:
+        await pool.close()
 
 
 async def test_one_that_died_while_the_engine_loaded_is_replaced(tmp_path: Path) -> None:
