@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
-import types
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -15,8 +13,8 @@ if TYPE_CHECKING:
 Role = Literal["expert", "gateway", "gpu"]
 
 
-def service(role: Role, config: MoebiusConfig) -> Callable[[MoebiusConfig], object]:
-    """Returns the service's `run`, which takes `config`; imports it, and nothing of the others."""
+def service(role: Role) -> Callable[[MoebiusConfig], object]:
+    """Returns the service's `run`; imports it, and nothing of the others."""
     if role == "expert":
         from expert_service.main import run as run_expert
 
@@ -25,29 +23,9 @@ def service(role: Role, config: MoebiusConfig) -> Callable[[MoebiusConfig], obje
         from gateway.main import run as run_gateway
 
         return run_gateway
-    from app.supervisor.placement import find_gpus, runs_on_gpus
-
-    if not runs_on_gpus(config, find_gpus()):
-        import_torch_lean()
     from gpu_service.main import run as run_gpu
 
     return run_gpu
-
-
-def import_torch_lean() -> None:
-    """Imports torch without what computes the shapes of operators on tensors without values: a fifth of
-    torch's time, and 18 MiB.
-
-    Compilers and a few operators on the device "meta" need it; who uses those imports it by its name
-    (`torch._meta_registrations`), which works at any time.
-    """
-    name = "torch._meta_registrations"
-    sys.modules[name] = types.ModuleType(name)
-    try:
-        import torch
-    finally:
-        del sys.modules[name]
-    vars(torch).pop("_meta_registrations", None)
 
 
 def run_service(role: Role, settings_file: str) -> object:
@@ -59,4 +37,4 @@ def run_service(role: Role, settings_file: str) -> object:
 
     check_limits(role)
     config = load_config(settings_file, {})
-    return service(role, config)(config)
+    return service(role)(config)

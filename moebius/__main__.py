@@ -42,7 +42,7 @@ def direct(arguments: Sequence[str]) -> Callable[[], object] | None:
             main(list(arguments))
         from app.services import service
 
-        return service(arguments[0], config)(config)  # type: ignore[arg-type]  # one of its three
+        return service(arguments[0])(config)  # type: ignore[arg-type]  # one of its three
 
     return run
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -66,9 +65,6 @@ def build_tower(config: ModelConfig, directory: str | Path, device: torch.device
 
     Raises ValueError when `vision_config` does not fit the model, UserError without transformers.
     """
-    if torch.device(device).type == "meta":
-        # An engine without a GPU has imported torch without it (`app.services`).
-        importlib.import_module("torch._meta_registrations")
     raw = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))
     with transformers_needed(), _without_values(), torch.device(device):
         tower = build_from_config(raw, config.hidden_size, TORCH_DTYPES[config.dtype])
