@@ -28,6 +28,7 @@ from gpu_service.layers.host_layers import HostRuns
 from gpu_service.layers.hyper_connections import HyperHead, HyperStreams
 from gpu_service.layers.linear import Linear, Packed
 from gpu_service.layers.mtp import MtpLayer
+from gpu_service.layers.ngrams import HashedNGrams
 from gpu_service.layers.norm import Norm, make_norm
 from gpu_service.layers.rank_weights import RankWeights
 from gpu_service.ops.linear import can_pack, linear, pack_weight
@@ -102,6 +103,9 @@ class Backbone(nn.Module):
         head = layers[-1]
         self._read_layers = head.read_layers if isinstance(head, Eagle3Layer) else ()
         passed = layers[: self._num_passed]
+        # What embeds n-grams: rows of their tables are read ahead of the layers.
+        modules = (module for layer in passed for module in layer.modules())
+        self._ngrams = [module for module in modules if isinstance(module, HashedNGrams)]
         self._host_runs = HostRuns(passed, self._first_layer, self._rotary_of, self._read_layers)
         # Which experts are added a layer late; None: none. Set before the first step.
         self.deferral: DeferralRule | None = None
@@ -111,6 +115,8 @@ class Backbone(nn.Module):
         one.
         """
         inputs, images = context.inputs, context.inputs.image_features
+        for ngrams in self._ngrams:
+            ngrams.begin(context)
         if self.deferral is not None and context.deferral is None:
             context = replace(context, deferral=self.deferral.begin())
         by_axis = inputs.mrope_positions
