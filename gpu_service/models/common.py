@@ -103,9 +103,7 @@ class Backbone(nn.Module):
         head = layers[-1]
         self._read_layers = head.read_layers if isinstance(head, Eagle3Layer) else ()
         passed = layers[: self._num_passed]
-        # What embeds n-grams: rows of their tables are read ahead of the layers.
-        modules = (module for layer in passed for module in layer.modules())
-        self._ngrams = [module for module in modules if isinstance(module, HashedNGrams)]
+        self._ngrams = _ngrams_of(passed)
         self._host_runs = HostRuns(passed, self._first_layer, self._rotary_of, self._read_layers)
         # Which experts are added a layer late; None: none. Set before the first step.
         self.deferral: DeferralRule | None = None
@@ -217,6 +215,12 @@ class Backbone(nn.Module):
     ) -> torch.Tensor:
         """Computes what `CausalLM.best_drafts` says, `compute_logits` being the model's."""
         return self._draft_layer(head).best_ids(made, compute_logits)
+
+
+def _ngrams_of(layers: list[nn.Module]) -> list[HashedNGrams]:
+    """Returns what embeds n-grams, rows of whose tables are read ahead of the layers."""
+    modules = (module for layer in layers for module in layer.modules())
+    return [module for module in modules if isinstance(module, HashedNGrams)]
 
 
 class CausalLM(nn.Module):

@@ -5,6 +5,7 @@ families and files that have them, and a file that can not be read never gives r
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from tests.helpers.gguf_files import write_gguf
 from tests.helpers.gguf_models import CASES
 from tests.helpers.paged_runner import PagedRunner, load_runner
 from tests.helpers.tiny_models import TINY_MODELS, TinyModel, write_tiny_model
+from tests.helpers.torch_experts import TorchExperts
 
 PROMPT = [3, 17, 200, 5, 99, 42, 3, 17, 200, 5]
 
@@ -124,14 +126,15 @@ def test_outputs_are_the_same_bit_for_bit(name: str, tmp_path: Path) -> None:
 
 
 def test_a_file_that_ends_too_early_gives_no_rows(tmp_path: Path) -> None:
-    """The step fails with the file's name."""
-    runner = _runner(_qwen(tmp_path), in_files=True)
-    (file,) = tmp_path.glob("*.safetensors")
+    """The step fails with the file's name. The reference's experts map another one."""
+    path = shutil.copytree(_qwen(tmp_path / "experts"), tmp_path / "model")
+    runner = load_runner(path, experts=TorchExperts(tmp_path / "experts"), in_files=True)
+    (file,) = path.glob("*.safetensors")
     os.truncate(file, 100)
     with pytest.raises(CheckpointError, match=rf"{file.name} at byte \d+, where rows of a table lie, ended"):
         runner.prefill(PROMPT)
     with pytest.raises(CheckpointError):
-        load_weights(build_model(runner.model.config), tmp_path, in_files=True)
+        load_weights(build_model(runner.model.config), path, in_files=True)
 
 
 def test_auto_is_what_free_memory_allows(tmp_path: Path) -> None:
