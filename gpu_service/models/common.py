@@ -59,9 +59,8 @@ class Backbone(nn.Module):
         super().__init__()
         size, last = config.hidden_size, parallel.is_last_stage
         first, final = config.layers[0].residual, config.layers[config.num_decoder_layers - 1].norm
-        self._parallel = parallel
+        self._parallel, self._dtype, self._hidden_size = parallel, dtype, size
         self._first_layer = stage_layers(config, parallel).start
-        self._dtype, self._hidden_size = dtype, size
         # None: one residual stream.
         self._streams: type[HyperStreams] | None = None
         hyper = first if isinstance(first, HyperConnections | GatedStreams) else None
