@@ -529,6 +529,43 @@ def bind_memory(node: int) -> BindResult: ...
 def bind_range(address: int, nbytes: int, node: int) -> BindResult: ...
 def page_nodes(address: int, nbytes: int) -> list[int]: ...
 
+# --- rows of tables in files (kernels/bindings/bind_files.cc) ---------------------------------------------
+
+class ReadError(OSError): ...
+
+class ReadThreads:
+    """Threads that read rows of all tables of a process."""
+
+    def __init__(self, num_threads: int) -> None: ...
+
+class RowReader:
+    """A table in files: tensors with equally many rows, each by the bytes of a row and its parts, which are
+    path, offset of the first row in bytes, and number of rows.
+    """
+
+    def __init__(
+        self,
+        threads: ReadThreads,
+        tensors: Sequence[tuple[int, list[tuple[str, int, int]]]],
+        kept_bytes: int,
+    ) -> None: ...
+    @property
+    def num_rows(self) -> int: ...
+    @property
+    def is_direct(self) -> bool: ...
+    @property
+    def counters(self) -> tuple[int, int]:
+        """Rows that were read so far, and rows that were still kept."""
+
+class RowFetch:
+    """Distinct rows on their way, which threads began to read when this was made."""
+
+    def __init__(self, reader: RowReader, rows: NDArray[np.int64]) -> None: ...
+    def wait(self) -> tuple[NDArray[np.int64], list[NDArray[np.uint8]]]:
+        """Returns the place of each number among the distinct rows, -1 outside the table, and those rows of
+        each tensor as bytes `[distinct, row_bytes]`. Raises ReadError.
+        """
+
 # --- segments of packed experts (kernels/bindings/bind_mailbox_layout.cc) -------------------------------
 
 class SegmentError(RuntimeError): ...

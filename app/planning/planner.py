@@ -47,6 +47,7 @@ from app.planning.prefixes import prefix_bytes
 from app.planning.sequences import with_num_seqs
 from app.planning.speed import make_work, predict_decode, predict_prefill, server_threads, windows_of
 from app.planning.start import predict_start
+from app.planning.tables import tables_part, with_tables
 from moebius.config import MoebiusConfig, Section
 from moebius.errors import ConfigError, UserError
 from moebius.experts.placement import keeps_residents
@@ -98,7 +99,7 @@ class Planner:
         kv_tokens = context * concurrency if wish.is_demanded else self.kept_tokens(hardware)
         residency = self._residency(hardware, kv_tokens, fill)
         planner = self._with_batched_tokens(hardware, residency) if self.on_gpu else self
-        planner = planner._with_kept(hardware, residency)
+        planner = with_tables(planner._with_kept(hardware, residency), hardware, residency)
         return planner._planned(hardware, wish, residency, kv_tokens, fill, explain)
 
     def fill(self, hardware: Hardware) -> Filled:
@@ -133,7 +134,8 @@ class Planner:
             return False
         try:
             kv = self._pool(self._ledgers(hardware, residency))
-            self._check_ram(hardware, list(self._ram(hardware, residency, kv)), 0, fill=False, explain=False)
+            parts = list(self.ram_parts(hardware, residency, kv))
+            self._check_ram(hardware, parts, 0, fill=False, explain=False)
         except DoesNotFit:
             return False
         return True
@@ -175,10 +177,10 @@ class Planner:
             ledgers = self._ledgers(hardware, residency, explain)
             kv, components, budgets = self._gpu_parts(hardware, ledgers)
         else:
-            kv, components, budgets = self._cpu_kv(), [], {}
+            kv, components, budgets = self.cpu_kv(), [], {}
         if wish.is_demanded and kv.tokens < context * concurrency:
             raise DoesNotFit(kv_refusal(context, concurrency, kv.tokens, kv.token_bytes))
-        components += self._ram(hardware, residency, kv)
+        components += self.ram_parts(hardware, residency, kv)
         budgets[RAM] = hardware.ram_bytes
         self._check_ram(hardware, components, kv_tokens, fill, explain)
         work = make_work(self.config, self.geometry, self.stored, self.forecast, residency, hardware)
@@ -346,18 +348,20 @@ class Planner:
                     components.append(Component(place, line.part, size))
         return pool, components, budgets
 
-    def _cpu_kv(self) -> KvPool:
+    def cpu_kv(self) -> KvPool:
+        """Returns the pool of an engine on a CPU."""
         pages = self.forecast.shared_pages(self.config)
         return KvPool(pages, self.config.gpu.page_size, self.token_bytes(), windows_of(self.model))
 
-    def _ram(self, hardware: Hardware, residency: Residency, kv: KvPool) -> tuple[Component, ...]:
+    def ram_parts(self, hardware: Hardware, residency: Residency, kv: KvPool) -> tuple[Component, ...]:
+        """Returns everything that all processes have in RAM."""
         config, engine = self.config, []
         for rank in self.forecast.ranks:
             of = f"engine {rank.rank}: " if len(self.forecast.ranks) > 1 else "engine: "
             if not self.on_gpu:
                 held = self._held(rank.rank, residency)
                 parts = {
-                    "dense weights": rank.dense_bytes,
+                    "dense weights": rank.dense_bytes - rank.table_bytes,
                     "dense weights packed as float32": 0
                     if hardware.multiplies_bfloat16
                     else rank.widened_bytes,
@@ -370,7 +374,7 @@ class Planner:
                     "activations": rank.activation_bytes,
                 }
                 engine += [Component(RAM, of + name, size) for name, size in parts.items() if size]
-            others = {"table of n-grams": rank.host_bytes, "evicted prefixes": prefix_bytes(config)}
+            others = {tables_part(config): rank.table_bytes, "evicted prefixes": prefix_bytes(config)}
             engine += [Component(RAM, of + name, size) for name, size in others.items() if size]
             process = GPU_ENGINE_BYTES if self.on_gpu else ENGINE_BYTES
             engine.append(Component(RAM, of + "process", process))
@@ -406,8 +410,8 @@ class Planner:
             try:
                 residency = other._residency(hardware, kv_tokens, fill)
                 other = other._with_kept(hardware, residency)
-                kv = self._pool(other._ledgers(hardware, residency)) if self.on_gpu else self._cpu_kv()
-                found[dtype] = total_bytes(other._ram(hardware, residency, kv), RAM)
+                kv = self._pool(other._ledgers(hardware, residency)) if self.on_gpu else self.cpu_kv()
+                found[dtype] = total_bytes(other.ram_parts(hardware, residency, kv), RAM)
             except UserError:
                 continue  # no format to keep, or residents that do not fit so
         return found

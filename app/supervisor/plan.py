@@ -46,6 +46,7 @@ from app.supervisor.placement import (
 )
 from app.supervisor.runfile import SHARED_MEMORY, clean_up_stale, own_state_directory
 from app.supervisor.shortages import refuse_shortages, shared_memory_shortage
+from app.supervisor.tables import with_tables
 from app.supervisor.weight_files import WeightFile, free_reserved_bytes
 from moebius.checkpoint.gguf.files import served_name
 from moebius.config import MoebiusConfig, Section
@@ -108,7 +109,7 @@ def plan_processes(config: MoebiusConfig) -> ServePlan:
     with divided_cores(config.experts, measures) as division:
         cores, given = division.cores, config
         placements = expert_placements(config, model, cores)
-        config = _shared_settings(config, directory, len(placements))
+        config = with_tables(_shared_settings(config, directory, len(placements)), given, model)
         with problems.collected():
             refuse_shortages(given, config, model)
         problems.refuse()

@@ -45,6 +45,7 @@ from gpu_service.assembly.steps import (
     make_step_runner,
     may_have_lane,
 )
+from gpu_service.assembly.tables import with_tables
 from gpu_service.assembly.vision import Vision, load_vision, vision_memory
 from gpu_service.assembly.warm_up import WarmUpGate, warm_up_tokens
 from gpu_service.cache.fp8 import STORAGE_DTYPES
@@ -89,6 +90,7 @@ from moebius.models.config import ModelConfig
 from moebius.models.registry import family_of
 from moebius.models.served import read_served_model, with_drafts
 from moebius.models.small_model import check_tokenizers
+from moebius.process.limits import available_memory
 
 _log = structlog.get_logger(__name__)
 __all__ = ["Built", "WarmUpGate", "build_engine", "model_info"]
@@ -119,6 +121,7 @@ def build_engine(
     check_tiers(config)
     has_lane = may_have_lane(config, model_config, device)
     group = join_group(config, device, identity=identity.text, has_lane=has_lane)
+    config = with_tables(config, model_config, [group.parallel], device, available_memory())
     layers = rank_layers(model_config, group.parallel)
     sizes = sizes_of(model_config, layers, STORAGE_DTYPES[config.gpu.kv_cache_dtype])
     shape = cache_shape(config.gpu, model_config, layers, device)
@@ -285,7 +288,8 @@ def _load(
     device, dtype = model.device, TORCH_DTYPES[model_config.dtype]
     vision = load_vision(config, model_config, device)
     memory.reached(VISION)
-    load_weights(model, config.model.model, dense_form(config.model, device))
+    in_files = config.model.embedding_tables == "disk"
+    load_weights(model, config.model.model, dense_form(config.model, device), in_files=in_files)
     memory.reached(DENSE)
     memory.drafting = load_draft_model(config, model_config, device)
     memory.reached(DRAFTING)

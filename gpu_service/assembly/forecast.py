@@ -62,6 +62,7 @@ class RankForecast:
     widened_bytes: int
     activation_bytes: int
     drafting_bytes: int = 0  # A draft model's weights.
+    table_bytes: int = 0  # Of the parameters, tables of embeddings, or their rows that are kept in RAM.
 
     @property
     def read_elements(self) -> int:
@@ -189,6 +190,7 @@ def _forecast(config: MoebiusConfig, rank: int, held: HeldWeights, shape: CacheS
         activation_bytes=activation_bytes(
             model, StepSize.largest(config.gpu), parallel, has_resident_experts=False
         ),
+        table_bytes=held.table_bytes,
         drafting_bytes=draft_model_bytes(config, model, torch.device("cpu" if held.on_cpu else "meta")),
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpu_service.attention.registry import Attention
 from gpu_service.cache.kv_cache import PagedCache
@@ -16,6 +16,7 @@ from gpu_service.experts.recorder import ExpertRecorder
 from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.experts.streaming.step import StreamedExperts
 from gpu_service.layers.deferral import Deferral
+from gpu_service.layers.table_files import TableRead
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,5 +43,7 @@ class ForwardContext:
     deferral: Deferral | None = None
     # The residual stream `[T, H]` at the beginning of each layer that a draft head reads, by the model.
     read_streams: list[Tensor] = field(default_factory=list)
+    # Rows of tables that layers have begun to read at the step's begin, by module.
+    begun_rows: dict[nn.Module, Tensor | TableRead] = field(default_factory=dict)
     # Called between layers, and wherever a layer's launch takes long: who launches the step has other work.
     between_layers: Callable[[], None] | None = None

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from gpu_service.core.step import ForwardInputs
 from gpu_service.layers.composition import Composition
 from gpu_service.layers.context import ForwardContext
 from gpu_service.layers.linear import Linear
@@ -33,9 +34,8 @@ class EngramLayer(HashedNGrams):
 
     def __init__(self, spec: Engram, eps: float, own: RankWeights, places: Places, made: Composition) -> None:
         """`eps` is that of the norms."""
-        super().__init__(spec.sizes, made.device)
-        assert places.state is not None
-        self._state, self._spec, self._eps = places.state, spec, eps
+        super().__init__(spec.sizes, places, made.device)
+        self._spec, self._eps = spec, eps
         self._vocab_size, self._hidden_size = made.vocab_size, made.hidden_size
         first_row = spec.table_part(made.parallel.tp_rank, made.parallel.tp_size).begin
         self.embed = NGramRows(own.under("embed"), first_row, made, ENGRAM_GROUP)
@@ -52,14 +52,16 @@ class EngramLayer(HashedNGrams):
         self._table = ngram_table(spec.sizes, spec.place, spec.num_kinds, "cpu")
         super().pack()
 
-    def forward(self, streams: torch.Tensor, context: ForwardContext) -> None:
-        """Streams `[T, N, H]` are added to in place; the states after the step are in its slots."""
-        inputs, states = context.inputs, context.states
-        assert states is not None, "a model that embeds n-grams needs states"
+    @property
+    def table(self) -> NGramRows:
+        return self.embed
+
+    def hashed(self, inputs: ForwardInputs) -> ForwardInputs:
         assert self._kinds is not None, "the loader calls `pack`"
-        (latest,) = states.of(self._state)
-        inputs = replace(inputs, input_ids=self._kinds[inputs.input_ids])
-        embedded = self.embed(self.rows(inputs, latest)).flatten(1)
-        keys, values = self.wkv(embedded).split((streams[0].numel(), self._hidden_size), dim=1)
+        return replace(inputs, input_ids=self._kinds[inputs.input_ids])
+
+    def forward(self, streams: torch.Tensor, context: ForwardContext) -> None:
+        """Streams `[T, N, H]` are added to in place, once `begin` was called in the step."""
+        keys, values = self.wkv(self.embedded(context)).split((streams[0].numel(), self._hidden_size), dim=1)
         weights = self.k_weight, self.q_weight
         streams.add_(gate_values(keys.reshape(streams.shape), streams, values, *weights, self._eps))

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from gpu_service.core.step import ForwardInputs
 from gpu_service.layers.composition import Composition, LayerParts
 from gpu_service.layers.context import ForwardContext
 from gpu_service.layers.decoder import ResidualStream
@@ -84,17 +83,16 @@ class GatedStreams(HyperStreams):
 class NGramEmbedding(HashedNGrams):
     """A token's rows of the table, one after another. Its factors follow from config.json."""
 
-    def __init__(self, spec: NGrams, own: RankWeights, made: Composition) -> None:
-        super().__init__(spec.sizes, made.device)
+    def __init__(self, spec: NGrams, own: RankWeights, places: Places, made: Composition) -> None:
+        super().__init__(spec.sizes, places, made.device)
         self._table = ngram_table(spec.sizes, spec.place, made.vocab_size, "cpu")
         self._end = spec.sizes.end_token_id
         first_row = spec.table_part(made.parallel.tp_rank, made.parallel.tp_size).begin
         self.ngram_embedding = NGramRows(own.under("ngram_embedding"), first_row, made)
 
-    def forward(self, inputs: ForwardInputs, tokens: torch.Tensor) -> torch.Tensor:
-        """Returns `[T, embed_dim]`; tokens: all slots of the layer's latest tokens."""
-        embedded: torch.Tensor = self.ngram_embedding(self.rows(inputs, tokens))
-        return embedded.flatten(1)
+    @property
+    def table(self) -> NGramRows:
+        return self.ngram_embedding
 
 
 class NGramLayer(nn.Module):
@@ -106,7 +104,7 @@ class NGramLayer(nn.Module):
         assert places.state is not None
         self._state, self._sequences = places.state, made.shared(StepSequences)
         self._hidden_size, num_streams = made.hidden_size, spec.stream_size // made.hidden_size
-        self.ple_embedding = NGramEmbedding(spec, own.under("ple_embedding"), made)
+        self.ple_embedding = NGramEmbedding(spec, own.under("ple_embedding"), places, made)
         self.kv_proj = Linear(own.under("kv_proj"))
         self.norm_key, self.norm_query, self.norm_conv = (
             StreamNorm(own.under(name), eps, num_streams) for name in ("norm_key", "norm_query", "norm_conv")
@@ -114,11 +112,13 @@ class NGramLayer(nn.Module):
         self.conv1d = SpreadTaps(own.under("conv1d"), spec.sizes)
 
     def forward(self, streams: torch.Tensor, context: ForwardContext) -> None:
-        """Streams `[T, N, H]` are added to in place; the states after the step are in its slots."""
+        """Streams `[T, N, H]` are added to in place; the states after the step are in its slots. The step has
+        called `begin` of what is embedded.
+        """
         inputs, states = context.inputs, context.states
         assert states is not None, "a model that embeds n-grams needs states"
         tokens, recent = states.of(self._state)
-        embedded = self.ple_embedding(inputs, tokens)
+        embedded = self.ple_embedding.embedded(context)
         keys, values = self.kv_proj(embedded).split((streams[0].numel(), self._hidden_size), dim=1)
         weights = self.norm_key.by_stream, self.norm_query.by_stream
         gated = gate_values(keys.reshape(streams.shape), streams, values, *weights, self.norm_key.eps)

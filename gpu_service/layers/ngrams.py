@@ -9,8 +9,11 @@ from gpu_service.core.depths import at_depth
 from gpu_service.core.step import ForwardInputs
 from gpu_service.device.stream import page_lock
 from gpu_service.layers.composition import Composition
+from gpu_service.layers.context import ForwardContext
 from gpu_service.layers.rank_weights import RankWeights, empty_parameter
+from gpu_service.layers.table_files import StoredRows, TableFiles, TableRead
 from gpu_service.ops.ngrams import NGramTable, ngram_rows, table_rows
+from moebius.models.layers.layer import Places
 from moebius.models.layers.ngrams import NGramConfig
 
 
@@ -18,8 +21,8 @@ class NGramRows(nn.Module):
     """A layer's table of n-grams `[rows, row_dim]`, which checkpoints may store in equal parts.
 
     No other tensor of a model is nearly as large, and a token reads some rows only. So it stays in the host's
-    memory, page-locked, where a GPU reads these rows itself; a rank has an equal part of the table; and
-    stored in 8 bits with one scale, or with scales of each row, it stays so.
+    memory, page-locked, where a GPU reads these rows itself, or in the checkpoint's files; a rank has an
+    equal part of the table; and stored in 8 bits with one scale, or with scales of each row, it stays so.
     """
 
     def __init__(self, own: RankWeights, first_row: int, made: Composition, scale_columns: int = 0) -> None:
@@ -30,6 +33,8 @@ class NGramRows(nn.Module):
         # The one scale, float32 `[1]`, or those of rows, uint8 `[rows, row_dim / scale_columns]`.
         self.weight_scale: nn.Parameter | None = None
         self.scale: nn.Parameter | None = None
+        # None: the table is in memory.
+        self.files: TableFiles | None = None
         self._dtype, self._device = made.dtype, made.device
         self._group = made.parallel.tensor_group
 
@@ -49,28 +54,83 @@ class NGramRows(nn.Module):
         else:
             self.weight_scale = empty_parameter(1, dtype=torch.float32)
 
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """Maps int64 `[T, n]` to `[T, n, row_dim]`: each row from the rank that has it, zeros from others."""
+    def leave_in_files(self, weight: StoredRows, scale: StoredRows | None) -> None:
+        """Reads rows from files, and has no memory for the table; the loader calls it instead of filling.
+
+        Raises CheckpointError as `TableFiles`.
+        """
+        self.files = TableFiles([weight] if scale is None else [weight, scale])
+        self.weight = _without_rows(self.weight)
+        if self.scale is not None:
+            self.scale = _without_rows(self.scale)
+
+    def begin(self, rows: torch.Tensor) -> torch.Tensor | TableRead:
+        """Begins to read the rows int64 `[T, n]` of a step, where they have to be read; `forward` ends it."""
         own = rows - self._first_row if self._first_row else rows
+        return own if self.files is None else self.files.begin(own)
+
+    def forward(self, begun: torch.Tensor | TableRead) -> torch.Tensor:
+        """Returns `[T, n, row_dim]` of what `begin` returned: each row from the rank that has it, zeros from
+        others.
+
+        Raises CheckpointError as `TableRead.found`.
+        """
         scale = self.weight_scale if self.scale is None else self.scale
-        return self._group.all_reduce(table_rows(own, self.weight, scale, self._dtype))
+        if isinstance(begun, torch.Tensor):
+            found = table_rows(begun, self.weight, scale, self._dtype)
+        else:
+            rows, (weight, *scales) = begun.found()
+            found = table_rows(rows, weight, scales[0] if scales else scale, self._dtype)
+        return self._group.all_reduce(found)
+
+
+def _without_rows(parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(
+        torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype, device="cpu"), requires_grad=False
+    )
 
 
 class HashedNGrams(nn.Module):
     """How tokens and those before them are hashed; the subclass fills in the table and the end token."""
 
     ends: bool = True  # Whether no n-gram reaches beyond the end token.
+    _end = 0
 
-    def __init__(self, sizes: NGramConfig, device: torch.device) -> None:
+    def __init__(self, sizes: NGramConfig, places: Places, device: torch.device) -> None:
         super().__init__()
-        self._sizes, self._device = sizes, device
+        assert places.state is not None
+        self._state, self._sizes, self._device = places.state, sizes, device
         self._table: NGramTable | None = None
-        self._end = 0
+
+    @property
+    def table(self) -> NGramRows:
+        """The rows that are embedded."""
+        raise NotImplementedError
 
     def pack(self) -> None:
         """Puts what was computed to the weights; the loader calls it once."""
         assert self._table is not None
         self._table = NGramTable(*(numbers.to(self._device) for numbers in self._table))
+
+    def hashed(self, inputs: ForwardInputs) -> ForwardInputs:
+        """Returns the step with what is hashed of its tokens."""
+        return inputs
+
+    def begin(self, context: ForwardContext) -> None:
+        """Hashes a step's tokens, whose states are then in their slots, and begins to read their rows. The
+        backbone calls it at the step's begin.
+        """
+        assert context.states is not None, "a model that embeds n-grams needs states"
+        rows = self.rows(self.hashed(context.inputs), context.states.of(self._state)[0])
+        context.begun_rows[self] = self.table.begin(rows)
+
+    def embedded(self, context: ForwardContext) -> torch.Tensor:
+        """Returns the rows of each token, one after another, `[T, embed_dim]`; once for each `begin`.
+
+        Raises CheckpointError as `NGramRows.forward`.
+        """
+        found: torch.Tensor = self.table(context.begun_rows.pop(self))
+        return found.flatten(1)
 
     def rows(self, inputs: ForwardInputs, tokens: torch.Tensor) -> torch.Tensor:
         """Returns what `ngram_rows` does; tokens: all slots of the layer's latest tokens."""

@@ -138,6 +138,11 @@ class HeldWeights:
         return sum(held.nbytes for held in self.parameters if held.on_host and not self.on_cpu)
 
     @property
+    def table_bytes(self) -> int:
+        """Bytes of tables that stay in the host's memory beside a GPU, or of their rows that are kept."""
+        return sum(held.nbytes for held in self.parameters if held.on_host)
+
+    @property
     def device_bytes(self) -> int:
         """Bytes where the model computes."""
         return sum(held.nbytes for held in self.parameters) - self.host_bytes

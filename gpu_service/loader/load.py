@@ -22,9 +22,10 @@ import torch
 
 from gpu_service.core.parallel import SOLO, ParallelContext
 from gpu_service.core.partition import stage_layers
-from gpu_service.device import dtype_name
+from gpu_service.device import TORCH_DTYPES, dtype_name
 from gpu_service.device.stream import stream_of
 from gpu_service.layers.linear import PackedMaker, StoredWeight
+from gpu_service.loader.file_tables import FileForm, file_forms
 from gpu_service.loader.held import HeldWeights, KeptForm, KeptForms, ScaledForm, held_weights
 from gpu_service.loader.names import Target, expected_names, module_of, wanted_name
 from gpu_service.loader.packed_sources import PackedSource, RoundedSource, keep_packed
@@ -257,17 +258,24 @@ def dense_form(chosen: ModelConfigSection, device: torch.device) -> DenseForm:
     return "packed" if on_cpu else "panels"
 
 
-def load_weights(model: CausalLM, directory: str | Path, form: DenseForm = "dequantised") -> None:
+def load_weights(
+    model: CausalLM, directory: str | Path, form: DenseForm = "dequantised", *, in_files: bool = False
+) -> None:
     """Give every parameter memory on `model.device` and its values from the checkpoint.
 
-    Values are converted to each parameter's dtype, quantised ones as `form` says. Raises CheckpointError
+    Values are converted to each parameter's dtype, quantised ones as `form` says. `in_files`: tables of
+    embeddings are not loaded, and their rows read from the checkpoint's files. Raises CheckpointError
     listing every name that is missing, unused, mis-shaped, of a wrong type or quantised in an unknown way,
     before the first weight is read; the model is unusable after an error.
     """
-    found = _find(model.config, model.parallel, directory, form)
+    found = _find(model.config, model.parallel, directory, form, in_files=in_files)
     for parameter, kept in found.forms.items():
         kept.hold(module_of(model, parameter))
-    work = [(target, found.sources[name]) for name, target in found.expected.items()]
+    work = [
+        (target, found.sources[name])
+        for name, target in found.expected.items()
+        if not isinstance(found.forms.get(target.parameter), FileForm)
+    ]
     rows = {target.parameter: _row_bytes(model, target) for target, _ in work}
     weights = sum(target.rows.size * rows[target.parameter] for target, _ in work)
     with phase("loading dense weights", weights, "GB") as progress:
@@ -351,9 +359,10 @@ def plan_weights(
     form, on_cpu = dense_form(chosen, device), device.type == "cpu"
     declared = list(model_weights(config, stage_layers(config, parallel)))
     forms: KeptForms = {}
-    may_keep = form != "dequantised" or any(weight.scale for weight in declared)
+    in_files = chosen.embedding_tables == "disk"
+    may_keep = form != "dequantised" or in_files or any(weight.scale for weight in declared)
     if may_keep and has_weights(chosen.model):
-        found = _find(config, parallel, chosen.model, form)
+        found = _find(config, parallel, chosen.model, form, in_files=in_files)
         forms, declared = found.forms, [target.weight for target in found.expected.values()]
     return held_weights(config, parallel, declared, forms, on_cpu=on_cpu)
 
@@ -374,7 +383,14 @@ class _Found:
     forms: KeptForms
 
 
-def _find(config: ModelConfig, parallel: ParallelContext, directory: str | Path, form: DenseForm) -> _Found:
+def _find(
+    config: ModelConfig,
+    parallel: ParallelContext,
+    directory: str | Path,
+    form: DenseForm,
+    *,
+    in_files: bool = False,
+) -> _Found:
     """Returns every weight's target and the source of its values. Raises CheckpointError."""
     index = open_index(directory)
     present = _present(index, config, parallel)
@@ -392,6 +408,8 @@ def _find(config: ModelConfig, parallel: ParallelContext, directory: str | Path,
     sources = find_sources(index.directory, present, own, read_schemes(directory))
     if apart:
         sources |= find_sources(Path(config.draft_model), of_head, apart, ())
+    if in_files:
+        forms |= file_forms(expected, sources, TORCH_DTYPES[config.dtype], bool(scaled))
     if form == "panels":
         forms |= keep_stored_fp8(expected, sources)
     if form != "dequantised":

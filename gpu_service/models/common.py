@@ -28,6 +28,7 @@ from gpu_service.layers.host_layers import HostRuns
 from gpu_service.layers.hyper_connections import HyperHead, HyperStreams
 from gpu_service.layers.linear import Linear, Packed
 from gpu_service.layers.mtp import MtpLayer
+from gpu_service.layers.ngrams import HashedNGrams
 from gpu_service.layers.norm import Norm, make_norm
 from gpu_service.layers.rank_weights import RankWeights
 from gpu_service.ops.linear import can_pack, linear, pack_weight
@@ -58,9 +59,8 @@ class Backbone(nn.Module):
         super().__init__()
         size, last = config.hidden_size, parallel.is_last_stage
         first, final = config.layers[0].residual, config.layers[config.num_decoder_layers - 1].norm
-        self._parallel = parallel
+        self._parallel, self._dtype, self._hidden_size = parallel, dtype, size
         self._first_layer = stage_layers(config, parallel).start
-        self._dtype, self._hidden_size = dtype, size
         # None: one residual stream.
         self._streams: type[HyperStreams] | None = None
         hyper = first if isinstance(first, HyperConnections | GatedStreams) else None
@@ -102,6 +102,7 @@ class Backbone(nn.Module):
         head = layers[-1]
         self._read_layers = head.read_layers if isinstance(head, Eagle3Layer) else ()
         passed = layers[: self._num_passed]
+        self._ngrams = _ngrams_of(passed)
         self._host_runs = HostRuns(passed, self._first_layer, self._rotary_of, self._read_layers)
         # Which experts are added a layer late; None: none. Set before the first step.
         self.deferral: DeferralRule | None = None
@@ -111,6 +112,8 @@ class Backbone(nn.Module):
         one.
         """
         inputs, images = context.inputs, context.inputs.image_features
+        for ngrams in self._ngrams:
+            ngrams.begin(context)
         if self.deferral is not None and context.deferral is None:
             context = replace(context, deferral=self.deferral.begin())
         by_axis = inputs.mrope_positions
@@ -211,6 +214,12 @@ class Backbone(nn.Module):
     ) -> torch.Tensor:
         """Computes what `CausalLM.best_drafts` says, `compute_logits` being the model's."""
         return self._draft_layer(head).best_ids(made, compute_logits)
+
+
+def _ngrams_of(layers: list[nn.Module]) -> list[HashedNGrams]:
+    """Returns what embeds n-grams, rows of whose tables are read ahead of the layers."""
+    modules = (module for layer in layers for module in layer.modules())
+    return [module for module in modules if isinstance(module, HashedNGrams)]
 
 
 class CausalLM(nn.Module):

@@ -56,6 +56,11 @@ class ModelConfigSection(Section):
         description="Dense layers that are quantised, or bfloat16 on a CPU: convert while loading, or keep "
         "them as stored, all that packed formats hold; auto: keep on a CPU",
     )
+    embedding_tables: Literal["auto", "ram", "disk"] = Field(
+        default="auto",
+        description="Tables of n-grams: in RAM, or on disk, where each step reads its rows; auto: on disk if "
+        "RAM has no room beside experts",
+    )
     experts_per_token: int | None = Field(
         default=None, ge=1, description="Routed experts that each token uses; unset: as the checkpoint says"
     )

@@ -25,6 +25,11 @@ def model_weights(config: ModelConfig, stage: range | None = None) -> Weights:
         yield from under(f"model.layers.{layer}", config.layers[layer].weights(config.hidden_size))
 
 
+def has_tables(config: ModelConfig) -> bool:
+    """Returns whether layers have tables of which a step reads single rows, and which may stay on disk."""
+    return any(weight.on_host for weight in model_weights(config))
+
+
 def outside_weights(config: ModelConfig, *, is_first: bool, is_last: bool) -> Weights:
     """Yields those of no layer, of a stage that has the first or the last one; a stage that has the head has
     the embedding as well where both are one.

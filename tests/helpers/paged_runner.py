@@ -139,8 +139,9 @@ def load_runner(
     experts: Any = None,
     page_size: int = 4,
     form: DenseForm = "dequantised",
+    in_files: bool = False,
 ) -> PagedRunner:
     """Returns a runner on a checkpoint; its experts are the torch reference's unless a client is given."""
     model = build_model(read_model_config(directory, overrides))
-    load_weights(model, directory, form)
+    load_weights(model, directory, form, in_files=in_files)
     return PagedRunner(model, experts or TorchExperts(directory), page_size=page_size)

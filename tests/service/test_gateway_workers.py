@@ -284,7 +284,7 @@ def test_settings_that_can_not_be_used_are_refused_once(
     ):
         ended = subprocess.run(
             [sys.executable, "-c", PROGRAM, json.dumps(config)],
-            cwd=ROOT, capture_output=True, text=True, timeout=60,
+            cwd=ROOT, capture_output=True, text=True, timeout=300,
         )  # fmt: skip
         assert ended.returncode == 1, ended.stderr
         assert words in ended.stderr.splitlines()[-1]

@@ -19,6 +19,7 @@ printf '%s\\n' "$*" >> "$0.calls"
 case "$*" in
   *version_info*) echo 3.12 ;;
   *torch==*+cpu*) exit $CPU_TORCH ;;
+  *" config list") printf "global.index-url='https://mirror/simple'\\nglobal.find-links='/a /b'\\n" ;;
   *--verbose*) echo "  [20/76] Building CXX object a.o"; echo "a.cc:1: error: no" >&2; exit $KERNELS ;;
 esac
 exit 0
@@ -34,7 +35,7 @@ def run_setup(
     venv: Path, kernels: int, cpu_torch: int = 0, **settings: str
 ) -> subprocess.CompletedProcess[str]:
     """Returns the script with pip that installs all, or all but the kernels, or has no CPU build of torch."""
-    (venv / "bin").mkdir(parents=True)
+    (venv / "bin").mkdir(parents=True, exist_ok=True)
     python = venv / "bin" / "python"
     python.write_text(PYTHON)
     python.chmod(0o755)
@@ -77,16 +78,34 @@ def installed(venv: Path) -> list[str]:
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="is about machines without a GPU")
 def test_all_but_torch_is_installed_by_its_hash(tmp_path: Path) -> None:
     """torch's CPU build alone, of the locked version and without what it asks for; the rest from the locks of
-    the environment's Python. Where there is no CPU build, the CUDA build is taken by its hash, too."""
+    the environment's Python. Where there is no CPU build, the CUDA build is taken by its hash, too. Without
+    uv pip installs all of it."""
     version = locked("3.12", "cuda")["torch"]
     for cpu_torch, kinds in ((0, ("serve", "dev", "cpu")), (1, ("serve", "dev", "cuda"))):
         venv = tmp_path / f"venv{cpu_torch}"
         assert run_setup(venv, 0, cpu_torch).returncode == 0
-        torch, everything, ours = installed(venv)
-        assert torch.startswith(f"--quiet --no-deps torch=={version}+cpu")
+        torch, uv, everything, ours = installed(venv)
+        assert torch.startswith(f"--quiet --no-compile --no-deps torch=={version}+cpu")
+        assert uv.startswith("--quiet --require-hashes --only-binary :all: -r /dev/fd/")
         files = " ".join(f"-r deploy/locks/python3.12/{kind}.txt" for kind in kinds)
-        assert everything == f"--quiet --require-hashes --only-binary :all: {files}"
+        assert everything == f"--quiet --no-deps --require-hashes --only-binary :all: {files}"
         assert ours.endswith("--no-build-isolation --no-deps -e lab -e .")
+
+
+def test_uv_installs_what_is_locked_from_where_pip_would(tmp_path: Path) -> None:
+    """uv has the indexes of pip's settings, and pip installs nothing that uv has installed."""
+    venv = tmp_path / "venv"
+    (venv / "bin").mkdir(parents=True)
+    uv = venv / "bin" / "uv"
+    uv.write_text('#!/bin/sh\nprintf "%s\\n" "$UV_DEFAULT_INDEX" "$UV_FIND_LINKS" "$*" > "$0.calls"\n')
+    uv.chmod(0o755)
+    outside = dict.fromkeys(("UV_DEFAULT_INDEX", "UV_INDEX", "UV_FIND_LINKS"), "")
+    assert run_setup(venv, 0, **outside).returncode == 0
+    index, links, arguments = (venv / "bin" / "uv.calls").read_text().splitlines()
+    assert (index, links) == ("https://mirror/simple", "/a,/b")
+    assert "--no-deps --require-hashes" in arguments
+    assert "-r deploy/locks/python3.12/serve.txt" in arguments
+    assert not any("locks" in line for line in installed(venv))
 
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="is about machines without a GPU")
