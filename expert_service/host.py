@@ -143,11 +143,12 @@ def calibrated_rate(plan: Sequence[PlanRow], layout: PackedExpertLayout) -> floa
     As `ExpertEngine.calibrate` found it with all threads at work: the roofline of decoding, which is what the
     same kernels reach without routing, waiting and adding up.
     """
-    gate_up_panels = layout.intermediate_blocks * layout.panels_per_column_block
-    matrices = {
-        ("gate_up", layout.gate_up.name): gate_up_panels,
-        ("down", layout.down.name): layout.down_panels,
-    }
+    blocks = layout.intermediate_blocks
+    matrices = {("down", layout.down.name): layout.down_panels}
+    if layout.mixed:
+        matrices |= {("gate", layout.gate.name): blocks, ("up", layout.gate_up.name): blocks}
+    else:
+        matrices["gate_up", layout.gate_up.name] = blocks * layout.panels_per_column_block
     nanoseconds = 0.0
     for matrix, panels in matrices.items():
         measured = [

@@ -461,6 +461,10 @@ class ExpertFields(TypedDict):
     panels_per_column_block: int
     intermediate_blocks: int
     down_panels: int
+    mixed: bool
+    gate_step: int
+    up_offset: int
+    up_step: int
     down_offset: int
     order_offset: int
     expert_bytes: int

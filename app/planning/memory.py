@@ -18,7 +18,13 @@ from moebius.errors import UserError
 from moebius.experts.placement import keeps_residents, left_out, make_placement
 from moebius.experts.rank_division import chosen_split, rank_residents
 from moebius.experts.slices import REQUANTISED, ExpertSlice, SliceRequest, plan_slice, rank_intermediate_range
-from moebius.kernels.weight_formats import PackedExpertLayout, expert_layout, ordered_format
+from moebius.kernels.weight_formats import (
+    PackedExpertLayout,
+    expert_layout,
+    gate_up_format,
+    ordered_format,
+    split_gate_up,
+)
 from moebius.mailbox.plan import mailbox_geometry
 from moebius.models.expert_checkpoint import ExpertCheckpoint
 from moebius.models.geometry import MoeGeometry
@@ -135,8 +141,10 @@ def packed_formats(stored: StoredExperts, expert_dtype: str, widest: str = "floa
             + ", ".join(REQUANTISED)
         )
     if target is None:
-        gate_up, down = (widest if name == "float32" else name for name in formats)
-        return gate_up, down
+        gate, up, down = (
+            widest if name == "float32" else name for name in (*split_gate_up(formats[0]), formats[1])
+        )
+        return gate_up_format(gate, up), down
     return formats
 
 
@@ -184,7 +192,7 @@ def segment_bytes(config: MoebiusConfig, geometry: MoeGeometry, count: int) -> l
             for layer, found in stored.items()
         ]
         tables = (
-            2 * _SMALL_PAGE + 128 * len(layers) + 32 * server.part.num_experts * len(layers) + _LOAD_RECORD
+            2 * _SMALL_PAGE + 160 * len(layers) + 32 * server.part.num_experts * len(layers) + _LOAD_RECORD
         )
         sizes.append(sum(-(-nbytes // _HUGE_PAGE) * _HUGE_PAGE for nbytes in (tables + _SMALL_PAGE, *layers)))
     return sizes

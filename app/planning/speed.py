@@ -26,7 +26,7 @@ from app.supervisor.expert_placement import place_experts
 from moebius.config import MoebiusConfig
 from moebius.host.kernel_times import PanelTimes, find_times, this_host
 from moebius.kernels import float32_isa, isa_level
-from moebius.kernels.weight_formats import PANEL_COLUMNS
+from moebius.kernels.weight_formats import PANEL_COLUMNS, split_gate_up
 from moebius.mailbox.plan import request_rows
 from moebius.models.geometry import MoeGeometry
 from moebius.models.layers.gqa import GQA
@@ -65,9 +65,10 @@ HAND_OFF_SECONDS, HAND_OFF_SERVER_SECONDS, HAND_OFF_BANDWIDTH = 2.2e-6, 1e-6, 13
 class ExpertTimes:
     """How long an expert server's kernels take, as measured on this host; filled by `make_work`."""
 
-    gate_up: PanelTimes
+    # Of gate and up: of both, or of each where their formats differ.
+    gate_up: tuple[PanelTimes, ...]
     down: PanelTimes
-    # Of one expert, all its intermediate channels.
+    # Of one expert, all its intermediate channels; of each in `gate_up`.
     gate_up_panels: int
     down_panels: int
     hidden_size: int
@@ -75,9 +76,9 @@ class ExpertTimes:
 
     def seconds(self, rows: float) -> float:
         """Returns the seconds of one expert with `rows` rows, all threads of one server at work."""
-        return self.gate_up_panels * self.gate_up.seconds(
-            rows, self.hidden_size
-        ) + self.down_panels * self.down.seconds(rows, self.intermediate_size)
+        gate_up = sum(found.seconds(rows, self.hidden_size) for found in self.gate_up)
+        down = self.down.seconds(rows, self.intermediate_size)
+        return self.gate_up_panels * gate_up + self.down_panels * down
 
 
 @dataclass(frozen=True, slots=True)
@@ -403,13 +404,15 @@ def measured_times(
     on = this_host(threads, float32_isa() if experts.batch_invariant_experts else isa_level())
     rows = "bfloat16" if dtype == "bfloat16" else "float32"
     hidden, inner = geometry.hidden_size, geometry.moe_intermediate_size
-    gate_up = find_times(hardware.kernel_times, on, formats[0], rows, hidden)
+    names = dict.fromkeys(split_gate_up(formats[0]))
+    gate_up = [find_times(hardware.kernel_times, on, name, rows, hidden) for name in names]
+    known = tuple(found for found in gate_up if found is not None)
     down = find_times(hardware.kernel_times, on, formats[1], rows, inner)
-    if gate_up is None or down is None:
+    if len(known) < len(gate_up) or down is None:
         return None
-    gate_up_panels = (1 + geometry.is_gated) * -(-inner // PANEL_COLUMNS)
+    gate_up_panels = (1 + geometry.is_gated) // len(known) * -(-inner // PANEL_COLUMNS)
     down_panels = -(-hidden // PANEL_COLUMNS)
-    return ExpertTimes(gate_up, down, gate_up_panels, down_panels, hidden, inner)
+    return ExpertTimes(known, down, gate_up_panels, down_panels, hidden, inner)
 
 
 def server_threads(config: MoebiusConfig, hardware: Hardware) -> tuple[int, ...]:

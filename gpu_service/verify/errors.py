@@ -16,7 +16,7 @@ import torch
 
 from gpu_service.device import dtype_name
 from moebius.experts.slices import REQUANTISED, ExpertDtype
-from moebius.kernels.weight_formats import weight_format
+from moebius.kernels.weight_formats import split_gate_up, weight_format
 from moebius.models.expert_checkpoint import ExpertMatrices
 
 
@@ -99,14 +99,14 @@ def rows_dtype(dtype: torch.dtype) -> RowsDtype:
 
 def coarsest_bits(formats: Sequence[str]) -> int:
     """Returns the number of bits of a weight in the coarsest of these packed formats."""
-    return min(weight_format(name).bits for name in formats)
+    return min(weight_format(name).bits for both in formats for name in split_gate_up(both))
 
 
 def allowed_rows(rows: RowsDtype, formats: Sequence[str]) -> float:
     """Returns the error allowed of experts in these packed formats (gate and up, down) against just these
     weights in float32.
     """
-    if any(weight_format(name).quantised_rows for name in formats):
+    if any(weight_format(name).quantised_rows for both in formats for name in split_gate_up(both)):
         return QUANTISED_ROWS
     return ROWS[rows]
 

@@ -119,7 +119,7 @@ py::tuple pack_expert_matrices(const std::string& gate_up_format, const std::str
   const bool gated = !gate.is_none();
   const SourceArrays gate_arrays = gated ? read_source(gate, "gate") : SourceArrays{};
   const ExpertSource source{gate_arrays.matrix, up_arrays.matrix, down_arrays.matrix};
-  const ExpertLayout layout(parse_weight_format(gate_up_format), parse_weight_format(down_format), source.up.cols,
+  const ExpertLayout layout(parse_gate_up_formats(gate_up_format), parse_weight_format(down_format), source.up.cols,
                             source.up.rows, gated, has_bias);
   const uint64_t count = positive(parts, "parts");
   const uint64_t total = expert_parts(layout);
@@ -187,7 +187,7 @@ py::dict panel_layout(const std::string& format, int64_t k, bool has_bias) {
 // The fields of PackedExpertLayout in moebius/kernels/weight_formats.py, but for its panels.
 py::dict expert_layout(const std::string& gate_up_format, const std::string& down_format, int64_t hidden_size,
                        int64_t intermediate_size, bool gated, bool has_bias) {
-  const ExpertLayout layout(parse_weight_format(gate_up_format), parse_weight_format(down_format),
+  const ExpertLayout layout(parse_gate_up_formats(gate_up_format), parse_weight_format(down_format),
                             positive(hidden_size, "hidden_size"), positive(intermediate_size, "intermediate_size"),
                             gated, has_bias);
   py::dict result;
@@ -195,6 +195,10 @@ py::dict expert_layout(const std::string& gate_up_format, const std::string& dow
   result["panels_per_column_block"] = layout.panels_per_column_block;
   result["intermediate_blocks"] = layout.intermediate_blocks;
   result["down_panels"] = layout.down_panels;
+  result["mixed"] = layout.mixed;
+  result["gate_step"] = layout.gate_step;
+  result["up_offset"] = layout.up_offset;
+  result["up_step"] = layout.up_step;
   result["down_offset"] = layout.down_offset;
   result["order_offset"] = layout.order_offset;
   result["expert_bytes"] = layout.expert_bytes;

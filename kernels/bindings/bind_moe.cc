@@ -26,7 +26,7 @@ std::vector<LayerFormats> parse_formats(const std::vector<std::string>& gate_up,
   }
   std::vector<LayerFormats> formats;
   for (size_t i = 0; i < count; ++i) {
-    formats.push_back({parse_weight_format(gate_up[gate_up.size() == 1 ? 0 : i]),
+    formats.push_back({parse_gate_up_formats(gate_up[gate_up.size() == 1 ? 0 : i]),
                        parse_weight_format(down[down.size() == 1 ? 0 : i])});
   }
   return formats;
@@ -228,6 +228,12 @@ py::object segment_found(const ExpertEngine& engine) {
                         segment->in_memory());
 }
 
+// Without a format of its own gate is part of "gate_up".
+const char* matrix_name(MatrixKind kind, bool mixed) {
+  if (kind == MatrixKind::kDown) return "down";
+  return kind == MatrixKind::kGate ? "gate" : mixed ? "up" : "gate_up";
+}
+
 // Rows of PlanRow in moebius/kernels/__init__.py.
 py::list plan(const ExpertEngine& engine) {
   KernelPlan current = [&] {
@@ -236,12 +242,12 @@ py::list plan(const ExpertEngine& engine) {
   }();
   py::list rows;
   for (size_t layout = 0; layout < current.num_layouts(); ++layout) {
-    for (const MatrixKind kind : {MatrixKind::kGateUp, MatrixKind::kDown}) {
+    for (const MatrixKind kind : current.kinds(layout)) {
       for (const RequestKind request : {RequestKind::kFloat32, RequestKind::kBFloat16}) {
         const MatrixPlan& matrix = current.matrix(layout, kind, request);
         for (size_t range = 0; range < kRowRanges.size(); ++range) {
           const uint32_t last = MatrixPlan::rows_to(range);
-          rows.append(py::make_tuple(kind == MatrixKind::kGateUp ? "gate_up" : "down",
+          rows.append(py::make_tuple(matrix_name(kind, current.kinds(layout).size() > 2),
                                      weight_format_name(matrix.format()),
                                      request == RequestKind::kFloat32 ? "float32" : "bfloat16", kRowRanges[range],
                                      last == kNoEnd ? py::object(py::none()) : py::object(py::int_(last)),

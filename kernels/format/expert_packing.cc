@@ -94,12 +94,13 @@ PackError pack_expert_parts(const ExpertLayout& layout, const ExpertSource& sour
   PackError sum;
   const uint32_t blocks_end = std::min(end, layout.intermediate_blocks);
   if (begin < blocks_end) {
-    const size_t block_bytes = layout.panels_per_column_block * layout.gate_up.panel_bytes;
-    const PanelRange panels{begin, blocks_end - begin, block_bytes};
-    std::byte* const blocks = target + begin * block_bytes;
-    if (layout.gated) add(sum, pack_named("gate", source.gate, layout.gate_up, panels, blocks));
-    add(sum, pack_named("up", source.up, layout.gate_up, panels,
-                        blocks + (layout.panels_per_column_block - 1) * layout.gate_up.panel_bytes));
+    const uint32_t count = blocks_end - begin;
+    if (layout.gated) {
+      add(sum, pack_named("gate", source.gate, layout.gate, {begin, count, layout.gate_step},
+                          target + begin * layout.gate_step));
+    }
+    add(sum, pack_named("up", source.up, layout.gate_up, {begin, count, layout.up_step},
+                        target + layout.up_offset + begin * layout.up_step));
   }
   if (end > layout.intermediate_blocks) {
     const uint32_t first = std::max(begin, layout.intermediate_blocks) - layout.intermediate_blocks;

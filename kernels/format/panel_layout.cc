@@ -21,6 +21,18 @@ void check_size(const char* name, uint32_t value) {
                               std::to_string(kMaxK));
 }
 
+void check_mixed(const GateUpFormats& formats, bool gated) {
+  std::string problem;
+  if (!gated) problem = "there is no gate";
+  for (const WeightFormat& format : {formats.gate, formats.up}) {
+    if (format.ordered) problem = "an order serves both";
+    if (format.quantised_rows) problem = "both need the same rows";
+  }
+  if (problem.empty()) return;
+  throw std::invalid_argument("gate is " + weight_format_name(formats.gate) + ", up " + weight_format_name(formats.up) +
+                              ": they must be the same, because " + problem);
+}
+
 }  // namespace
 
 PanelLayout::PanelLayout(const WeightFormat& weight_format, uint32_t matrix_k, bool with_bias)
@@ -44,20 +56,25 @@ PanelLayout::PanelLayout(const WeightFormat& weight_format, uint32_t matrix_k, b
   panel_bytes = bias_offset + (has_bias ? kPanelColumns * sizeof(float) : 0);
 }
 
-ExpertLayout::ExpertLayout(const WeightFormat& gate_up_format, const WeightFormat& down_format, uint32_t hidden,
+ExpertLayout::ExpertLayout(const GateUpFormats& formats, const WeightFormat& down_format, uint32_t hidden,
                            uint32_t intermediate, bool with_gate, bool has_bias)
-    : hidden_size(hidden), intermediate_size(intermediate), gated(with_gate) {
+    : mixed(formats.gate != formats.up), hidden_size(hidden), intermediate_size(intermediate), gated(with_gate) {
   check_size("hidden_size", hidden);
   check_size("intermediate_size", intermediate);
   if (down_format.ordered) throw std::invalid_argument("the format of down is ordered; allowed for gate and up only");
-  gate_up = PanelLayout(gate_up_format, hidden, has_bias);
+  if (mixed) check_mixed(formats, gated);
+  gate = PanelLayout(formats.gate, hidden, has_bias);
+  gate_up = PanelLayout(formats.up, hidden, has_bias);
   down = PanelLayout(down_format, intermediate, has_bias);
   panels_per_column_block = gated ? 2 : 1;
   intermediate_blocks = ceil_div(intermediate, kPanelColumns);
   down_panels = ceil_div(hidden, kPanelColumns);
-  down_offset = size_t{intermediate_blocks} * panels_per_column_block * gate_up.panel_bytes;
+  gate_step = mixed ? gate.panel_bytes : panels_per_column_block * gate.panel_bytes;
+  up_step = mixed ? gate_up.panel_bytes : gate_step;
+  up_offset = mixed ? intermediate_blocks * gate_step : gate_step - gate_up.panel_bytes;
+  down_offset = mixed ? up_offset + intermediate_blocks * up_step : intermediate_blocks * gate_step;
   order_offset = down_offset + down_panels * down.panel_bytes;
-  expert_bytes = order_offset + (gate_up_format.ordered ? align64(size_t{hidden} * sizeof(uint32_t)) : 0);
+  expert_bytes = order_offset + (formats.up.ordered ? align64(size_t{hidden} * sizeof(uint32_t)) : 0);
 }
 
 }  // namespace moebius

@@ -29,7 +29,8 @@
 // zero or meets zeros in the rows, whose own padding is zero.
 //
 // An expert: gate and up panels alternating (gate 0, up 0, gate 1, up 1, ...; up only where the activation has
-// no gate), then the down panels. Where gate's and up's format is ordered, then
+// no gate; all gate panels, then all up panels, where their formats differ), then the down panels. Where gate's and
+// up's format is ordered, then
 //
 //   order         [hidden_size] uint32: element i of a row that meets the panels is element order[i] of the
 //                 request's row. Down needs none: gate's and up's columns are packed in the order of its k.
@@ -71,12 +72,19 @@ struct PanelLayout {
 
 struct ExpertLayout {
   ExpertLayout() = default;
-  // gated: gate and up; otherwise up alone.
-  ExpertLayout(const WeightFormat& gate_up_format, const WeightFormat& down_format, uint32_t hidden_size,
+  // gated: gate and up; otherwise up alone. Throws std::invalid_argument where gate's and up's formats differ and there
+  // is no gate, or one of them is ordered or has quantised rows.
+  ExpertLayout(const GateUpFormats& gate_up_formats, const WeightFormat& down_format, uint32_t hidden_size,
                uint32_t intermediate_size, bool gated, bool has_bias);
 
-  PanelLayout gate_up;             // k = hidden_size
+  PanelLayout gate;                // k = hidden_size; as gate_up, unless `mixed`
+  PanelLayout gate_up;             // k = hidden_size; of up alone where formats differ
   PanelLayout down;                // k = intermediate_size
+  bool mixed = false;              // gate and up have formats of their own
+  // Panel i of gate lies at i * gate_step, that of up at up_offset + i * up_step.
+  size_t gate_step = 0;
+  size_t up_offset = 0;
+  size_t up_step = 0;
   uint32_t hidden_size = 0;
   uint32_t intermediate_size = 0;
   bool gated = true;

@@ -114,6 +114,8 @@ const std::vector<NamedFormat>& formats() {
 
 // The end of the names of formats whose columns are sorted by group.
 constexpr std::string_view kOrdered = "_ordered";
+// Between the names of gate's and up's formats.
+constexpr char kBetween = '+';
 
 }  // namespace
 
@@ -233,6 +235,17 @@ std::string weight_format_name(const WeightFormat& format) {
     if (known == format) return name;
   }
   return "custom";
+}
+
+GateUpFormats parse_gate_up_formats(const std::string& name) {
+  const size_t end = name.find(kBetween);
+  const WeightFormat gate = parse_weight_format(name.substr(0, end));
+  return {gate, end == std::string::npos ? gate : parse_weight_format(name.substr(end + 1))};
+}
+
+std::string gate_up_formats_name(const GateUpFormats& formats) {
+  const std::string up = weight_format_name(formats.up);
+  return formats.gate == formats.up ? up : weight_format_name(formats.gate) + kBetween + up;
 }
 
 void check_weight_format(const WeightFormat& format) {

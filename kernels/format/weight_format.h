@@ -99,6 +99,17 @@ WeightFormat parse_weight_format(const std::string& name);
 std::string weight_format_name(const WeightFormat& format);  // inverse of the above; "custom" when it has no name
 std::vector<std::string> weight_format_names();              // without the "_ordered" ones
 
+// The formats of gate and up: of one name both, of two with "+" between them ("iq4_g32_products+int6_g16_products")
+// one each. The name of equal ones is the first form.
+struct GateUpFormats {
+  WeightFormat gate;
+  WeightFormat up;
+
+  bool operator==(const GateUpFormats&) const = default;
+};
+GateUpFormats parse_gate_up_formats(const std::string& name);
+std::string gate_up_formats_name(const GateUpFormats& formats);
+
 // Throws std::invalid_argument saying which combination is not supported (zeros without kInt4, mins without
 // integer codes and float16 scales, or products, of their own, a group size that is none of those above, quantised_rows without
 // kInt8, group scales without a type and the reverse).

@@ -83,12 +83,14 @@ struct ActivationWork {
   Activation activation;
   float alpha;
   float limit;
-  const float* result;        // [num_rows][result_stride]: per block 16 gate then 16 up (kRelu2: 16 up)
+  const float* result;        // [num_rows][result_stride]: per block 16 gate then 16 up (kRelu2: 16 up); all gate, then
+                              // all up, where `apart`
   size_t result_stride;       // floats
   uint32_t num_rows;
   uint32_t num_blocks;        // of 16 intermediate columns
   void* output;               // [num_rows][output_stride] float32 or bfloat16, 16 * num_blocks columns written
   size_t output_stride;       // elements
+  bool apart = false;
 };
 
 // output[row_ids[i]][column] += weights[i] * result[i][column], for column < num_columns.

@@ -54,17 +54,19 @@ struct ToBFloat16 {
 template <class To, Activation kActivation>
 void activate_rows(const ActivationWork& work) {
   constexpr bool kGated = kActivation != Activation::kRelu2;
-  constexpr size_t kBlockColumns = kGated ? 2 * kPanelColumns : kPanelColumns;
+  const bool apart = kGated && work.apart;
+  const size_t block_columns = kGated && !apart ? 2 * kPanelColumns : kPanelColumns;
+  const size_t to_up = !kGated ? 0 : apart ? size_t{work.num_blocks} * kPanelColumns : kPanelColumns;
   const Constants constants{Vec::broadcast(work.alpha), Vec::broadcast(work.limit)};
   for (uint32_t row = 0; row < work.num_rows; ++row) {
     const float* gate = work.result + row * work.result_stride;
     auto* target = static_cast<typename To::Element*>(work.output) + row * work.output_stride;
     for (uint32_t block = 0; block < work.num_blocks; ++block) {
       for (uint32_t column = 0; column < kPanelColumns; column += Vec::kLanes) {
-        const Vec up = Vec::load(gate + (kGated ? kPanelColumns : 0) + column);
+        const Vec up = Vec::load(gate + to_up + column);
         To::store(activation_of<kActivation>(Vec::load(gate + column), up, constants), target + column);
       }
-      gate += kBlockColumns;
+      gate += block_columns;
       target += kPanelColumns;
     }
   }

@@ -41,11 +41,13 @@ float activate(const ActivationWork& work, float gate, float up) {
 template <class Store>
 void activate_all(const ActivationWork& work, const Store& store) {
   const bool gated = work.activation != Activation::kRelu2;
-  const size_t block_columns = gated ? 2 * kColumns : kColumns;
+  const bool apart = gated && work.apart;
+  const size_t block_columns = gated && !apart ? 2 * kColumns : kColumns;
+  const size_t to_up = !gated ? 0 : apart ? size_t{work.num_blocks} * kColumns : kColumns;
   for (uint32_t row = 0; row < work.num_rows; ++row) {
     for (uint32_t block = 0; block < work.num_blocks; ++block) {
       const float* gate = work.result + row * work.result_stride + block * block_columns;
-      const float* up = gated ? gate + kColumns : gate;
+      const float* up = gate + to_up;
       const size_t target = row * work.output_stride + size_t{block} * kColumns;
       for (uint32_t i = 0; i < kColumns; ++i) store(target + i, activate(work, gate[i], up[i]));
     }

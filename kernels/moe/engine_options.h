@@ -13,7 +13,7 @@ namespace moebius {
 
 // Packed formats of one layer's matrices; quantisers often keep some layers, or the down matrices, wider.
 struct LayerFormats {
-  WeightFormat gate_up;
+  GateUpFormats gate_up;
   WeightFormat down;
 
   bool operator==(const LayerFormats&) const = default;

@@ -46,6 +46,7 @@ MatrixPlan::MatrixPlan(const PlanOptions& options, const WeightFormat& format, R
     throw std::invalid_argument("weight format '" + weight_format_name(format) + "' has no kernel at level " +
                                 isa_name(options.isa));
   }
+  if (!format.quantised_rows) wide_ = find_gemms(options.isa, format, RowType::kFloat32, true).front();
   if (options.forced != nullptr && can_compute(*options.forced, format, request)) forced_ = options.forced;
   for (size_t range = 0; range < kRowRanges.size(); ++range) choices_[range] = {candidates(range).front(), 0.0};
 }
@@ -73,7 +74,10 @@ std::vector<const GemmKernel*> MatrixPlan::candidates(size_t range) const {
 KernelPlan::KernelPlan(const std::vector<ExpertLayout>& layouts, const PlanOptions& options) {
   bool fits = options.forced == nullptr;
   for (const ExpertLayout& layout : layouts) {
-    for (const WeightFormat& format : {layout.gate_up.format, layout.down.format}) {
+    first_.push_back(plans_.size());
+    std::vector<WeightFormat> formats{layout.gate_up.format, layout.down.format};
+    if (layout.mixed) formats.push_back(layout.gate.format);
+    for (const WeightFormat& format : formats) {
       for (const RequestKind request : {RequestKind::kFloat32, RequestKind::kBFloat16}) {
         plans_.emplace_back(options, format, request);
         fits = fits || can_compute(*options.forced, format, request);
@@ -84,6 +88,13 @@ KernelPlan::KernelPlan(const std::vector<ExpertLayout>& layouts, const PlanOptio
     throw std::invalid_argument(std::string("kernel '") + options.forced->name +
                                 "' computes none of the engine's weight formats");
   }
+}
+
+std::vector<MatrixKind> KernelPlan::kinds(size_t layout) const {
+  const size_t end = layout + 1 < first_.size() ? first_[layout + 1] : plans_.size();
+  std::vector<MatrixKind> found{MatrixKind::kGateUp, MatrixKind::kDown};
+  if (end - first_[layout] > 4) found.push_back(MatrixKind::kGate);
+  return found;
 }
 
 bool KernelPlan::restore(const std::vector<std::pair<std::string, double>>& choices) {
@@ -133,6 +144,8 @@ class PanelRing {
   static PanelRing of_experts(const ExpertLayout& layout, MatrixKind kind,
                               const std::vector<const std::byte*>& experts) {
     if (kind == MatrixKind::kDown) return {layout.down.panel_bytes, layout.down_panels, experts, layout.down_offset};
+    if (kind == MatrixKind::kGate) return {layout.gate.panel_bytes, layout.intermediate_blocks, experts};
+    if (layout.mixed) return {layout.gate_up.panel_bytes, layout.intermediate_blocks, experts, layout.up_offset};
     return {layout.gate_up.panel_bytes, layout.intermediate_blocks * layout.panels_per_column_block, experts};
   }
 
@@ -265,9 +278,11 @@ class MatrixCalibration {
 
 void calibrate_plan(KernelPlan& plan, size_t layout_index, const ExpertLayout& layout,
                     const std::vector<const std::byte*>& experts, ThreadPool& pool) {
-  for (const MatrixKind kind : {MatrixKind::kGateUp, MatrixKind::kDown}) {
+  for (const MatrixKind kind : plan.kinds(layout_index)) {
     MatrixPlan& narrow = plan.matrix(layout_index, kind, RequestKind::kBFloat16);
-    const PanelLayout& matrix = kind == MatrixKind::kGateUp ? layout.gate_up : layout.down;
+    const PanelLayout& matrix = kind == MatrixKind::kDown   ? layout.down
+                                : kind == MatrixKind::kGate ? layout.gate
+                                                            : layout.gate_up;
     MatrixCalibration(matrix, PanelRing::of_experts(layout, kind, experts), pool).run(narrow);
     MatrixPlan& wide = plan.matrix(layout_index, kind, RequestKind::kFloat32);
     if (!wide.format().quantised_rows) continue;

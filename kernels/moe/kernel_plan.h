@@ -20,7 +20,8 @@
 
 namespace moebius {
 
-enum class MatrixKind : uint8_t { kGateUp = 0, kDown = 1 };
+// kGate: where gate has a format of its own; kGateUp is up's then.
+enum class MatrixKind : uint8_t { kGateUp = 0, kDown = 1, kGate = 2 };
 enum class RequestKind : uint8_t { kFloat32 = 0, kBFloat16 = 1 };
 
 // Row counts are planned for in ranges: from an entry to just below the next; the last has no end.
@@ -47,6 +48,8 @@ class MatrixPlan {
   MatrixPlan(const PlanOptions& options, const WeightFormat& format, RequestKind request);
 
   const GemmKernel& kernel(uint32_t rows) const;
+  // The one that reads float32 rows; null of formats with quantised rows.
+  const GemmKernel* wide_kernel() const { return wide_; }
   // Kernels to choose from in a range, the likely fastest first; one if there is no choice.
   std::vector<const GemmKernel*> candidates(size_t range) const;
   const Choice& choice(size_t range) const { return choices_[range]; }
@@ -61,6 +64,7 @@ class MatrixPlan {
   RequestKind request_;
   const GemmKernel* forced_;
   std::vector<const GemmKernel*> candidates_;
+  const GemmKernel* wide_ = nullptr;
   std::array<Choice, kRowRanges.size()> choices_;
 };
 
@@ -76,17 +80,20 @@ class KernelPlan {
   MatrixPlan& matrix(size_t layout, MatrixKind kind, RequestKind request) {
     return plans_[index(layout, kind, request)];
   }
-  size_t num_layouts() const { return plans_.size() / 4; }
+  // The matrices of a layout that have plans.
+  std::vector<MatrixKind> kinds(size_t layout) const;
+  size_t num_layouts() const { return first_.size(); }
   // Takes kernels by name, with their times: of every layout, matrix, request and range, in this order. False, and the
   // plan is of no use, when they are not as many, or one is no candidate in its place.
   bool restore(const std::vector<std::pair<std::string, double>>& choices);
 
  private:
-  static size_t index(size_t layout, MatrixKind kind, RequestKind request) {
-    return layout * 4 + static_cast<size_t>(kind) * 2 + static_cast<size_t>(request);
+  size_t index(size_t layout, MatrixKind kind, RequestKind request) const {
+    return first_[layout] + static_cast<size_t>(kind) * 2 + static_cast<size_t>(request);
   }
 
   std::vector<MatrixPlan> plans_;  // [layouts][matrices][requests]
+  std::vector<size_t> first_;      // of each layout
 };
 
 // --- Measures the kernels of a plan and keeps the fastest for each range of row counts.

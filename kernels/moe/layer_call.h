@@ -18,6 +18,7 @@ struct GroupWork {
   const GemmKernel* gate_up;
   const GemmKernel* down;
   const std::byte* expert;  // packed
+  const GemmKernel* gate = nullptr;  // where gate has a format of its own: takes rows as `gate_up` does
 };
 
 // Filled by MoeForward; constant while the phases run.

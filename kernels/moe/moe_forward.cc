@@ -56,6 +56,11 @@ void prefetch(const std::byte* weights, size_t bytes) {
 // Whether a kernel asks for the first panels of `GemmWork::next`.
 bool fetches_next(const GemmKernel& kernel) { return kernel.spaced_rows == 0; }
 
+// Of gate's and up's panels for 16 channels.
+size_t bytes_of_block(const ExpertLayout& layout) {
+  return layout.mixed ? layout.gate_step + layout.up_step : layout.gate_step;
+}
+
 size_t divide_up(size_t value, size_t by) { return (value + by - 1) / by; }
 
 // Cost of a unit of weights for a number of rows, in bytes read: computing catches up with memory at some rows.
@@ -130,17 +135,29 @@ void MoeForward::choose_kernels(const ExpertRequest& request, const RowGroups& g
   const uint32_t layout = store_.layout_index(request.layer);
   const MatrixPlan& gate_up = plan_.matrix(layout, MatrixKind::kGateUp, kind);
   const MatrixPlan& down = plan_.matrix(layout, MatrixKind::kDown, kind);
+  const bool mixed = store_.layout(request.layer).mixed;
   work_.clear();
   for (const RowGroups::Group& group : groups.groups) {
     work_.push_back(
         {&gate_up.kernel(group.rows), &down.kernel(group.rows), store_.find(request.layer, group.expert)});
+    if (mixed) choose_gate(plan_.matrix(layout, MatrixKind::kGate, kind), gate_up, group.rows, work_.back());
   }
+}
+
+// Gate and up read the same rows. What a kernel prepares depends on the format, so that the same kernel's rows for up are
+// not gate's: where it prepares them, or the two want different types, both take float32 ones.
+void MoeForward::choose_gate(const MatrixPlan& gate, const MatrixPlan& up, uint32_t rows, GroupWork& work) {
+  work.gate = &gate.kernel(rows);
+  const bool prepared = work.gate->prepare_row != nullptr || work.gate_up->prepare_row != nullptr;
+  if (work.gate->row_type == work.gate_up->row_type && !prepared) return;
+  work.gate = gate.wide_kernel();
+  work.gate_up = up.wide_kernel();
 }
 
 void MoeForward::cut_gate_up(const LayerCall& call) {
   const auto& groups = call.groups.groups;
   const uint32_t together = call.layout.panels_per_column_block;
-  const size_t block_bytes = together * call.layout.gate_up.panel_bytes;
+  const size_t block_bytes = bytes_of_block(call.layout);
   order_.resize(groups.size());
   std::iota(order_.begin(), order_.end(), 0u);
   std::stable_sort(order_.begin(), order_.end(),
@@ -191,8 +208,7 @@ void MoeForward::cut_down(const LayerCall& call) {
 }
 
 const std::byte* MoeForward::gate_up_panels(const GateUpTask& task, const LayerCall& call) const {
-  const size_t block_bytes = call.layout.panels_per_column_block * call.layout.gate_up.panel_bytes;
-  return call.work[task.group].expert + task.block * block_bytes;
+  return call.work[task.group].expert + task.block * call.layout.gate_step;
 }
 
 const std::byte* MoeForward::down_panels(const DownTask& task, const LayerCall& call, uint32_t group) const {
@@ -206,11 +222,17 @@ const std::byte* MoeForward::panels_of(const NextTask& next, const LayerCall& ca
 }
 
 void MoeForward::multiply(const GemmKernel& kernel, GemmWork& work, uint32_t worker) {
+  multiply_into(kernel, work, worker, size_t{kPanelColumns} * work.num_panels, 0);
+}
+
+// The result's first column is `column` of `width`.
+void MoeForward::multiply_into(const GemmKernel& kernel, GemmWork& work, uint32_t worker, size_t width,
+                               size_t column) {
   WorkerScratch& scratch = scratch_[worker];
-  work.result_stride = size_t{kPanelColumns} * work.num_panels;
-  scratch.result.grow(work.num_rows * work.result_stride * sizeof(float));
+  work.result_stride = width;
+  scratch.result.grow(work.num_rows * width * sizeof(float));
   scratch.gemm.grow(kernel.scratch_bytes(*work.layout, work.num_panels, work.num_rows));
-  work.result = scratch.result.as<float>();
+  work.result = scratch.result.as<float>() + column;
   work.scratch = scratch.gemm.data();
   // What the thread read before has asked for the first panels, if it knew of them and its kernel does that.
   work.was_next = scratch.fetched == work.panels;
@@ -218,18 +240,31 @@ void MoeForward::multiply(const GemmKernel& kernel, GemmWork& work, uint32_t wor
   kernel.run(work);
 }
 
+// Gate's product, then up's beside it; `work` is for both as they follow one another where they have one format.
+void MoeForward::multiply_apart(const GroupWork& weights, const GateUpTask& task, const ExpertLayout& layout,
+                                GemmWork& work, uint32_t worker) {
+  const size_t width = size_t{kPanelColumns} * work.num_panels;
+  GemmWork up = work;
+  up.panels = weights.expert + layout.up_offset + task.block * layout.up_step;
+  work.layout = &layout.gate;
+  work.num_panels = up.num_panels = task.num_blocks;
+  work.next = up.panels;
+  multiply_into(*weights.gate, work, worker, width, 0);
+  multiply_into(*weights.gate_up, up, worker, width, width / 2);
+}
+
 void MoeForward::run_gate_up(const GateUpTask& task, const LayerCall& call, uint32_t worker, const std::byte* next) {
   const RowGroups::Group& group = call.groups.groups[task.group];
   const GroupWork& weights = call.work[task.group];
-  const PanelLayout& layout = call.layout.gate_up;
+  const ExpertLayout& layout = call.layout;
   const PreparedRows::Rows rows = rows_.of_group(task.group, call.groups);
-  const uint32_t together = call.layout.panels_per_column_block;
-  const uint32_t step = rows_per_call(group.rows, layout.k_padded * element_bytes(weights.gate_up->row_type));
+  const uint32_t panels = task.num_blocks * layout.panels_per_column_block;
+  const uint32_t step = rows_per_call(group.rows, layout.gate_up.k_padded * element_bytes(weights.gate_up->row_type));
   for (uint32_t row = 0; row < group.rows; row += step) {
     const uint32_t count = std::min(step, group.rows - row);
-    GemmWork work{&layout,
+    GemmWork work{&layout.gate_up,
                      gate_up_panels(task, call),
-                     task.num_blocks * together,
+                     panels,
                      rows.rows + row,
                      rows.stride,
                      rows.scales + row,
@@ -238,10 +273,14 @@ void MoeForward::run_gate_up(const GateUpTask& task, const LayerCall& call, uint
                      0,
                      nullptr,
                      row + count == group.rows ? next : nullptr};
-    multiply(*weights.gate_up, work, worker);
+    if (layout.mixed) {
+      multiply_apart(weights, task, layout, work, worker);
+    } else {
+      multiply(*weights.gate_up, work, worker);
+    }
     const float limit = options_.limits[call.request.layer];
     const ActivationWork results{options_.activation, options_.alpha,  limit,   work.result, work.result_stride,
-                                 count,               task.num_blocks, nullptr, 0};
+                                 count,               task.num_blocks, nullptr, 0,           layout.mixed};
     activation_.store(results, weights.down->row_type, group.begin + row, task.block);
   }
   activation_.stored(call, task.group, task.num_blocks);
@@ -249,8 +288,7 @@ void MoeForward::run_gate_up(const GateUpTask& task, const LayerCall& call, uint
 
 template <class Opened>
 void MoeForward::prefetch_gate_up(const GateUpTask& task, const LayerCall& call, const Opened& opened) const {
-  const uint32_t panels = task.num_blocks * call.layout.panels_per_column_block;
-  const size_t bytes = std::min(kPrepareBytes, panels * call.layout.gate_up.panel_bytes);
+  const size_t bytes = std::min(kPrepareBytes, task.num_blocks * call.layout.gate_step);
   const std::byte* const begin = gate_up_panels(task, call);
   for (size_t at = 0; at < bytes && !opened(); at += kPrefetchBytes) prefetch(begin + at, bytes - at);
 }

@@ -61,6 +61,7 @@ class MoeForward {
   void choose_kernels(const ExpertRequest& request, const RowGroups& groups);
   void cut_gate_up(const LayerCall& call);
   void cut_down(const LayerCall& call);
+  // The first panel that the task reads.
   const std::byte* gate_up_panels(const GateUpTask& task, const LayerCall& call) const;
   const std::byte* down_panels(const DownTask& task, const LayerCall& call, uint32_t group) const;
   // What a task reads first; null where it is no task of phase A or B.
@@ -77,7 +78,11 @@ class MoeForward {
   void add_group(const DownTask& task, const LayerCall& call, uint32_t group, float* sums, uint32_t worker,
                  const std::byte* next);
   void count_nonfinite(const DownTask& task, const LayerCall& call, const float* sums);
+  static void choose_gate(const MatrixPlan& gate, const MatrixPlan& up, uint32_t rows, GroupWork& work);
   void multiply(const GemmKernel& kernel, GemmWork& work, uint32_t worker);
+  void multiply_into(const GemmKernel& kernel, GemmWork& work, uint32_t worker, size_t width, size_t column);
+  void multiply_apart(const GroupWork& weights, const GateUpTask& task, const ExpertLayout& layout, GemmWork& work,
+                      uint32_t worker);
 
   const EngineOptions& options_;
   const VectorKernels& vectors_;

@@ -141,7 +141,8 @@ void Segment::plan(const SegmentOptions& segment, const EngineOptions& engine,
     record.num_slots = static_cast<uint32_t>(held.size());
     record.first_expert = static_cast<uint32_t>(expert_ids_.size());
     record.has_bias = engine.has_bias ? 1 : 0;
-    copy_text(record.gate_up_format, kFormatText, weight_format_name(layout.gate_up.format), "a format's name");
+    copy_text(record.gate_up_format, kGateUpText,
+              gate_up_formats_name({layout.gate.format, layout.gate_up.format}), "a format's name");
     copy_text(record.down_format, kFormatText, weight_format_name(layout.down.format), "a format's name");
     for (const uint32_t expert : held) {
       const bool ascends = expert_ids_.size() == record.first_expert || expert_ids_.back() < expert;

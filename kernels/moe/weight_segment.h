@@ -40,9 +40,10 @@ struct EngineOptions;
 namespace weights {
 
 inline constexpr uint64_t kMagic = 0x3153544857424Dull;  // "MBWHTS1", little-endian
-inline constexpr uint32_t kAbiVersion = 3;
+inline constexpr uint32_t kAbiVersion = 4;
 inline constexpr size_t kIdentityText = 1024;  // bytes, the terminating NUL included
 inline constexpr size_t kFormatText = 32;
+inline constexpr size_t kGateUpText = 64;  // of two formats
 inline constexpr size_t kBootText = 40;
 inline constexpr size_t kLoadRecordBytes = size_t{512} << 10;
 
@@ -85,8 +86,8 @@ struct LayerRecord {
   uint32_t num_slots;     // experts
   uint32_t first_expert;  // record of slot 0 in [experts]
   uint32_t has_bias;
-  char gate_up_format[kFormatText];  // weight_format_name
-  char down_format[kFormatText];
+  char gate_up_format[kGateUpText];  // gate_up_formats_name
+  char down_format[kFormatText];     // weight_format_name
   uint64_t reserved[3];
 };
 
@@ -100,7 +101,7 @@ struct ExpertRecord {
 };
 
 static_assert(sizeof(Header) == 1216 && offsetof(Header, generation) == 128 && offsetof(Header, identity) == 192);
-static_assert(sizeof(LayerRecord) == 128 && sizeof(ExpertRecord) == 32);
+static_assert(sizeof(LayerRecord) == 160 && sizeof(ExpertRecord) == 32);
 
 // A digest that depends on every bit and its place; `seed` says what the bytes are of.
 uint64_t digest_of(const std::byte* bytes, size_t count, uint64_t seed);

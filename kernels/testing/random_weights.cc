@@ -215,9 +215,10 @@ void fill_panels(const PanelLayout& layout, uint32_t panels, uint32_t panels_per
 
 void fill_random_expert(const ExpertLayout& layout, uint64_t seed, std::byte* target) {
   RandomWords random(seed);
-  const uint32_t together = layout.panels_per_column_block;
+  const uint32_t together = layout.mixed ? 1 : layout.panels_per_column_block;
+  if (layout.mixed) fill_panels(layout.gate, layout.intermediate_blocks, 1, layout.intermediate_size, random, target);
   fill_panels(layout.gate_up, layout.intermediate_blocks * together, together, layout.intermediate_size, random,
-              target);
+              layout.mixed ? target + layout.up_offset : target);
   fill_panels(layout.down, layout.down_panels, 1, layout.hidden_size, random, target + layout.down_offset);
   if (layout.gate_up.format.ordered) {
     // Any order costs as much: that of the rows.

@@ -110,7 +110,7 @@ def panel_times(
     points: dict[tuple[str, str, int], dict[int, float]] = {}
     for row in plan:
         if row.nanoseconds > 0:
-            k = hidden_size if row.matrix == "gate_up" else intermediate_size
+            k = intermediate_size if row.matrix == "down" else hidden_size
             of_matrix = points.setdefault((row.format, row.row_type, k), {})
             # Matrices of the same shape: either measurement will do.
             of_matrix[row.rows_from] = min(row.nanoseconds, of_matrix.get(row.rows_from, math.inf))

@@ -109,7 +109,8 @@ class LoadError:
 class PlanRow:
     """Which kernel computes a matrix for a range of row counts; filled by `ExpertEngine.plan`."""
 
-    matrix: Literal["gate_up", "down"]
+    # "gate" and "up" where they differ in format.
+    matrix: Literal["gate_up", "gate", "up", "down"]
     format: str
     row_type: Literal["float32", "bfloat16"]
     """type of the request's rows; float16 is planned as float32"""
@@ -168,6 +169,7 @@ class ExpertEngine:
         num_layers: layers of the model; memory is only taken for layers that are loaded.
         expert_begin: global id of the first expert held here.
         weight_format: name of the packed format, or one name per layer; see kernels/format/weight_format.h.
+            Gate and up may have one each: `moebius.kernels.weight_formats.gate_up_format`.
         down_format: the same for the down matrices; None takes weight_format.
         activation: one of those above.
         alpha: factor of gpt_oss.

@@ -101,6 +101,25 @@ def weight_format(name: str) -> WeightFormat:
     return found if base == name else replace(found, name=name, ordered=True)
 
 
+# Between the formats of gate and up where they differ.
+_BETWEEN = "+"
+
+
+def gate_up_format(gate: str, up: str) -> str:
+    """Returns the name of gate's and up's formats together: the name of both, or "gate's+up's"; "" where one
+    has none.
+    """
+    if gate == up or not (gate and up):
+        return up if gate else ""
+    return f"{gate}{_BETWEEN}{up}"
+
+
+def split_gate_up(name: str) -> tuple[str, str]:
+    """Returns the formats of gate and of up that `gate_up_format` named."""
+    gate, _, up = name.partition(_BETWEEN)
+    return gate, up or gate
+
+
 @dataclass(frozen=True)
 class PanelLayout(WeightFormat):
     """A format applied to matrices of `k` inputs: the sections of one panel, in bytes from its begin.
@@ -130,10 +149,13 @@ class PanelLayout(WeightFormat):
 class PackedExpertLayout:
     """One expert: gate and up panels alternating (gate 0, up 0, gate 1, ...), down panels, an order if any.
 
-    Without a gate the up panels stand alone. Filled by `expert_layout`; offsets and sizes in bytes.
+    Without a gate the up panels stand alone; where gate and up differ in format, all gate panels come before
+    all up panels. Filled by `expert_layout`; offsets and sizes in bytes.
     """
 
-    gate_up: PanelLayout  # k is the hidden size.
+    # k is the hidden size.
+    gate: PanelLayout
+    gate_up: PanelLayout  # Of up alone where `mixed`, else of both.
     # k is the intermediate size.
     down: PanelLayout
     gated: bool
@@ -141,6 +163,12 @@ class PackedExpertLayout:
     # Blocks of 16 intermediate channels.
     intermediate_blocks: int
     down_panels: int
+    # Gate and up differ in format. Panel i of gate lies at i * gate_step, that of up at
+    # up_offset + i * up_step.
+    mixed: bool
+    gate_step: int
+    up_offset: int
+    up_step: int
     down_offset: int
     # int32 [k of gate and up] where they are `ordered`: element i that meets their panels is element order[i]
     # of the row.
@@ -163,10 +191,17 @@ def expert_layout(
     has_bias: bool = False,
     gated: bool = True,
 ) -> PackedExpertLayout:
-    """Returns experts whose gate and up, and whose down matrices are packed in these formats.
+    """Returns experts whose gate and up (`gate_up_format`), and whose down matrices are packed in these
+    formats.
 
-    Raises ValueError for an unknown name, or a size below 1.
+    Raises ValueError for an unknown name, a size below 1, or two formats of gate and up of which one is
+    ordered or has quantised rows.
     """
-    panels = panel_layout(gate_up, hidden_size, has_bias), panel_layout(down, intermediate_size, has_bias)
+    gate, up = split_gate_up(gate_up)
+    panels = (
+        panel_layout(gate, hidden_size, has_bias),
+        panel_layout(up, hidden_size, has_bias),
+        panel_layout(down, intermediate_size, has_bias),
+    )
     sizes = _kernels.expert_layout(gate_up, down, hidden_size, intermediate_size, gated, has_bias)
     return PackedExpertLayout(*panels, **sizes)

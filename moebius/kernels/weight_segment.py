@@ -17,7 +17,7 @@ import numpy.typing as npt
 from moebius import _kernels
 
 MAGIC = _kernels.WEIGHT_SEGMENT_MAGIC
-ABI_VERSION = 3
+ABI_VERSION = 4
 
 HEADER = np.dtype(
     [
@@ -58,7 +58,7 @@ LAYER_RECORD = np.dtype(
         ("num_slots", "<u4"),
         ("first_expert", "<u4"),
         ("has_bias", "<u4"),
-        ("gate_up_format", "S32"),
+        ("gate_up_format", "S64"),
         ("down_format", "S32"),
         ("reserved", "<u8", 3),
     ]

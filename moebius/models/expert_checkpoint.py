@@ -15,7 +15,7 @@ from moebius.checkpoint.quantisation import read_schemes
 from moebius.checkpoint.reader import SliceReader
 from moebius.checkpoint.stored_matrix import StoredMatrix
 from moebius.kernels.source import SourceMatrix
-from moebius.kernels.weight_formats import ordered_format
+from moebius.kernels.weight_formats import gate_up_format, ordered_format
 from moebius.models.checkpoint import find_layout, open_index
 from moebius.models.geometry import MoeGeometry
 from moebius.models.read import read_geometry
@@ -53,7 +53,7 @@ class ExpertMatrices:
         """Packed formats that keep gate and up, and down; "" where none does."""
         if self._sorts and not all(matrix.holds_integers for matrix in self.all):
             return "", ""
-        gate_up = self.up.packed_format
+        gate_up = gate_up_format(*(matrix.packed_format for matrix in (self.gate or self.up, self.up)))
         return ordered_format(gate_up) if self.has_order else gate_up, self.down.packed_format
 
     @property
@@ -81,6 +81,12 @@ class ExpertMatrices:
                     f"{matrix.name!r} is {matrix.scheme.name} with scales of a group size or type that "
                     "experts can not keep; requantise them with --expert-dtype"
                 )
+        gate = self.gate or self.up
+        if self.has_order and gate.packed_format != self.up.packed_format:
+            raise CheckpointError(
+                f"{gate.name!r} is {gate.packed_format}, {self.up.name!r} {self.up.packed_format}; with "
+                f"columns in the order of activations (desc_act) both have to be the same: {_WAY_OUT}"
+            )
 
     def channel_order(self, reader: SliceReader) -> NDArray[np.uint32] | None:
         """Returns the stored intermediate channels as they are packed, uint32 `[I]`; None: as they are
@@ -194,15 +200,9 @@ class ExpertCheckpoint:
         return ExpertCheckpoint(model, layout, finder)
 
     def expert(self, layer: int, expert: int) -> ExpertMatrices:
-        """Returns all matrices. Raises CheckpointError as `matrix` does, or when gate and up differ."""
+        """Returns all matrices. Raises CheckpointError as `matrix` does."""
         gate = self.matrix(layer, expert, "gate") if self.model.is_gated else None
-        found = ExpertMatrices(gate, self.matrix(layer, expert, "up"), self.matrix(layer, expert, "down"))
-        if gate is not None and gate.packed_format != found.up.packed_format:
-            raise CheckpointError(
-                f"{gate.name!r} is {gate.packed_format}, {found.up.name!r} "
-                f"{found.up.packed_format}; both have to be the same"
-            )
-        return found
+        return ExpertMatrices(gate, self.matrix(layer, expert, "up"), self.matrix(layer, expert, "down"))
 
     def matrix(self, layer: int, expert: int, which: str) -> StoredMatrix:
         """Returns the matrix "gate", "up" or "down".

@@ -24,7 +24,7 @@ from tests.helpers.built_engine import running_engine
 from tests.helpers.expert_cluster import Cluster
 from tests.helpers.fetching_layers import check_layer, fetch_state
 from tests.helpers.mapped_experts import gpu_settings, mapped_cluster
-from tests.helpers.resident_layers import ALL_FORMATS, Shape, routed
+from tests.helpers.resident_layers import EXPERT_FORMATS, Shape, routed
 from tests.helpers.stored_experts import MadeExperts, MadeServer, expert_split, tensor_split
 from tests.service.test_streaming_engine import requests, wait_until_streaming
 
@@ -52,7 +52,7 @@ def layer_sum(
     return layers_side.forward(0, rows, [ids], weights, [None])[0], served
 
 
-@pytest.mark.parametrize("weight_format", ALL_FORMATS)
+@pytest.mark.parametrize("weight_format", EXPERT_FORMATS)
 @pytest.mark.parametrize("split", [tensor_split, expert_split])
 def test_replayed_graphs_fetch_what_their_rows_choose(weight_format: str, split: Any) -> None:
     """One row and eight, over steps that follow one another: bytes, maps and sums are right in each."""

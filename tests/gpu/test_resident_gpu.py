@@ -22,7 +22,7 @@ from tests.equality.test_resident_experts import configuration, hybrid
 from tests.equality.test_resident_experts import routed as routed_layer
 from tests.helpers.checkpoints import TinyMoe
 from tests.helpers.quantised_checkpoints import QUANTIZATION_CONFIGS, QuantisedMoe
-from tests.helpers.resident_layers import ALL_FORMATS, Shape, resident_layer, routed
+from tests.helpers.resident_layers import EXPERT_FORMATS, Shape, resident_layer, routed
 from tests.helpers.waiting import wait_until
 
 pytestmark = pytest.mark.gpu
@@ -49,7 +49,7 @@ def error(shape: Shape, slots: LayerSlots, rows: int, dtype: torch.dtype) -> flo
     return float((found - expected).square().mean().sqrt() / scale)
 
 
-@pytest.mark.parametrize("weight_format", ALL_FORMATS)
+@pytest.mark.parametrize("weight_format", EXPERT_FORMATS)
 @pytest.mark.parametrize("shape", [Shape(), REAL], ids=["odd", "real"])
 def test_bfloat16_rows(shape: Shape, weight_format: str) -> None:
     """Both ways of computing agree in every format; weights are decoded exactly, intermediate channels

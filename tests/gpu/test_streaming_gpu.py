@@ -20,7 +20,7 @@ from tests import tolerances
 from tests.helpers.built_engine import RunningEngine, running_engine
 from tests.helpers.expert_cluster import Cluster
 from tests.helpers.mapped_experts import gpu_settings, mapped_cluster
-from tests.helpers.resident_layers import ALL_FORMATS, Shape, resident_layer, routed
+from tests.helpers.resident_layers import EXPERT_FORMATS, Shape, resident_layer, routed
 from tests.helpers.stored_experts import (
     MadeExperts,
     MadeServer,
@@ -86,7 +86,7 @@ def assert_served(found: Streaming, shape: Shape, rows: int, dtype: torch.dtype,
         assert (answers[layer] - wanted).square().mean().sqrt() / scale < allowed
 
 
-@pytest.mark.parametrize("weight_format", ALL_FORMATS)
+@pytest.mark.parametrize("weight_format", EXPERT_FORMATS)
 @pytest.mark.parametrize("split", [tensor_split, expert_split])
 def test_every_format(weight_format: str, split: Any) -> None:
     """Few, some and many rows agree, with whole layers and half of each, over several steps, so that the ring
@@ -110,7 +110,7 @@ def test_what_can_not_be_registered_is_staged() -> None:
     found.streamer.close()
 
 
-@pytest.mark.parametrize("weight_format", ALL_FORMATS)
+@pytest.mark.parametrize("weight_format", EXPERT_FORMATS)
 @pytest.mark.parametrize("rows", [520, 2100])
 def test_weights_unpacked_once(weight_format: str, rows: int) -> None:
     """Rows by hundreds an expert at a published size, some experts not there; bounded as in bfloat16."""

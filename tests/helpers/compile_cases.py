@@ -44,7 +44,7 @@ from tests.helpers.attention_cases import Geometry, make_case, run
 from tests.helpers.fused_decode import Options, attend
 from tests.helpers.mla_cases import make_mla_case, run_absorbed
 from tests.helpers.published_checkpoints import FIXTURES
-from tests.helpers.resident_layers import ALL_FORMATS, Shape, routed, with_down
+from tests.helpers.resident_layers import EXPERT_FORMATS, MIXED_FORMATS, Shape, routed, with_down
 
 CPU, BF16, FP32 = torch.device("cpu"), torch.bfloat16, torch.float32
 # Smallest and largest of each kind: linear attention and heads of 256, most heads of latents with and
@@ -64,8 +64,15 @@ MODELS = {
 }
 FORMATS = {
     "key": ("fp8_block",),
-    "covering": ("bfloat16", "mxfp4", "int4_g32_ordered", "int5_g32_mins_products", "iq4_g32_products"),
-    "all": ALL_FORMATS,
+    "covering": (
+        "bfloat16",
+        "mxfp4",
+        "int4_g32_ordered",
+        "int5_g32_mins_products",
+        "iq4_g32_products",
+        MIXED_FORMATS[0],
+    ),
+    "all": EXPERT_FORMATS,
 }
 LAYERS = {
     "key": ("qwen3.5-397b-a17b",),
@@ -99,7 +106,7 @@ def cases(extent: str) -> Iterator[Case]:
         yield Case("ops small", _small_ops)
         yield Case("pages", _pages)
         yield Case("fetching", _fetching)
-        for weights in FORMATS[extent]:
+        for weights in (name for name in FORMATS[extent] if name not in MIXED_FORMATS):
             yield Case(f"dense {weights}", partial(_dense, weights))
     for index, name in enumerate(MODELS[extent]):
         config = published(name)

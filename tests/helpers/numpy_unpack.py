@@ -188,11 +188,16 @@ def unpack_expert(layout: PackedExpertLayout, packed: Bytes) -> tuple[Floats | N
     Columns are in the order of a request's rows.
     """
     hidden, intermediate = layout.gate_up.k, layout.down.k
-    blocks = packed[: layout.down_offset].reshape(
-        -1, layout.panels_per_column_block, layout.gate_up.panel_bytes
-    )
-    gate = unpack_matrix(layout.gate_up, blocks[:, 0], intermediate) if layout.gated else None
-    up = unpack_matrix(layout.gate_up, blocks[:, -1], intermediate)
+    count = -(-intermediate // PANEL_COLUMNS)
+    rows = packed[: layout.down_offset]
+    if layout.mixed:
+        end = count * layout.gate.panel_bytes
+        gates, ups = rows[:end], rows[end:]
+    else:
+        blocks = rows.reshape(count, -1, layout.gate_up.panel_bytes)
+        gates, ups = blocks[:, 0], blocks[:, -1]
+    gate = unpack_matrix(layout.gate, gates, intermediate) if layout.gated else None
+    up = unpack_matrix(layout.gate_up, ups, intermediate)
     down = unpack_matrix(layout.down, packed[layout.down_offset : layout.order_offset], hidden)
     if layout.gate_up.ordered:
         places = np.argsort(packed[layout.order_offset :].view(np.uint32)[:hidden])

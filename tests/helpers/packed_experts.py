@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from moebius import _kernels
 from moebius import _kernels_testing as testing
 from moebius.kernels import ExpertEngine
+from moebius.kernels.weight_formats import split_gate_up
 from tests.helpers.moe_golden import Routed
 
 Float64 = NDArray[np.float64]
@@ -66,12 +67,18 @@ class UnpackedExpert:
 
 
 def unpack_expert(packed: NDArray[np.uint8], shape: Shape) -> UnpackedExpert:
-    """Take an expert apart as kernels/format/panel_layout.h says: gate and up panels in turn, then down."""
-    layout = _kernels.panel_layout(shape.gate_up, shape.hidden, shape.has_bias)
+    """Take an expert apart as kernels/format/panel_layout.h says: gate and up panels in turn, or all of gate
+    and then all of up where their formats differ, then down.
+    """
     gated = shape.activation != "relu2"
-    blocks = -(-shape.intermediate // 16)
-    end = blocks * (2 if gated else 1) * layout["panel_bytes"]
-    panels = packed[:end].reshape(blocks, -1, layout["panel_bytes"])
+    blocks, names = -(-shape.intermediate // 16), split_gate_up(shape.gate_up)[-1 - gated :]
+    sizes = [_kernels.panel_layout(name, shape.hidden, shape.has_bias)["panel_bytes"] for name in names]
+    end = blocks * sum(sizes)
+    if len(set(names)) == 1:
+        whole = packed[:end].reshape(blocks, -1, sizes[0])
+        panels = [whole[:, i] for i in range(len(names))]
+    else:
+        panels = [packed[: blocks * sizes[0]], packed[blocks * sizes[0] : end]]
 
     def matrix(data: NDArray[np.uint8], name: str, rows: int, k: int) -> tuple[Float64, Float64]:
         flat = np.ascontiguousarray(data).reshape(-1)
@@ -79,7 +86,9 @@ def unpack_expert(packed: NDArray[np.uint8], shape: Shape) -> UnpackedExpert:
         bias = _kernels.unpack_bias(name, flat, rows, k) if shape.has_bias else np.zeros(rows)
         return weights.astype(np.float64), bias.astype(np.float64)
 
-    parts = [matrix(panels[:, i], shape.gate_up, shape.intermediate, shape.hidden) for i in range(1 + gated)]
+    parts = [
+        matrix(data, name, shape.intermediate, shape.hidden) for data, name in zip(panels, names, strict=True)
+    ]
     down, down_bias = matrix(packed[end:], shape.down, shape.hidden, shape.intermediate)
     gate, gate_bias = parts[0] if gated else (None, np.zeros(shape.intermediate))
     return UnpackedExpert(gate, parts[-1][0], down, gate_bias, parts[-1][1], down_bias)

@@ -13,6 +13,7 @@ from gpu_service.experts.resident.experts import LayerSlots, make_slots
 from gpu_service.experts.resident.panels import layer_format
 from moebius import _kernels_testing as testing
 from moebius.kernels import ExpertEngine
+from moebius.kernels.weight_formats import split_gate_up
 from moebius.models.geometry import MoeGeometry
 from tests.helpers.quantised_sources import SMALL_FORMATS
 
@@ -37,6 +38,9 @@ ALL_FORMATS = (
     "mxfp4",
     "nvfp4",
 )
+# Of gate and up: codes of different widths, values of different precision, planes.
+MIXED_FORMATS = ("int8_g32_f16+int4_g32_zeros", "bfloat16+mxfp4", "iq2_g32_products+int6_g16_products")
+EXPERT_FORMATS = (*ALL_FORMATS, *MIXED_FORMATS)
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,7 @@ class Shape:
 
 def with_down(weight_format: str) -> tuple[str, str]:
     """Returns the formats of gate and up, and of down, which is never ordered."""
-    return weight_format, weight_format.removesuffix("_ordered")
+    return weight_format, split_gate_up(weight_format)[1].removesuffix("_ordered")
 
 
 def resident_layer(

@@ -12,7 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moebius import _kernels
-from moebius.kernels.weight_formats import WEIGHT_FORMATS, expert_layout, panel_layout, weight_format
+from moebius.kernels.weight_formats import (
+    WEIGHT_FORMATS,
+    expert_layout,
+    gate_up_format,
+    panel_layout,
+    weight_format,
+)
 from tests.helpers.numpy_unpack import unpack_bias, unpack_codes, unpack_expert, unpack_matrix
 from tests.helpers.quantised_sources import ENCODERS, random_weights
 
@@ -148,18 +154,25 @@ def test_padding_is_zero(name: str, rows: int, cols: int, bias: bool) -> None:
         assert not unpack_bias(layout, panel).any()
 
 
-@pytest.mark.parametrize("gated", [True, False], ids=["gated", "up_alone"])
+@pytest.mark.parametrize(
+    "first", ["", "compressed_int4_g32", "int8"], ids=["up_alone", "gated", "gate_of_its_own_format"]
+)
 @pytest.mark.parametrize("down", ["bfloat16", "int8", "mxfp4"])
-def test_expert_is_read_back(gated: bool, down: str) -> None:
-    """Gate, up and down lie where the documentation says, also when down has a format of its own."""
-    rng = np.random.default_rng(4)
-    encode_up = ENCODERS["compressed_int4_g32"]
-    gate, up = encode_up(random_weights(rng, 40, 72)), encode_up(random_weights(rng, 40, 72))
+def test_expert_is_read_back(first: str, down: str) -> None:
+    """Gate, up and down lie where the documentation says, also when they have formats of their own."""
+    rng, gated = np.random.default_rng(4), bool(first)
+    gate, up = (
+        ENCODERS[name](random_weights(rng, 40, 72))
+        for name in (first or "compressed_int4_g32", "compressed_int4_g32")
+    )
+    gate_up = gate_up_format(gate.format, up.format)
     lower = ENCODERS[down](random_weights(rng, 72, 40))
     packed, squared_error, _ = _kernels.pack_expert(
-        up.format, lower.format, gate.source if gated else None, up.source, lower.source
+        gate_up, lower.format, gate.source if gated else None, up.source, lower.source, parts=3
     )
-    layout = expert_layout(up.format, lower.format, 72, 40, gated=gated)
+    layout = expert_layout(gate_up, lower.format, 72, 40, gated=gated)
+    panels = 3 * (gated * layout.gate.panel_bytes + layout.gate_up.panel_bytes) + 5 * layout.down.panel_bytes
+    assert layout.expert_bytes == panels
     assert packed.nbytes == layout.expert_bytes
     assert squared_error == 0
     read = unpack_expert(layout, packed)

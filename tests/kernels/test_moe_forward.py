@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from moebius import _kernels_testing as testing
-from moebius.kernels import ExpertEngine
+from moebius.kernels import ExpertEngine, Isa, supported_isas
+from moebius.kernels.weight_formats import split_gate_up
 from tests.helpers.moe_golden import Routed, from_bfloat16, random_rows, relative_error, to_bfloat16
 from tests.helpers.packed_experts import Shape, packed_golden, quantised, root_mean_square_error
 from tests.tolerances import (
@@ -168,6 +169,55 @@ def test_mixed_formats(gate_up: str, down: str) -> None:
     routed = rows_of(shape, 20)
     bound = EXPERTS_W8A8 if "int8_w8a8" in (gate_up, down) else EXPERTS_FLOAT32
     assert root_mean_square_error(run(engine, routed), packed_golden(engine, shape, routed)) <= bound
+
+
+# With what rows are quantised for, what has planes, what is widened and what has mins.
+APART = {
+    "iq2_g32_products+int6_g16_products": "iq3_s_g32_products",
+    "mxfp4+bfloat16": "int8_w8a8",
+    "int4_g32+int8_g32_f16": "int4_g32",
+    "fp8_block+int4_g32_mins_products": "nvfp4",
+}
+
+
+@pytest.mark.parametrize("isa", supported_isas())
+@pytest.mark.parametrize("gate_up", APART)
+def test_gate_and_up_of_different_formats(gate_up: str, isa: Isa) -> None:
+    """Each keeps its own, whatever rows its kernels take; sizes with padding, with biases and without."""
+    has_bias = "mxfp4" in gate_up
+    activation = "gpt_oss" if has_bias else "silu"
+    shape = Shape(200, 72, 4, gate_up, APART[gate_up], activation, has_bias)
+    engine = shape.engine(num_threads=2, isa=isa)
+    engine.calibrate()
+    names = set(zip(("gate", "up"), split_gate_up(gate_up), strict=True)) | {("down", shape.down)}
+    assert {(row.matrix, row.format) for row in engine.plan()} == names
+    w8a8 = EXPERTS_W8A8 if "w8a8" in shape.down else 0.0
+    for rows in (1, 5, 40):
+        routed = rows_of(shape, rows)
+        wanted = packed_golden(engine, shape, routed)
+        assert root_mean_square_error(run(engine, routed), wanted) <= max(EXPERTS_FLOAT32, w8a8)
+        narrow, bits = narrowed(routed)
+        output = engine.forward(0, bits, routed.topk_ids, routed.topk_weights)
+        bound = max(bfloat16_bound(rows), w8a8)
+        assert root_mean_square_error(output, packed_golden(engine, shape, narrow)) <= bound
+
+
+def test_gate_and_up_have_rows_that_serve_both() -> None:
+    """A kernel that computes gate's format alone, from rows in bfloat16, has up take float32 ones alone."""
+    shape = Shape(192, 96, 4, "int4_g32+int8_g32_f16", "bfloat16")
+    of_gate, of_up = (set(testing.gemms_for(name, "bfloat16")) for name in split_gate_up(shape.gate_up))
+    routed = rows_of(shape, 40)
+    narrow, bits = narrowed(routed)
+    for kernel in sorted(of_gate ^ of_up):
+        engine = shape.engine(num_threads=2, kernel=testing.gemm_kernel(kernel))
+        output = engine.forward(0, bits, routed.topk_ids, routed.topk_weights)
+        assert root_mean_square_error(output, packed_golden(engine, shape, narrow)) <= bfloat16_bound(40)
+    for formats, said in (
+        ("int8_w8a8+int4_g32", "both need the same rows"),
+        ("int4_g32_ordered+int8_g32", "an order serves both"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            Shape(64, 32, 2, formats, "int8").empty_engine(num_threads=1)
 
 
 def test_formats_per_layer() -> None:

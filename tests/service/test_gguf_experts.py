@@ -14,6 +14,7 @@ from structlog.testing import capture_logs
 
 from expert_service.host import ExpertHost
 from moebius.checkpoint.gguf.files import gguf_files
+from moebius.checkpoint.gguf.schemes import KEPT_SCHEMES
 from moebius.checkpoint.split import split_bounds
 from moebius.models.expert_checkpoint import ExpertCheckpoint
 from moebius.models.geometry import MoeGeometry
@@ -28,16 +29,12 @@ PACKED = {
     "mixtral": "int4_g32_f16",
     "qwen3_moe": "int4_g32_mins_products, int4_g32_mins_products/int6_g16_products",
     "minimax_m2": "int4_g32_mins/int8_g32_f16",
-    "olmoe": "bfloat16/int8_g32_f16",
+    "olmoe": "int8_g32_f16+int4_g32_f16/int8_g32_f16",
     "deepseek_v3": "int5_g32_mins_products/iq3_s_g32_products",
     "glm4_moe": "int4_g32_f16/int8_g32_f16",
     "glm_moe_dsa": "int4_g32_f16/int8_g32_f16",
     "qwen3_5_moe": "int4_g32_f16/int8_g32_f16",
     "dots1": "iq4_g32_products/iq3_xxs_g32_products",
-}
-# How far off that is, which a server says when it starts; the others are exact.
-ROUNDED = {
-    "olmoe": EXPERTS_GGUF_BFLOAT16,
 }
 
 
@@ -71,11 +68,11 @@ def test_servers_compute_the_decoded_weights(name: str, gguf: Callable[[str], Gg
     geometry = read_geometry(path)
     layers = {geometry.moe_layers[0], geometry.moe_layers[-1]}
     checkpoint = ExpertCheckpoint.open(str(path), geometry)
-    assert all(checkpoint.expert(layer, 0).is_rounded is (name in ROUNDED) for layer in layers)
+    assert not any(checkpoint.expert(layer, 0).is_rounded for layer in layers)
     weights, rows = decoded(path, geometry), rows_of(geometry)
     wanted = {layer: golden(weights, layer, *rows) for layer in layers}
     divisions: list[dict[str, Any]] = [{}, {"split": "expert", "split_count": 2}]
-    if name in ("qwen3_moe", "dots1"):
+    if name in ("qwen3_moe", "dots1", "olmoe"):
         # Groups stay whole, and other models have one; blocks of 256 may be cut, as those that are decoded.
         divisions.append({"split_count": 2, "split_shares": (3, 5)})
     for division in divisions:
@@ -83,29 +80,37 @@ def test_servers_compute_the_decoded_weights(name: str, gguf: Callable[[str], Gg
         hosts = [host_of(path, **division, split_index=index) for index in range(count)]
         for layer in layers:
             total = np.asarray(sum(host.forward(layer, *rows) for host in hosts))
-            assert distance(total, wanted[layer]) < ROUNDED.get(name, EXPERTS_FLOAT32), division
+            assert distance(total, wanted[layer]) < EXPERTS_FLOAT32, division
         for host in hosts:
             loaded = loaded_of(host)
             assert loaded.weight_format == PACKED[name]
-            for error in loaded.relative_errors.values():
-                assert (0 < error < ROUNDED[name]) if name in ROUNDED else error == 0
+            assert not any(loaded.relative_errors.values())
 
 
-@pytest.mark.parametrize("name", [*sorted(ROUNDED), "dots1", "mixtral", "qwen3_moe"])
-def test_what_is_rounded_is_said_and_can_be_kept(name: str, gguf: Callable[[str], GgufFile]) -> None:
-    """One line for each kind of rounding, and a setting with which there is none."""
+@pytest.mark.parametrize(("name", "rounds"), [("olmoe", True), ("olmoe", False), ("qwen3_moe", False)])
+def test_what_is_rounded_is_said_and_can_be_kept(
+    name: str, rounds: bool, gguf: Callable[[str], GgufFile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line for each kind of rounding, and a setting with which there is none; up of Q4_0 stands for types
+    that no packed format holds.
+    """
+    if rounds:
+        monkeypatch.delitem(KEPT_SCHEMES, "Q4_0")  # type: ignore[arg-type]
     path = gguf(name).path
-    with capture_logs() as logs:
-        host_of(path)
-    said = [line["what"] for line in logs if line["event"] == "packing rounds"]
-    assert bool(said) is (name in ROUNDED)
-    assert all("bfloat16" in what for what in said)
     geometry = read_geometry(path)
     layer, rows = geometry.moe_layers[0], rows_of(geometry)
+    wanted = golden(decoded(path, geometry), layer, *rows)
+    with capture_logs() as logs:
+        host = host_of(path)
+    said = [line["what"] for line in logs if line["event"] == "packing rounds"]
+    assert bool(said) is rounds
+    assert all("bfloat16" in what for what in said)
+    error = distance(np.asarray(host.forward(layer, *rows)), wanted)
+    assert (EXPERTS_FLOAT32 < error < EXPERTS_GGUF_BFLOAT16) if rounds else error < EXPERTS_FLOAT32
     with capture_logs() as logs:
         exact = host_of(path, weight_dtype="float32").forward(layer, *rows)
     assert not [line for line in logs if line["event"] == "packing rounds"]
-    assert distance(np.asarray(exact), golden(decoded(path, geometry), layer, *rows)) < EXPERTS_FLOAT32
+    assert distance(np.asarray(exact), wanted) < EXPERTS_FLOAT32
 
 
 class ServedExperts:

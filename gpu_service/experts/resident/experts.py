@@ -58,6 +58,7 @@ class LayerSlots:
     # By slot what it holds, for `ResidentWatch`; None: nothing, or its checksum is unknown. Set once a
     # slot is filled, and cleared before anything is written to it.
     contents: list[SlotContent | None] = field(init=False)
+    gate: PanelViews = field(init=False)
     gate_up: PanelViews = field(init=False)
     down: PanelViews = field(init=False)
 
@@ -67,6 +68,7 @@ class LayerSlots:
         self.slots_elsewhere = len(self.elsewhere)
         if self.elsewhere:
             self.slot_of_expert[list(self.elsewhere)] = ELSEWHERE
+        self.gate = views(self.weights, self.kind.gate)
         self.gate_up = views(self.weights, self.kind.gate_up)
         self.down = views(self.weights, self.kind.down)
 

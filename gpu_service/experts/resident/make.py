@@ -231,7 +231,7 @@ def _load(
         for done in [pool.submit(load_some) for _ in range(threads)]:
             done.result()
     _check_errors(errors, max_error)
-    formats = {f"{s.kind.gate_up.name}/{s.kind.down.name}" for s in slots.values()}
+    formats = {"/".join(s.kind.formats) for s in slots.values()}
     _log.info(
         "resident experts loaded",
         experts=sum(map(len, chosen.values())),

@@ -6,7 +6,13 @@ from dataclasses import dataclass
 from functools import cache
 
 from gpu_service.ops.panels import PanelFormat, panel_format
-from moebius.kernels.weight_formats import PANEL_COLUMNS, PackedExpertLayout, expert_layout
+from moebius.kernels.weight_formats import (
+    PANEL_COLUMNS,
+    PackedExpertLayout,
+    expert_layout,
+    gate_up_format,
+    split_gate_up,
+)
 
 # From this many (row, choice) pairs an expert on, weights are unpacked to 16 bits once, not by every tile
 # that reads them.
@@ -27,8 +33,19 @@ class LayerFormat:
     """How all resident experts of a layer are packed; filled by `layer_format`."""
 
     layout: PackedExpertLayout
-    gate_up: PanelFormat
+    gate: PanelFormat
+    gate_up: PanelFormat  # Of up alone where they differ.
     down: PanelFormat
+
+    @property
+    def panels(self) -> tuple[PanelFormat, ...]:
+        """Gate's, up's and down's."""
+        return self.gate, self.gate_up, self.down
+
+    @property
+    def formats(self) -> tuple[str, str]:
+        """The names of gate's and up's format, and of down's."""
+        return gate_up_format(self.gate.name, self.gate_up.name), self.down.name
 
     @property
     def expert_bytes(self) -> int:
@@ -62,5 +79,5 @@ def layer_format(
 ) -> LayerFormat:
     """Returns experts with up and down and, if `gated`, gate. Raises ValueError for an unknown format."""
     layout = expert_layout(gate_up, down, hidden, intermediate, has_bias, gated)
-    gate_up_panels = panel_format(gate_up, hidden, has_bias)
-    return LayerFormat(layout, gate_up_panels, panel_format(down, intermediate, has_bias))
+    gate, up = (panel_format(name, hidden, has_bias) for name in split_gate_up(gate_up))
+    return LayerFormat(layout, gate, up, panel_format(down, intermediate, has_bias))

@@ -12,6 +12,7 @@ from moebius import _kernels
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.reader import SliceReader
 from moebius.experts.slices import REQUANTISED, rank_intermediate_range
+from moebius.kernels.weight_formats import gate_up_format, split_gate_up
 from moebius.models.expert_checkpoint import ExpertCheckpoint, ExpertMatrices
 from moebius.models.geometry import MoeGeometry
 
@@ -73,10 +74,10 @@ class PackedExpertSource:
         """Reads and packs. Raises CheckpointError naming a tensor, or a format other than the layer's."""
         kind, found = self.format_of(layer), self._checkpoint.expert(layer, expert)
         formats = self._formats_of(found)
-        if formats != (kind.gate_up.name, kind.down.name):
+        if formats != kind.formats:
             raise CheckpointError(
                 f"{found.all[0].name!r} is {'/'.join(formats)}, expert 0 of its layer "
-                f"{kind.gate_up.name}/{kind.down.name}; requantise them with --expert-dtype"
+                f"{'/'.join(kind.formats)}; requantise them with --expert-dtype"
             )
         begin, end = self._span(found)
         gate, up, down = found.read(reader, begin, end, keeps=self._target is None)
@@ -88,7 +89,8 @@ class PackedExpertSource:
     def _formats_of(self, found: ExpertMatrices) -> tuple[str, str]:
         """Returns the formats of gate and up, and of down, as they are packed here."""
         gate_up, down = found.formats
-        return self._format(gate_up), self._format(down)
+        gate, up = (self._format(name) for name in split_gate_up(gate_up))
+        return gate_up_format(gate, up), self._format(down)
 
     def _format(self, stored: str) -> str:
         if self._target is not None:

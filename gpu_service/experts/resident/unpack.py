@@ -13,12 +13,14 @@ def unpack_expert(layer: LayerFormat, packed: torch.Tensor) -> tuple[UnpackedMat
     `[expert_bytes]`.
     """
     layout = layer.layout
-    blocks = packed[: layout.down_offset].view(-1, layout.panels_per_column_block, layer.gate_up.panel_bytes)
     down = packed[layout.down_offset : layout.order_offset].view(-1, layer.down.panel_bytes)
-    gate_up = [
-        unpack_panels(layer.gate_up, panels.contiguous(), layer.intermediate_size)
-        for panels in blocks.unbind(1)
-    ]
+    matrices = [(layer.gate_up, layout.up_offset, layout.up_step)]
+    if layout.gated:
+        matrices.insert(0, (layer.gate, 0, layout.gate_step))
+    gate_up = []
+    for kind, begin, step in matrices:
+        panels = packed[begin:].as_strided((layout.intermediate_blocks, kind.panel_bytes), (step, 1))
+        gate_up.append(unpack_panels(kind, panels.contiguous(), layer.intermediate_size))
     if layer.gate_up.ordered:
         # Back to the order of the rows.
         order = packed[layout.order_offset :].view(torch.int32)[: layer.hidden_size]

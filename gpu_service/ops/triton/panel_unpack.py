@@ -12,11 +12,13 @@ from gpu_service.ops.triton.panel_elements import dequantised, element_place
 def unpack(  # type: ignore[no-untyped-def]
     words, scales, bytes_, floats, output, first, EXPERT_BYTES: tl.constexpr, AT: tl.constexpr,
     ORDER_AT: tl.constexpr, GATED: tl.constexpr, PANEL: tl.constexpr, PANELS: tl.constexpr,
-    LINES: tl.constexpr, SCALED: tl.constexpr,
+    LINES: tl.constexpr, SCALED: tl.constexpr, TURN: tl.constexpr = -1,
 ):  # fmt: skip
     """Program (slot - first, panel of PANELS): 16 features of output [slots, PANELS * 16, PANEL.k_padded].
 
-    GATED: panels alternate between gate and up. Columns of an ordered format get back their places in rows.
+    GATED: panels alternate between gate and up. TURN: they are gate's (0) or up's (1) alone, and of the
+    output's 2 * PANELS * 16 features every second one is theirs. Columns of an ordered format get back their
+    places in rows.
     SCALED: scales of whole columns are applied, too.
     """
     slot, index = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -25,7 +27,10 @@ def unpack(  # type: ignore[no-untyped-def]
     per_word: tl.constexpr = 32 // PANEL.low_bits
     column = tl.arange(0, 16)
     feature = index // 2 * 32 + column * 2 + index % 2 if GATED else index * 16 + column
-    target = output + (slot * (PANELS * 16) + feature) * PANEL.k_padded
+    EVERY: tl.constexpr = 2 if TURN >= 0 else 1
+    if TURN >= 0:
+        feature = feature * 2 + TURN
+    target = output + (slot * (EVERY * PANELS * 16) + feature) * PANEL.k_padded
     num_lines: tl.constexpr = PANEL.k_padded // per_word
     for begin in range(0, num_lines, LINES):
         line = begin + tl.arange(0, LINES)

@@ -195,14 +195,8 @@ def _raw(stored: StoredBlocks) -> TensorInfo:
 
 
 def _is_packed(model: GgufModel, stored: StoredBlocks, name: str) -> bool:
-    """Returns whether its codes are packed as they are; gate and up of a layer need the same format."""
-    match = _ROUTED.fullmatch(name)
-    if match is None or stored.type.name not in KEPT_SCHEMES:
-        return False
-    if match["which"] in ("down", "gate_up"):
-        return True
-    pair = (model.tensors.get(re.sub("(gate|up)_exps", f"{one}_exps", stored.name)) for one in ("gate", "up"))
-    return all(other is None or other.type == stored.type for other in pair)
+    """Returns whether its codes are packed as they are."""
+    return _ROUTED.fullmatch(name) is not None and stored.type.name in KEPT_SCHEMES
 
 
 def packed_tensors(

@@ -23,7 +23,7 @@ const T& any_of(const std::vector<T>& values, Random& random) {
 const GemmKernel* draw_kernel(const LayerFormats& formats, Random& random) {
   std::vector<const GemmKernel*> found{nullptr};
   for (const GemmKernel* kernel : testable_gemms()) {
-    const bool fits = kernel->supports(formats.gate_up) || kernel->supports(formats.down);
+    const bool fits = kernel->supports(formats.gate_up.up) || kernel->supports(formats.down);
     if (fits && kernel->row_type != RowType::kInt8) found.push_back(kernel);
   }
   return random.one_in(3) ? nullptr : any_of(found, random);
@@ -37,9 +37,13 @@ EngineOptions draw_options(Random& random) {
   options.num_experts = random.one_in(4) ? 1 : random.between(2, 9);
   options.num_layers = 1;
   options.expert_begin = random.one_in(3) ? random.below(20) : 0;
-  const WeightFormat gate_up = parse_weight_format(any_of(names, random));
-  options.formats = {{gate_up, random.one_in(3) ? parse_weight_format(any_of(names, random)) : gate_up}};
+  const WeightFormat up = parse_weight_format(any_of(names, random));
+  options.formats = {{{up, up}, random.one_in(3) ? parse_weight_format(any_of(names, random)) : up}};
   options.activation = static_cast<Activation>(random.below(5));
+  const WeightFormat gate = parse_weight_format(any_of(names, random));
+  if (options.is_gated() && !up.quantised_rows && !gate.quantised_rows && random.one_in(3)) {
+    options.formats[0].gate_up.gate = gate;
+  }
   options.limits = {random.one_in(2) ? 7.0f : 0.5f};
   options.has_bias = random.one_in(2);
   options.num_threads = random.between(1, 5);
@@ -136,7 +140,7 @@ std::string FuzzCase::describe() const {
   auto text = [](uint32_t value) { return std::to_string(value); };
   return "hidden " + text(o.hidden_size) + ", intermediate " + text(o.intermediate_size) + ", experts " +
          text(o.num_experts) + ", rows " + text(rows) + ", top_k " + text(top_k) + ", formats " +
-         weight_format_name(o.formats[0].gate_up) + " and " + weight_format_name(o.formats[0].down) + ", " +
+         gate_up_formats_name(o.formats[0].gate_up) + " and " + weight_format_name(o.formats[0].down) + ", " +
          kActivations[static_cast<size_t>(o.activation)] + (o.has_bias ? " with bias" : "") + ", " +
          kTypes[static_cast<size_t>(dtype)] + " rows, routing " + kRoutings[static_cast<size_t>(routing)] +
          ", threads " + text(o.num_threads) + ", isa " + o.isa + ", kernel " + (o.kernel == nullptr ? "auto" : o.kernel->name) + (from_sources ? ", from sources" : "") +

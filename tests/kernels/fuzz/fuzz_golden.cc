@@ -26,14 +26,13 @@ struct Unpacked {
 };
 
 // Panels `first`, `first + step`, ... as a matrix [rows, k].
-Unpacked unpack_matrix(const PanelLayout& layout, const std::byte* panels, uint32_t first, uint32_t step,
-                       uint32_t rows) {
+Unpacked unpack_matrix(const PanelLayout& layout, const std::byte* panels, size_t step, uint32_t rows) {
   const uint32_t count = (rows + kPanelColumns - 1) / kPanelColumns;
   Unpacked result;
   result.weights.resize(size_t{count} * kPanelColumns * layout.k);
   result.bias.resize(size_t{count} * kPanelColumns);
   for (uint32_t i = 0; i < count; ++i) {
-    unpack_panel(layout, panels + size_t{first + i * step} * layout.panel_bytes,
+    unpack_panel(layout, panels + i * step,
                  result.weights.data() + size_t{i} * kPanelColumns * layout.k, result.bias.data() + i * kPanelColumns);
   }
   return result;
@@ -122,17 +121,16 @@ std::vector<Value> expert_activation(const FuzzCase& fuzz, const std::vector<Val
 }  // namespace
 
 UnpackedExpert unpack_expert(const ExpertLayout& layout, const std::byte* packed) {
-  const uint32_t step = layout.panels_per_column_block;
   UnpackedExpert expert;
   if (layout.gated) {
-    Unpacked gate = unpack_matrix(layout.gate_up, packed, 0, step, layout.intermediate_size);
+    Unpacked gate = unpack_matrix(layout.gate, packed, layout.gate_step, layout.intermediate_size);
     expert.gate = std::move(gate.weights);
     expert.gate_bias = std::move(gate.bias);
   }
-  Unpacked up = unpack_matrix(layout.gate_up, packed, step - 1, step, layout.intermediate_size);
+  Unpacked up = unpack_matrix(layout.gate_up, packed + layout.up_offset, layout.up_step, layout.intermediate_size);
   expert.up = std::move(up.weights);
   expert.up_bias = std::move(up.bias);
-  Unpacked down = unpack_matrix(layout.down, packed + layout.down_offset, 0, 1, layout.hidden_size);
+  Unpacked down = unpack_matrix(layout.down, packed + layout.down_offset, layout.down.panel_bytes, layout.hidden_size);
   expert.down = std::move(down.weights);
   expert.down_bias = std::move(down.bias);
   return expert;
@@ -150,7 +148,7 @@ Golden compute_golden(const FuzzCase& fuzz, const FuzzRequest& request, const st
     const size_t begin = size_t{pair / fuzz.top_k} * hidden;
     std::vector<Value> row(hidden);
     for (uint32_t k = 0; k < hidden; ++k) row[k].value = request.rows[begin + k];
-    round_row(row, options.formats[0].gate_up, false);
+    round_row(row, options.formats[0].gate_up.up, false);
     if (fuzz.dtype == DType::kBFloat16) split_row(row);
     const UnpackedExpert& expert = experts[static_cast<size_t>(index)];
     const std::vector<Value> activation = expert_activation(fuzz, row, expert);

@@ -53,8 +53,8 @@ ExpertSources draw_expert(const EngineOptions& options, Random& random) {
   const uint32_t intermediate = options.intermediate_size;
   const LayerFormats& formats = options.formats[0];
   ExpertSources sources;
-  if (options.is_gated()) sources.gate = draw_source(formats.gate_up, intermediate, hidden, options.has_bias, random);
-  sources.up = draw_source(formats.gate_up, intermediate, hidden, options.has_bias, random);
+  if (options.is_gated()) sources.gate = draw_source(formats.gate_up.gate, intermediate, hidden, options.has_bias, random);
+  sources.up = draw_source(formats.gate_up.up, intermediate, hidden, options.has_bias, random);
   sources.down = draw_source(formats.down, hidden, intermediate, options.has_bias, random);
   return sources;
 }
@@ -97,8 +97,8 @@ std::vector<UnpackedExpert> fill_engine(const FuzzCase& fuzz, ExpertEngine& engi
   for (uint32_t i = 0; i < options.num_experts; ++i) {
     experts.push_back(unpack_expert(engine.store().layout(0), engine.packed_expert(0, options.expert_begin + i)));
     if (!fuzz.from_sources) continue;
-    if (options.is_gated()) check_packing(sources[i].gate.matrix, formats.gate_up, experts[i].gate, "gate");
-    check_packing(sources[i].up.matrix, formats.gate_up, experts[i].up, "up");
+    if (options.is_gated()) check_packing(sources[i].gate.matrix, formats.gate_up.gate, experts[i].gate, "gate");
+    check_packing(sources[i].up.matrix, formats.gate_up.up, experts[i].up, "up");
     check_packing(sources[i].down.matrix, formats.down, experts[i].down, "down");
   }
   return experts;

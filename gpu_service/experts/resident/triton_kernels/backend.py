@@ -16,10 +16,10 @@ from gpu_service.experts.resident.experts import LayerSlots, ResidentKernels
 from gpu_service.experts.resident.panels import LayerFormat, pair_bytes
 from gpu_service.experts.resident.triton_kernels import dense, gemm, launch, routing
 from gpu_service.experts.resident.triton_kernels.rows import down_rows, gate_up_rows
+from gpu_service.experts.resident.triton_kernels.unpacked import places, unpack_experts
 from gpu_service.ops.triton import panel_sizes
 from gpu_service.ops.triton.jit import launch_fitting, next_power_of_2, overlap
 from gpu_service.ops.triton.panel_lines import EXPONENT
-from gpu_service.ops.triton.panel_unpack import unpack
 from moebius.models.geometry import MoeGeometry
 from moebius.process.progress import counted
 
@@ -131,7 +131,7 @@ class TritonResidentKernels(ResidentKernels):
         result: torch.Tensor,
     ) -> None:
         """Computes `count` slots from `first`, whose weights are unpacked before all rows meet them."""
-        matrices = _unpack(slots, first, count, hidden_states.dtype)
+        matrices = unpack_experts(slots, first, count, hidden_states.dtype)
         for rows in _row_parts(slots, hidden_states, topk_ids.shape[1]):
             x, ids = hidden_states[rows], topk_ids[rows]
             intermediate, outputs = _pair_memory(slots, x, ids.numel())
@@ -173,10 +173,12 @@ class TritonResidentKernels(ResidentKernels):
         kind, gate_up = slots.kind, slots.gate_up
         pairs, top_k = topk_ids.numel(), topk_ids.shape[1]
         lines, prefetched = panel_sizes.lines(kind.gate_up), launch.prefetched_lines(kind, pairs)
+        gate_lines = panel_sizes.lines(kind.gate)
         intermediate = hidden_states.new_empty((pairs, kind.intermediate_columns))
         gate_up_rows[(pairs, kind.layout.intermediate_blocks)](
             hidden_states,
             gate_up.words,
+            slots.gate.scales,
             gate_up.scales,
             gate_up.bytes,
             gate_up.floats,
@@ -192,12 +194,16 @@ class TritonResidentKernels(ResidentKernels):
             DOWN_AT=kind.layout.down_offset,
             INTERMEDIATE_COLUMNS=kind.intermediate_columns,
             PANEL=kind.gate_up,
+            MIXED=kind.layout.mixed,
+            **places(kind),
             ACTIVATION=self._geometry.activation,
+            GATE_LINES=gate_lines,
+            GATE_AHEAD=panel_sizes.ahead(kind.gate, gate_lines),
             LINES=lines,
             AHEAD=panel_sizes.ahead(kind.gate_up, lines),
             PREFETCHED=prefetched,
             BLOCK=next_power_of_2(prefetched),
-            num_warps=panel_sizes.warps(lines),
+            num_warps=panel_sizes.warps(max(gate_lines, lines)),
             **overlap(hidden_states.device),
         )
         self._down_by_rows(slots, intermediate, topk_ids, topk_weights, partial, result)
@@ -252,10 +258,13 @@ class TritonResidentKernels(ResidentKernels):
         kind, count = slots.kind, topk_ids.numel()
         gate_up, down = slots.gate_up, slots.down
         pairs, block_slots = align(slots, topk_ids, tile.rows, 0, slots.count)
-        type_, precision = panel_sizes.multiplies_in(kind.gate_up, hidden_states.dtype)
+        types = [panel_sizes.multiplies_in(each, hidden_states.dtype) for each in (kind.gate, kind.gate_up)]
+        # One for both; the wider one of two has another precision.
+        type_, precision = next((each for each in types if each[1] == "tf32"), types[1])
         gemm.gate_up_tiles[(block_slots.shape[0], -(-kind.intermediate_columns // tile.columns))](
             hidden_states,
             gate_up.words,
+            slots.gate.scales,
             gate_up.scales,
             gate_up.bytes,
             gate_up.floats,
@@ -270,10 +279,11 @@ class TritonResidentKernels(ResidentKernels):
             ORDER_AT=kind.layout.order_offset,
             INTERMEDIATE_COLUMNS=kind.intermediate_columns,
             PANEL=kind.gate_up,
+            **places(kind),
             ACTIVATION=self._geometry.activation,
             M=tile.rows,
             N=tile.columns,
-            CHUNK=panel_sizes.chunk(kind.gate_up),
+            CHUNK=min(panel_sizes.chunk(kind.gate), panel_sizes.chunk(kind.gate_up)),
             TYPE=type_,
             PRECISION=precision,
             num_warps=tile.warps,
@@ -332,6 +342,7 @@ class TritonResidentKernels(ResidentKernels):
             EXPERT_BYTES=kind.expert_bytes,
             INTERMEDIATE_COLUMNS=kind.intermediate_columns,
             PANEL=kind.gate_up,
+            **places(kind),
             ACTIVATION=self._geometry.activation,
             M=tile.rows,
             N=tile.columns,
@@ -376,45 +387,6 @@ def _pair_memory(
     """Returns what lies between the two products, and in float32 what comes of them."""
     intermediate = hidden_states.new_empty((pairs, slots.kind.intermediate_columns))
     return intermediate, hidden_states.new_empty((pairs, slots.kind.hidden_size), dtype=torch.float32)
-
-
-def _unpack(
-    slots: LayerSlots, first: int, count: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns gate and up in turn, or up alone, `[count, gate_up_columns, k_padded]`; down `[count, H,
-    k_padded]`.
-    """
-    kind = slots.kind
-    panels = kind.gate_up_columns // 16, kind.layout.down_panels
-    kinds, typed, offsets = (
-        (kind.gate_up, kind.down),
-        (slots.gate_up, slots.down),
-        (0, kind.layout.down_offset),
-    )
-    matrices = []
-    for number in (0, 1):
-        panel = kinds[number]
-        shape = (count, 16 * panels[number], panel.k_padded)
-        matrix = torch.empty(shape, dtype=dtype, device=slots.weights.device)
-        unpack[(count, panels[number])](
-            typed[number].words,
-            typed[number].scales,
-            typed[number].bytes,
-            typed[number].floats,
-            matrix,
-            first,
-            EXPERT_BYTES=kind.expert_bytes,
-            AT=offsets[number],
-            ORDER_AT=kind.layout.order_offset,
-            GATED=number == 0 and kind.layout.gated,
-            PANEL=panel,
-            PANELS=panels[number],
-            LINES=panel_sizes.unpacked_lines(panel),
-            SCALED=False,
-            num_warps=4,
-        )
-        matrices.append(matrix)
-    return matrices[0], matrices[1]
 
 
 def _combine(

@@ -39,7 +39,8 @@ def _product(  # type: ignore[no-untyped-def]
 @jit_for_any("count", "first")
 def gate_up_dense(  # type: ignore[no-untyped-def]
     x, weights, floats, pairs, block_slots, intermediate, count, first, alpha, limit,
-    TOP_K: tl.constexpr, EXPERT_BYTES: tl.constexpr, INTERMEDIATE_COLUMNS: tl.constexpr, PANEL: tl.constexpr,
+    TOP_K: tl.constexpr, EXPERT_BYTES: tl.constexpr, INTERMEDIATE_COLUMNS: tl.constexpr, GATE: tl.constexpr,
+    PANEL: tl.constexpr, GATE_STEP: tl.constexpr, UP_AT: tl.constexpr, UP_STEP: tl.constexpr,
     ACTIVATION: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Program (N / 2 channels, block of M pairs): intermediate [pairs, INTERMEDIATE_COLUMNS].
@@ -67,10 +68,10 @@ def gate_up_dense(  # type: ignore[no-untyped-def]
     channel = tl.program_id(0) * channels + tl.arange(0, channels)
     inside = channel < INTERMEDIATE_COLUMNS
     block, column = tl.minimum(channel // 16, INTERMEDIATE_COLUMNS // 16 - 1), channel % 16
-    gate = slot.to(tl.int64) * EXPERT_BYTES + block * ((1 + IS_GATED) * PANEL.panel_bytes)
+    expert = slot.to(tl.int64) * EXPERT_BYTES
     if IS_GATED:
-        g = finish_tile(g, floats, gate, column, PANEL)
-    u = finish_tile(u, floats, gate + IS_GATED * PANEL.panel_bytes, column, PANEL)
+        g = finish_tile(g, floats, expert + block * GATE_STEP, column, GATE)
+    u = finish_tile(u, floats, expert + UP_AT + block * UP_STEP, column, PANEL)
     value = activate(g, u, alpha, limit, ACTIVATION)
     target = intermediate + pair.to(tl.int64)[:, None] * INTERMEDIATE_COLUMNS + channel[None, :]
     tl.store(target, value.to(intermediate.dtype.element_ty), mask=held[:, None] & inside[None, :])

@@ -47,9 +47,10 @@ def slot_of(ids, slot_of_expert, pair):  # type: ignore[no-untyped-def]
 
 @jit_for_any("count")
 def gate_up_tiles(  # type: ignore[no-untyped-def]
-    x, words, scales, bytes_, floats, pairs, block_slots, intermediate, count, alpha, limit,
+    x, words, gate_scales, scales, bytes_, floats, pairs, block_slots, intermediate, count, alpha, limit,
     TOP_K: tl.constexpr, EXPERT_BYTES: tl.constexpr, ORDER_AT: tl.constexpr,
-    INTERMEDIATE_COLUMNS: tl.constexpr, PANEL: tl.constexpr, ACTIVATION: tl.constexpr,
+    INTERMEDIATE_COLUMNS: tl.constexpr, GATE: tl.constexpr, PANEL: tl.constexpr, GATE_STEP: tl.constexpr,
+    UP_AT: tl.constexpr, UP_STEP: tl.constexpr, ACTIVATION: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Program (block of M pairs, N intermediate channels): intermediate [pairs, INTERMEDIATE_COLUMNS]."""
@@ -63,8 +64,8 @@ def gate_up_tiles(  # type: ignore[no-untyped-def]
     # Programs past the last panel compute the last one again and store nothing.
     block, column = tl.minimum(channel // 16, INTERMEDIATE_COLUMNS // 16 - 1), channel % 16
     IS_GATED: tl.constexpr = ACTIVATION != "relu2"
-    gate = slot.to(tl.int64) * EXPERT_BYTES + block * ((1 + IS_GATED) * PANEL.panel_bytes)
-    up = gate + IS_GATED * PANEL.panel_bytes
+    gate = slot.to(tl.int64) * EXPERT_BYTES + block * GATE_STEP
+    up = slot.to(tl.int64) * EXPERT_BYTES + UP_AT + block * UP_STEP
     row = (pair // TOP_K).to(tl.int64) * PANEL.k
     order = (slot.to(tl.int64) * EXPERT_BYTES + ORDER_AT) // 4
     g = tl.zeros([M, N], tl.float32)
@@ -76,11 +77,11 @@ def gate_up_tiles(  # type: ignore[no-untyped-def]
         rows = tl.load(x + row[:, None] + place[None, :], mask=wanted, other=0.0).to(TYPE)
         if IS_GATED:
             g = add_product(
-                g, rows, words, scales, bytes_, gate, column, begin, PANEL, CHUNK, TYPE, PRECISION
+                g, rows, words, gate_scales, bytes_, gate, column, begin, GATE, CHUNK, TYPE, PRECISION
             )
         u = add_product(u, rows, words, scales, bytes_, up, column, begin, PANEL, CHUNK, TYPE, PRECISION)
     if IS_GATED:
-        g = finish_tile(g, floats, gate, column, PANEL)
+        g = finish_tile(g, floats, gate, column, GATE)
     u = finish_tile(u, floats, up, column, PANEL)
     value = activate(g, u, alpha, limit, ACTIVATION)
     target = intermediate + pair.to(tl.int64)[:, None] * INTERMEDIATE_COLUMNS + channel[None, :]

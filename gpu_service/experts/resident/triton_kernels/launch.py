@@ -30,7 +30,7 @@ def few_rows(kind: LayerFormat, num_experts: int, top_k: int) -> int:
     On an H200 (128 experts, 8 chosen) 16 rows took 0.68 to 0.93 of the time of tiles in 4 and 8 bits, 24 rows
     0.87 to 1.12, and in bfloat16 32 rows 0.45: `python -m tests.gpu.time_resident`.
     """
-    per_expert = 2 if min(kind.gate_up.bits, kind.down.bits) >= 16 else 1
+    per_expert = 2 if min(panels.bits for panels in kind.panels) >= 16 else 1
     return max(_FEWEST_ROWS, per_expert * num_experts // top_k)
 
 
@@ -109,7 +109,7 @@ def dense_tiles(pairs: int, num_experts: int) -> tuple[DenseTile, ...]:
 
 def unpacks(kind: LayerFormat, rows: torch.dtype, pairs: int, num_experts: int) -> bool:
     """Returns whether a call unpacks weights: only to 16 bits, which rows have and codes are exact in."""
-    codes = {kind.gate_up.code, kind.down.code}
+    codes = {panels.code for panels in kind.panels}
     return rows.itemsize == 2 and codes <= EXACT_IN_BFLOAT16 and pairs >= UNPACK_FROM * num_experts
 
 

@@ -33,16 +33,39 @@ def prefetch(bytes_, begin, LINES: tl.constexpr, BLOCK: tl.constexpr):  # type: 
     )
 
 
+@jit
+def panel_products(  # type: ignore[no-untyped-def]
+    row, words, scales, bytes_, panel, order, exponent, PANEL: tl.constexpr, LINES: tl.constexpr,
+    AHEAD: tl.constexpr,
+):  # fmt: skip
+    """Returns float32 [LINES, 16]: the products of a row with one panel, to be summed over the lines."""
+    num_lines: tl.constexpr = PANEL.k_padded * PANEL.low_bits // 32
+    total = tl.zeros([LINES, 16], tl.float32)
+    for begin in range(0, num_lines, LINES * AHEAD):
+        loaded = ()
+        for n in tl.static_range(AHEAD):
+            line = begin + n * LINES + tl.arange(0, LINES)
+            loaded += (load_lines(words, scales, bytes_, panel, line, PANEL),)  # type: ignore[assignment]
+        tl.debug_barrier()
+        for n in tl.static_range(AHEAD):
+            line = begin + n * LINES + tl.arange(0, LINES)
+            total += line_products(row, loaded[n], words, order, line, exponent, PANEL)
+    return total
+
+
 @jit_for_any("exponent")
 def gate_up_rows(  # type: ignore[no-untyped-def]
-    x, words, scales, bytes_, floats, ids, slot_of_expert, intermediate, alpha, limit, exponent,
+    x, words, gate_scales, scales, bytes_, floats, ids, slot_of_expert, intermediate, alpha, limit, exponent,
     TOP_K: tl.constexpr, EXPERT_BYTES: tl.constexpr, ORDER_AT: tl.constexpr, DOWN_AT: tl.constexpr,
-    INTERMEDIATE_COLUMNS: tl.constexpr, PANEL: tl.constexpr, ACTIVATION: tl.constexpr, LINES: tl.constexpr,
-    AHEAD: tl.constexpr, PREFETCHED: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+    INTERMEDIATE_COLUMNS: tl.constexpr, GATE: tl.constexpr, PANEL: tl.constexpr, MIXED: tl.constexpr,
+    GATE_STEP: tl.constexpr, UP_AT: tl.constexpr, UP_STEP: tl.constexpr, ACTIVATION: tl.constexpr,
+    GATE_LINES: tl.constexpr, GATE_AHEAD: tl.constexpr, LINES: tl.constexpr, AHEAD: tl.constexpr,
+    PREFETCHED: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Program (pair, block of 16 channels): intermediate [pairs, INTERMEDIATE_COLUMNS] of a pair's expert.
 
-    It also prefetches its part of what `down_rows` will read, PREFETCHED cache lines.
+    MIXED: gate's panels are of another format than up's, and read first. It also prefetches its part of what
+    `down_rows` will read, PREFETCHED cache lines.
     """
     wait_for_previous(OVERLAPS)
     pair, block = tl.program_id(0), tl.program_id(1)
@@ -50,32 +73,41 @@ def gate_up_rows(  # type: ignore[no-untyped-def]
     if slot < 0:
         return
     IS_GATED: tl.constexpr = ACTIVATION != "relu2"
-    gate = slot.to(tl.int64) * EXPERT_BYTES + block * ((1 + IS_GATED) * PANEL.panel_bytes)
+    gate = slot.to(tl.int64) * EXPERT_BYTES + block * GATE_STEP
     row = x + (pair // TOP_K) * PANEL.k
     order = (slot.to(tl.int64) * EXPERT_BYTES + ORDER_AT) // 4
-    up = gate + IS_GATED * PANEL.panel_bytes
+    up = slot.to(tl.int64) * EXPERT_BYTES + UP_AT + block * UP_STEP
     down = slot.to(tl.int64) * EXPERT_BYTES + DOWN_AT + block * (PREFETCHED * CACHE_LINE)
     num_lines: tl.constexpr = PANEL.k_padded * PANEL.low_bits // 32
-    g = tl.zeros([LINES, 16], tl.float32)
-    u = tl.zeros([LINES, 16], tl.float32)
-    for begin in range(0, num_lines, LINES * AHEAD):
-        gates, ups = (), ()
-        for n in tl.static_range(AHEAD):
-            line = begin + n * LINES + tl.arange(0, LINES)
-            if IS_GATED:
-                gates += (load_lines(words, scales, bytes_, gate, line, PANEL),)  # type: ignore[assignment]
-            ups += (load_lines(words, scales, bytes_, up, line, PANEL),)  # type: ignore[assignment]
-        if OVERLAPS and PREFETCHED and begin == 0:
+    # No loop of none: the compiler reads its body, where gate's tiles do not fit up's.
+    if MIXED:
+        if OVERLAPS and PREFETCHED:
             prefetch(bytes_, down, PREFETCHED, BLOCK)
-        tl.debug_barrier()
-        for n in tl.static_range(AHEAD):
-            line = begin + n * LINES + tl.arange(0, LINES)
-            if IS_GATED:
-                g += line_products(row, gates[n], words, order, line, exponent, PANEL)
-            u += line_products(row, ups[n], words, order, line, exponent, PANEL)
+        g = panel_products(
+            row, words, gate_scales, bytes_, gate, order, exponent, GATE, GATE_LINES, GATE_AHEAD
+        )
+        u = panel_products(row, words, scales, bytes_, up, order, exponent, PANEL, LINES, AHEAD)
+    else:
+        g = tl.zeros([LINES, 16], tl.float32)
+        u = tl.zeros([LINES, 16], tl.float32)
+        for begin in range(0, num_lines, LINES * AHEAD):
+            gates, ups = (), ()
+            for n in tl.static_range(AHEAD):
+                line = begin + n * LINES + tl.arange(0, LINES)
+                if IS_GATED:
+                    gates += (load_lines(words, scales, bytes_, gate, line, PANEL),)  # type: ignore[assignment]
+                ups += (load_lines(words, scales, bytes_, up, line, PANEL),)  # type: ignore[assignment]
+            if OVERLAPS and PREFETCHED and begin == 0:
+                prefetch(bytes_, down, PREFETCHED, BLOCK)
+            tl.debug_barrier()
+            for n in tl.static_range(AHEAD):
+                line = begin + n * LINES + tl.arange(0, LINES)
+                if IS_GATED:
+                    g += line_products(row, gates[n], words, order, line, exponent, PANEL)
+                u += line_products(row, ups[n], words, order, line, exponent, PANEL)
     g = tl.sum(g, 0)
     if IS_GATED:
-        g = finish(g, floats, gate, PANEL)
+        g = finish(g, floats, gate, GATE)
     u = finish(tl.sum(u, 0), floats, up, PANEL)
     value = activate(g, u, alpha, limit, ACTIVATION)
     target = intermediate + pair * INTERMEDIATE_COLUMNS + block * 16 + tl.arange(0, 16)

@@ -31,7 +31,7 @@ from gpu_service.experts.resident.unpack import unpack_expert
 from moebius.kernels.weight_formats import WEIGHT_FORMATS
 from tests import tolerances
 from tests.helpers.numpy_unpack import unpack_expert as unpack_with_numpy
-from tests.helpers.resident_layers import ALL_FORMATS, Shape, resident_layer, routed
+from tests.helpers.resident_layers import EXPERT_FORMATS, Shape, resident_layer, routed
 
 # Row kernels, then tiles.
 FEW, MANY = 100, 0
@@ -50,7 +50,7 @@ def error(kernels: ResidentKernels, shape: Shape, slots: LayerSlots, rows: int) 
 
 
 @pytest.mark.parametrize("few_rows", [FEW, MANY], ids=["rows", "tiles"])
-@pytest.mark.parametrize("weight_format", ALL_FORMATS)
+@pytest.mark.parametrize("weight_format", EXPERT_FORMATS)
 def test_every_format(weight_format: str, few_rows: int) -> None:
     """Sizes with padding in every dimension; ids of resident, other and no experts."""
     shape = Shape()
@@ -104,12 +104,13 @@ UNPACKED = (
     "int4_g128_zeros",
     "int4_g32_ordered",
     "mxfp4",
+    "iq2_g32_products+int6_g16_products",
 )
 
 
 @pytest.mark.parametrize(
     "weight_format",
-    [pytest.param(name, marks=[] if name in UNPACKED else pytest.mark.full) for name in ALL_FORMATS],
+    [pytest.param(name, marks=[] if name in UNPACKED else pytest.mark.full) for name in EXPERT_FORMATS],
 )
 def test_unpacked_once(weight_format: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many 16-bit rows: some experts at a time, some rows at a time; the last of each are fewer."""

@@ -152,13 +152,34 @@ def test_scales_of_nvfp4_matrices_are_kept(tmp_path: Path) -> None:
             np.testing.assert_array_equal(kept, values * np.float32(0.3 + seed))
 
 
-def test_gate_and_up_of_different_types_become_bfloat16(tmp_path: Path) -> None:
-    """They share a packed format; down keeps its own."""
-    kinds = {"gate": "Q4_K", "up": "Q6_K", "down": "Q6_K"}
-    found = checkpoint_of(tmp_path, {which: (stack(kind, 2), kind) for which, kind in kinds.items()}).expert(
-        0, 0
+def test_gate_up_and_down_keep_types_of_their_own(tmp_path: Path) -> None:
+    """An expert means what the file says, and takes no more than its matrices do."""
+    kinds = {"gate": "Q4_K", "up": "Q6_K", "down": "IQ3_S"}
+    stacks = {which: (stack(kind, 2), kind) for which, kind in kinds.items()}
+    found = checkpoint_of(tmp_path, stacks).expert(0, 0)
+    assert found.formats == ("int4_g32_mins_products+int6_g16_products", "iq3_s_g32_products")
+    assert not found.is_rounded
+    with MappedReader() as reader:
+        sources = found.read(reader, 0, SIZE, keeps=True)
+        packed, error, _ = _kernels.pack_expert(*found.formats, *sources)
+    assert error == 0
+    layout = expert_layout(*found.formats, SIZE, SIZE)
+    blocks = SIZE // 16
+    assert packed.nbytes == blocks * sum(
+        panel.panel_bytes for panel in (layout.gate, layout.gate_up, layout.down)
     )
-    assert found.formats == ("bfloat16", "int6_g16_products")
+    for (blocks_of, kind), weights in zip(stacks.values(), unpack_expert(layout, packed), strict=True):
+        wanted = quants.dequantize(blocks_of, GGMLQuantizationType[kind])[0]
+        np.testing.assert_array_equal(weights, wanted)
+
+
+def test_a_type_that_no_format_keeps_is_rounded_alone(tmp_path: Path) -> None:
+    """What it is rounded to is said; the matrices beside it stay as they are."""
+    stacks = {which: (stack("Q4_0", seed), "Q4_0") for seed, which in enumerate(NAMES)}
+    stacks["up"] = np.zeros((1, SIZE, SIZE // 128 * 18), np.uint8), "Q1_0"
+    found = checkpoint_of(tmp_path, stacks).expert(0, 0)
+    assert found.formats == ("int4_g32_f16+bfloat16", "int4_g32_f16")
+    assert [bool(matrix.rounding) for matrix in found.all] == [False, True, False]
 
 
 def test_biases_and_stacks_of_a_model(tmp_path: Path) -> None:
