@@ -72,7 +72,7 @@ def test_servers_compute_the_decoded_weights(name: str, gguf: Callable[[str], Gg
     weights, rows = decoded(path, geometry), rows_of(geometry)
     wanted = {layer: golden(weights, layer, *rows) for layer in layers}
     divisions: list[dict[str, Any]] = [{}, {"split": "expert", "split_count": 2}]
-    if name in ("qwen3_moe", "dots1", "olmoe"):
+    if name in ("qwen3_moe", "dots1"):
         # Groups stay whole, and other models have one; blocks of 256 may be cut, as those that are decoded.
         divisions.append({"split_count": 2, "split_shares": (3, 5)})
     for division in divisions:
