@@ -59,7 +59,7 @@ GATE_UP = PanelTimes(
     MeasuredOn("cpu", 16, "amx", "b"), "int4_g32", "bfloat16", 2048, ((1, 160.0), (4, 200.0))
 )
 DOWN = PanelTimes(MeasuredOn("cpu", 16, "amx", "b"), "int4_g32", "bfloat16", 768, ((1, 60.0), (8, 60.0)))
-MEASURED = ExpertTimes(GATE_UP, DOWN, 2 * 768 // 16, 2048 // 16, 2048, 768)
+MEASURED = ExpertTimes((GATE_UP,), DOWN, 2 * 768 // 16, 2048 // 16, 2048, 768)
 
 
 def test_a_panels_time_between_and_beyond_what_was_measured() -> None:
