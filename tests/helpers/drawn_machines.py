@@ -132,7 +132,7 @@ def serve(
     install(monkeypatch, machine, directory)
 
     @contextlib.contextmanager
-    def capture(serve_plan: ServePlan) -> Iterator[None]:
+    def capture(serve_plan: ServePlan, *_: object) -> Iterator[None]:
         raise Planned(serve_plan)
         yield  # which makes it a generator
 
