@@ -8,6 +8,7 @@ their experts some, are computed at a time, so that memory stays bounded.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 
@@ -17,6 +18,7 @@ from gpu_service.experts.resident.panels import LayerFormat, pair_bytes
 from gpu_service.experts.resident.triton_kernels import dense, gemm, launch, routing
 from gpu_service.experts.resident.triton_kernels.rows import down_rows, gate_up_rows
 from gpu_service.experts.resident.triton_kernels.unpacked import places, unpack_experts
+from gpu_service.ops.panels import PanelFormat
 from gpu_service.ops.triton import panel_sizes
 from gpu_service.ops.triton.jit import launch_fitting, next_power_of_2, overlap
 from gpu_service.ops.triton.panel_lines import EXPONENT
@@ -255,12 +257,8 @@ class TritonResidentKernels(ResidentKernels):
         outputs: torch.Tensor,
         tile: launch.Tile,
     ) -> None:
-        kind, count = slots.kind, topk_ids.numel()
-        gate_up, down = slots.gate_up, slots.down
+        kind, count, gate_up, down = slots.kind, topk_ids.numel(), slots.gate_up, slots.down
         pairs, block_slots = align(slots, topk_ids, tile.rows, 0, slots.count)
-        types = [panel_sizes.multiplies_in(each, hidden_states.dtype) for each in (kind.gate, kind.gate_up)]
-        # One for both; the wider one of two has another precision.
-        type_, precision = next((each for each in types if each[1] == "tf32"), types[1])
         gemm.gate_up_tiles[(block_slots.shape[0], -(-kind.intermediate_columns // tile.columns))](
             hidden_states,
             gate_up.words,
@@ -284,11 +282,9 @@ class TritonResidentKernels(ResidentKernels):
             M=tile.rows,
             N=tile.columns,
             CHUNK=min(panel_sizes.chunk(kind.gate), panel_sizes.chunk(kind.gate_up)),
-            TYPE=type_,
-            PRECISION=precision,
+            **_product_type(hidden_states.dtype, kind.gate, kind.gate_up),
             num_warps=tile.warps,
         )
-        type_, precision = panel_sizes.multiplies_in(kind.down, hidden_states.dtype)
         gemm.down_tiles[(block_slots.shape[0], -(-kind.hidden_size // tile.columns))](
             intermediate,
             down.words,
@@ -307,8 +303,7 @@ class TritonResidentKernels(ResidentKernels):
             M=tile.rows,
             N=tile.columns,
             CHUNK=panel_sizes.chunk(kind.down),
-            TYPE=type_,
-            PRECISION=precision,
+            **_product_type(hidden_states.dtype, kind.down),
             num_warps=tile.warps,
         )
 
@@ -371,6 +366,13 @@ class TritonResidentKernels(ResidentKernels):
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
+
+
+def _product_type(dtype: torch.dtype, *panels: PanelFormat) -> dict[str, Any]:
+    """Returns what tiles are multiplied in, one for all; the wider of two has another precision."""
+    types = [panel_sizes.multiplies_in(each, dtype) for each in panels]
+    type_, precision = next((each for each in types if each[1] == "tf32"), types[-1])
+    return {"TYPE": type_, "PRECISION": precision}
 
 
 def _row_parts(slots: LayerSlots, hidden_states: torch.Tensor, top_k: int) -> list[slice]:
