@@ -85,7 +85,7 @@ def test_all_but_torch_is_installed_by_its_hash(tmp_path: Path) -> None:
         venv = tmp_path / f"venv{cpu_torch}"
         assert run_setup(venv, 0, cpu_torch).returncode == 0
         torch, uv, everything, ours = installed(venv)
-        assert torch.startswith(f"--quiet --no-compile --no-deps torch=={version}+cpu")
+        assert torch.startswith(f"--quiet --no-deps torch=={version}+cpu")
         assert uv.startswith("--quiet --require-hashes --only-binary :all: -r /dev/fd/")
         files = " ".join(f"-r deploy/locks/python3.12/{kind}.txt" for kind in kinds)
         assert everything == f"--quiet --no-deps --require-hashes --only-binary :all: {files}"
@@ -103,6 +103,7 @@ def test_uv_installs_what_is_locked_from_where_pip_would(tmp_path: Path) -> None
     assert run_setup(venv, 0, **outside).returncode == 0
     index, links, arguments = (venv / "bin" / "uv.calls").read_text().splitlines()
     assert (index, links) == ("https://mirror/simple", "/a,/b")
+    assert "--compile-bytecode" in arguments
     assert "--no-deps --require-hashes" in arguments
     assert "-r deploy/locks/python3.12/serve.txt" in arguments
     assert not any("locks" in line for line in installed(venv))
