@@ -8,6 +8,7 @@ import torch
 import triton.language as tl
 
 from gpu_service.ops.panels import PanelFormat
+from gpu_service.ops.triton.panel_parts import PART
 from moebius.kernels.weight_formats import CODE_MIDDLES, CODEBOOKS
 
 # Lines of 64 bytes that a program of the row kernels loads at once, of one panel and of all its panels.
@@ -46,6 +47,12 @@ def warps(lines_at_once: int) -> int:
 def chunk(panels: PanelFormat) -> int:
     """Returns the k that a tile takes at once: many, since each time it waits for scales."""
     return min(MAX_CHUNK if panels.bits <= 8 else 64, panels.k_padded & -panels.k_padded)
+
+
+def has_parts(panels: PanelFormat) -> bool:
+    """Returns whether tiles may multiply codes, and scale sums (`panel_parts.py`): 4 bits, and groups."""
+    is_code = panels.bits == 4 and (panels.is_small_integer or panels.code == "float4")
+    return is_code and bool(panels.group_size) and panels.group_size % PART == 0 == panels.k_padded % PART
 
 
 def unpacked_lines(panels: PanelFormat) -> int:

@@ -11,6 +11,7 @@ import functools
 from typing import Any
 
 import torch
+import triton
 
 from gpu_service.device.graphs import is_capturing
 from gpu_service.experts.resident.experts import LayerSlots, ResidentKernels
@@ -22,6 +23,7 @@ from gpu_service.ops.panels import PanelFormat
 from gpu_service.ops.triton import panel_sizes
 from gpu_service.ops.triton.jit import launch_fitting, next_power_of_2, overlap
 from gpu_service.ops.triton.panel_lines import EXPONENT
+from gpu_service.ops.triton.panel_parts import BASES, PART
 from moebius.models.geometry import MoeGeometry
 from moebius.process.progress import counted
 
@@ -111,7 +113,8 @@ class TritonResidentKernels(ResidentKernels):
             return
         pairs = topk_ids.numel()
         intermediate, outputs = _pair_memory(slots, hidden_states, pairs)
-        tile = launch.tile(pairs, self._geometry.num_experts)
+        by_parts = launch.by_parts(slots.kind, hidden_states.dtype)
+        tile = launch.tile(pairs, self._geometry.num_experts, by_parts)
         launch_fitting(
             "resident experts",
             (tile, slots.kind, hidden_states.dtype),
@@ -154,7 +157,9 @@ class TritonResidentKernels(ResidentKernels):
         """A call for each kind of tile, and one for few rows. No id is chosen."""
         geometry, device = self._geometry, slots.weights.device
         few = self._few_rows(slots.kind)
-        sizes = launch.sizes_to_warm_up(geometry.num_experts, geometry.top_k, few, max_rows)
+        sizes = launch.sizes_to_warm_up(
+            geometry.num_experts, geometry.top_k, few, max_rows, launch.by_parts(slots.kind, dtype)
+        )
         for rows_ in counted(sizes, "compiling expert kernels", len(sizes)):
             ids = torch.full((rows_, geometry.top_k), -1, dtype=torch.int32, device=device)
             hidden_states = torch.zeros((rows_, geometry.hidden_size), dtype=dtype, device=device)
@@ -272,6 +277,7 @@ class TritonResidentKernels(ResidentKernels):
             count,
             self._geometry.alpha,
             slots.limit,
+            BASES,
             TOP_K=topk_ids.shape[1],
             EXPERT_BYTES=kind.expert_bytes,
             ORDER_AT=kind.layout.order_offset,
@@ -283,6 +289,7 @@ class TritonResidentKernels(ResidentKernels):
             N=tile.columns,
             CHUNK=min(panel_sizes.chunk(kind.gate), panel_sizes.chunk(kind.gate_up)),
             **_product_type(hidden_states.dtype, kind.gate, kind.gate_up),
+            **_parts(hidden_states.dtype, kind.gate, kind.gate_up),
             num_warps=tile.warps,
         )
         gemm.down_tiles[(block_slots.shape[0], -(-kind.hidden_size // tile.columns))](
@@ -295,6 +302,7 @@ class TritonResidentKernels(ResidentKernels):
             block_slots,
             outputs,
             count,
+            BASES,
             EXPERT_BYTES=kind.expert_bytes,
             DOWN_AT=kind.layout.down_offset,
             HIDDEN=kind.hidden_size,
@@ -304,6 +312,7 @@ class TritonResidentKernels(ResidentKernels):
             N=tile.columns,
             CHUNK=panel_sizes.chunk(kind.down),
             **_product_type(hidden_states.dtype, kind.down),
+            **_parts(hidden_states.dtype, kind.down),
             num_warps=tile.warps,
         )
 
@@ -373,6 +382,12 @@ def _product_type(dtype: torch.dtype, *panels: PanelFormat) -> dict[str, Any]:
     types = [panel_sizes.multiplies_in(each, dtype) for each in panels]
     type_, precision = next((each for each in types if each[1] == "tf32"), types[-1])
     return {"TYPE": type_, "PRECISION": precision}
+
+
+def _parts(dtype: torch.dtype, *panels: PanelFormat) -> dict[str, Any]:
+    """Returns whether tiles multiply codes, part by part: PART is 0 where they do not."""
+    by_parts = dtype == torch.bfloat16 and all(map(panel_sizes.has_parts, panels))
+    return {"PART": PART if by_parts else 0, "BY_PAIRS": not triton.knobs.runtime.interpret}
 
 
 def _row_parts(slots: LayerSlots, hidden_states: torch.Tensor, top_k: int) -> list[slice]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from gpu_service.experts.resident.panels import PAIRS_BYTES, UNPACK_FROM, UNPACKED_BYTES, LayerFormat
-from gpu_service.ops.triton.panel_sizes import EXACT_IN_BFLOAT16
+from gpu_service.ops.triton.panel_sizes import EXACT_IN_BFLOAT16, has_parts
 
 # Up to this many token rows, a program per pair reads its expert's panels itself, in any model.
 _FEWEST_ROWS = 8
@@ -46,9 +46,15 @@ def prefetched_lines(kind: LayerFormat, pairs: int) -> int:
 _TILES = (Tile(128, 64, 8), Tile(64, 64, 4), Tile(32, 64, 4), Tile(16, 64, 4), Tile(16, 32, 4))
 
 
-def tile(pairs: int, num_experts: int) -> Tile:
+# Where codes are multiplied part by part (`panel_parts.py`): those that were fastest on an H200.
+_PART_TILES = (Tile(32, 128, 8), Tile(16, 64, 4))
+
+
+def tile(pairs: int, num_experts: int, by_parts: bool) -> Tile:
     """Returns a tile about as high as an expert has pairs when routing is even."""
     mean = max(1, pairs // num_experts)
+    if by_parts:
+        return _PART_TILES[mean <= 8]
     if mean <= 16:
         return _TILES[3]
     if mean <= 32:
@@ -61,15 +67,15 @@ def with_smaller(chosen: Tile) -> tuple[Tile, ...]:
     return chosen, *(tile for tile in _TILES if tile.rows * tile.columns < chosen.rows * chosen.columns)
 
 
-def sizes_to_warm_up(num_experts: int, top_k: int, few_rows: int, max_rows: int) -> list[int]:
+def sizes_to_warm_up(num_experts: int, top_k: int, few_rows: int, max_rows: int, by_parts: bool) -> list[int]:
     """Row counts up to `max_rows` that between them launch every kernel which any such count does."""
     largest: dict[Tile, int] = {}
     rows = min(max_rows, few_rows + 1)
     while rows <= max_rows:
-        largest[tile(rows * top_k, num_experts)] = rows
+        largest[tile(rows * top_k, num_experts, by_parts)] = rows
         rows *= 2
     if max_rows > few_rows:
-        largest[tile(max_rows * top_k, num_experts)] = max_rows
+        largest[tile(max_rows * top_k, num_experts, by_parts)] = max_rows
     # Where weights are unpacked, by each kind of tile.
     unpacked = [-(-pairs * num_experts // top_k) for pairs in (UNPACK_FROM, HIGH_TILE_FROM)]
     unpacked = [rows for rows in unpacked if few_rows < rows <= max_rows]
@@ -105,6 +111,11 @@ _DENSE_TILES = (
 def dense_tiles(pairs: int, num_experts: int) -> tuple[DenseTile, ...]:
     """Returns the tiles to choose from for `pairs` pairs of all experts, the best first."""
     return _DENSE_TILES if pairs >= HIGH_TILE_FROM * num_experts else _DENSE_TILES[2:]
+
+
+def by_parts(kind: LayerFormat, rows: torch.dtype) -> bool:
+    """Returns whether tiles of gate and up multiply codes, and only then apply scales."""
+    return rows == torch.bfloat16 and all(map(has_parts, (kind.gate, kind.gate_up)))
 
 
 def unpacks(kind: LayerFormat, rows: torch.dtype, pairs: int, num_experts: int) -> bool:

@@ -28,6 +28,7 @@ from gpu_service.experts.resident.panels import layer_format, pair_bytes
 from gpu_service.experts.resident.triton_kernels import backend, launch
 from gpu_service.experts.resident.triton_kernels.backend import TritonResidentKernels, align
 from gpu_service.experts.resident.unpack import unpack_expert
+from gpu_service.ops.triton import panel_sizes
 from moebius.kernels.weight_formats import WEIGHT_FORMATS
 from tests import tolerances
 from tests.helpers.numpy_unpack import unpack_expert as unpack_with_numpy
@@ -35,6 +36,15 @@ from tests.helpers.resident_layers import EXPERT_FORMATS, Shape, resident_layer,
 
 # Row kernels, then tiles.
 FEW, MANY = 100, 0
+# With scales, mins, products of these, zero points, an order of columns, and a codebook.
+PARTS = (
+    "int4_g32",
+    "int4_g32_mins",
+    "int4_g32_mins_products",
+    "int4_g64_zeros_f16",
+    "int4_g32_ordered",
+    "mxfp4",
+)
 
 
 def error(kernels: ResidentKernels, shape: Shape, slots: LayerSlots, rows: int) -> float:
@@ -57,6 +67,21 @@ def test_every_format(weight_format: str, few_rows: int) -> None:
     slots = resident_layer(shape, weight_format, (4, 1, 2))
     kernels = TritonResidentKernels(shape.geometry, few_rows)
     assert error(kernels, shape, slots, 2) < tolerances.RESIDENT_FLOAT32
+
+
+@pytest.mark.parametrize("weight_format", PARTS)
+def test_tiles_of_codes(weight_format: str) -> None:
+    """Codes multiplied part by part, and scaled, are bfloat16 rows times the weights: exact but for what lies
+    between the two products, which is rounded to bfloat16.
+    """
+    shape = Shape()
+    slots = resident_layer(shape, weight_format, (4, 1, 2))
+    assert all(map(panel_sizes.has_parts, slots.kind.panels))
+    hidden_states, ids, weights = routed(shape, 5)
+    rows = hidden_states.bfloat16()
+    found = TritonResidentKernels(shape.geometry, MANY).forward(slots, rows, ids, weights, None)
+    expected = TorchResidentKernels(shape.geometry).forward(slots, rows.float(), ids, weights, None)
+    assert float((found - expected).abs().max() / expected.abs().max()) < 2**-7
 
 
 @pytest.mark.parametrize("few_rows", [FEW, MANY], ids=["rows", "tiles"])
@@ -291,17 +316,18 @@ def test_kernels_that_do_not_run_here_leave_experts_to_torch() -> None:
     assert torch.equal(experts.forward(0, hidden_states, ids, weights), expected)
 
 
+@pytest.mark.parametrize("by_parts", [False, True])
 @pytest.mark.parametrize("max_rows", [1, 8, 9, 100, 4096])
-def test_warm_up_meets_every_tile(max_rows: int) -> None:
+def test_warm_up_meets_every_tile(max_rows: int, by_parts: bool) -> None:
     """No batch within the limit launches a kernel that was not compiled before readiness."""
     kind = layer_format("int4_g32", "int4_g32", 64, 32, False)
     for experts, top_k in ((8, 2), (128, 8), (256, 1)):
         few = launch.few_rows(kind, experts, top_k)
-        sizes = launch.sizes_to_warm_up(experts, top_k, few, max_rows)
+        sizes = launch.sizes_to_warm_up(experts, top_k, few, max_rows, by_parts)
         assert all(1 <= rows <= max_rows for rows in sizes)
-        met = {launch.tile(rows * top_k, experts) for rows in sizes if rows > few}
+        met = {launch.tile(rows * top_k, experts, by_parts) for rows in sizes if rows > few}
         many = range(few + 1, max_rows + 1)
-        assert {launch.tile(rows * top_k, experts) for rows in many} == met
+        assert {launch.tile(rows * top_k, experts, by_parts) for rows in many} == met
         assert any(rows <= few for rows in sizes)
 
 
