@@ -24,8 +24,9 @@ from tests.helpers import authorities, tls_everywhere
 gc.disable()
 
 # Examples follow from the test's name and code, so that a red suite means that a change broke something.
-# `--hypothesis-profile=explore` draws new ones, and more of them.
-settings.register_profile("repeatable", derandomize=True, deadline=None)
+# `--full` has more of them; `--hypothesis-profile=explore` draws new ones, and many more.
+settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=30)
+settings.register_profile("full", settings.get_profile("repeatable"), max_examples=100)
 settings.register_profile("explore", max_examples=1000, deadline=None, print_blob=True)
 settings.load_profile("repeatable")
 
@@ -70,6 +71,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--full") and not config.getoption("--hypothesis-profile", ""):
+        settings.load_profile("full")
     config.pluginmanager.register(selection.Selection(config), "selection")
     config.pluginmanager.register(spreading, "spreading")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -118,7 +119,7 @@ class HeldParameter:
         return self.nbytes * max(self.rows) // max(1, sum(self.rows))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class HeldWeights:
     """All weights of a rank, of no routed expert."""
 
@@ -132,17 +133,18 @@ class HeldWeights:
         """The rank's own layers."""
         return rank_layers(self.config, self.parallel)
 
-    @property
+    # A plan asks for sums in every attempt.
+    @cached_property
     def host_bytes(self) -> int:
         """Bytes in the host's memory next to a GPU."""
         return sum(held.nbytes for held in self.parameters if held.on_host and not self.on_cpu)
 
-    @property
+    @cached_property
     def table_bytes(self) -> int:
         """Bytes of tables that stay in the host's memory beside a GPU, or of their rows that are kept."""
         return sum(held.nbytes for held in self.parameters if held.on_host)
 
-    @property
+    @cached_property
     def device_bytes(self) -> int:
         """Bytes where the model computes."""
         return sum(held.nbytes for held in self.parameters) - self.host_bytes

@@ -115,6 +115,13 @@ def _distinct_parts(
     return tuple(ffns), tuple(dict.fromkeys(mixers(layers)))
 
 
+@lru_cache(maxsize=32)
+def _stream_bytes(config: ModelConfig, tp_rank: int, tp_size: int) -> int:
+    """Returns the most bytes of one token in any layer next to the stream that every layer has."""
+    layers = all_stages_layers(config, ParallelContext(tp_rank=tp_rank, tp_size=tp_size))
+    return max(layer.stream_bytes(config.hidden_size, config.dtype_bytes) for layer in layers)
+
+
 def activation_bytes(
     config: ModelConfig, step: StepSize, parallel: ParallelContext, has_resident_experts: bool
 ) -> int:
@@ -125,11 +132,10 @@ def activation_bytes(
         own = activation_bytes(replace(config, small_model=None), step, parallel, has_resident_experts)
         return max(own, activation_bytes(small, longer, SOLO, bool(small.moe_layer_ids)))
     item, hidden = config.dtype_bytes, config.hidden_size
-    layers = all_stages_layers(config, parallel)
     # Residual, normed input, its output and one temporary; partial sum and answer in float32.
     stream = hidden * (4 * item + 2 * 4)
-    stream += max(layer.stream_bytes(hidden, item) for layer in layers)
-    if not layers[-1].passed:
+    stream += _stream_bytes(config, parallel.tp_rank, parallel.tp_size)
+    if not config.layers[-1].passed:
         # The model's hidden states, those of the head and the embeddings next to them, normed and projected.
         stream += 6 * hidden * item
     ffns, kinds = _distinct_parts(config, parallel.tp_rank, parallel.tp_size)

@@ -17,6 +17,7 @@ import json
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -316,18 +317,6 @@ STRATEGIES: Mapping[str, Strategy] = {
 }
 
 
-def take_per_layer(ranking: Sequence[Pair], count: int) -> list[Pair]:
-    """Returns the first `count` experts of each layer."""
-    taken: dict[int, int] = {}
-    chosen: list[Pair] = []
-    for pair in ranking:
-        before = taken.get(pair[0], 0)
-        if before < count:
-            taken[pair[0]] = before + 1
-            chosen.append(pair)
-    return chosen
-
-
 def make_placement(config: PlacementConfig, geometry: MoeGeometry) -> Placement:
     """Whole layers first; in all others as many experts as `gpu_experts` or `gpu_experts_ratio` say.
 
@@ -375,12 +364,24 @@ def left_out(config: PlacementConfig, geometry: MoeGeometry) -> Mapping[int, tup
 
 
 def _take(config: PlacementConfig, strategy: Strategy, candidates: Candidates) -> list[Pair]:
+    if config.gpu_experts is not None and strategy.keeps_layer_counts:
+        ranked = _by_layer if candidates.counts is None else _by_layer.__wrapped__
+        experts = ranked(strategy.rank, candidates)
+        return [(layer, expert) for layer in experts for expert in experts[layer][: config.gpu_experts]]
     ranking = strategy.rank(candidates)
     if config.gpu_experts is None:
         return ranking[: round((config.gpu_experts_ratio or 0.0) * len(ranking))]
-    if strategy.keeps_layer_counts:
-        return take_per_layer(ranking, config.gpu_experts)
     return ranking[: config.gpu_experts * len(candidates.layers)]
+
+
+# A plan of memory asks for many numbers of the same experts.
+@lru_cache(maxsize=16)
+def _by_layer(rank: Callable[[Candidates], list[Pair]], candidates: Candidates) -> dict[int, list[int]]:
+    """Returns each layer's experts in the order in which they become resident."""
+    experts: dict[int, list[int]] = {}
+    for layer, expert in rank(candidates):
+        experts.setdefault(layer, []).append(expert)
+    return experts
 
 
 def recorded_counts(config: PlacementConfig, geometry: MoeGeometry) -> Mapping[int, NDArray[np.int64]] | None:

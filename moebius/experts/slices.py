@@ -117,7 +117,7 @@ class ExpertSlice:
     def num_held(self, resident: Collection[int]) -> int:
         """Returns the number of experts that `held` would list."""
         here = range(self.expert_begin, self.expert_end)
-        return len(here) - sum(expert in here for expert in frozenset(resident))
+        return len(here) - len(frozenset(resident).intersection(here))
 
 
 def plan_slice(model: MoeGeometry, request: SliceRequest, group: int = 1) -> ExpertSlice:

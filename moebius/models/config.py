@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal
 
 from moebius.models.errors import ModelConfigError as ModelConfigError
@@ -102,11 +102,7 @@ class ModelConfig:
 
     def with_max_model_len(self, max_model_len: int) -> ModelConfig:
         """Returns the model of sequences of at most `max_model_len` tokens."""
-        layers = (
-            layer if layer.mixer is None else replace(layer, mixer=layer.mixer.within(max_model_len))
-            for layer in self.layers
-        )
-        return replace(self, layers=tuple(layers), max_model_len=max_model_len)
+        return replace(self, layers=_layers_within(self, max_model_len), max_model_len=max_model_len)
 
     @property
     def num_layers(self) -> int:
@@ -174,3 +170,12 @@ class SmallModel:
     directory: str
     # Of the other model's type of activations, for sequences as long as that one's.
     config: ModelConfig
+
+
+# A plan of memory asks for few lengths, thousands of times.
+@lru_cache(maxsize=32)
+def _layers_within(config: ModelConfig, max_model_len: int) -> tuple[Layer, ...]:
+    return tuple(
+        layer if layer.mixer is None else replace(layer, mixer=layer.mixer.within(max_model_len))
+        for layer in config.layers
+    )

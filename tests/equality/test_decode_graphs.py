@@ -162,6 +162,7 @@ def test_verified_drafts_are_rows_of_a_graph(
     assert max(with_drafts) > 4
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_masked_replays_equal_eager_steps(tiny: Tiny, params: dict[str, Any]) -> None:
     """Batches with constraints and without are the same graphs, whose logits are masked afterwards.
@@ -300,6 +301,7 @@ def prefixed(params: dict[str, Any]) -> list[Request]:
     return [*first, earlier, *longer]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("setup", [Setup(largest_graph=80, budget=80), Setup(largest_graph=16, budget=9)])
 def test_short_prompts_are_rows_of_graphs(

@@ -7,12 +7,11 @@ a graph can see it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.utils import _python_dispatch
-from torch.utils._pytree import tree_leaves
 
 from gpu_service.device.graphs import CapturedGraph, GraphBackend
 
@@ -30,10 +29,8 @@ class _Recorder(_DispatchMode):  # type: ignore[misc]
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        outputs = [tensor for tensor in tree_leaves(result) if isinstance(tensor, torch.Tensor)]
-        memory = {
-            _memory(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, torch.Tensor)
-        }
+        outputs = tensors_of((result,))
+        memory = {_memory(tensor) for tensor in tensors_of((*args, *kwargs.values()))}
         # What shares memory with an argument is a view or was written in place; a replay refills the others.
         fresh = [output for output in outputs if _memory(output) not in memory]
         if len(fresh) not in (0, len(outputs)):
@@ -41,6 +38,19 @@ class _Recorder(_DispatchMode):  # type: ignore[misc]
         if fresh or func._schema.is_mutable:
             self.calls.append((func, args, kwargs, fresh))
         return result
+
+
+def tensors_of(values: Iterable[Any]) -> list[torch.Tensor]:
+    """Returns the tensors among an operation's arguments or results, which are values and lists of values.
+
+    torch's own walk of nested containers took half of a capture's time.
+    """
+    found = []
+    for value in values:
+        for each in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(each, torch.Tensor):
+                found.append(each)
+    return found
 
 
 def _memory(tensor: torch.Tensor) -> int:
@@ -55,8 +65,7 @@ class _Recording(CapturedGraph):
     def replay(self) -> None:
         for func, args, kwargs, outputs in self._calls:
             result = func(*args, **kwargs)
-            again = tree_leaves(result) if outputs else []
-            new = [tensor for tensor in again if isinstance(tensor, torch.Tensor)]
+            new = tensors_of((result,)) if outputs else []
             for output, tensor in zip(outputs, new, strict=True):
                 output.copy_(tensor)
 

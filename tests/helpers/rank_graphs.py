@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 import gpu_service.assembly.build
 from gpu_service.core.parallel import ParallelContext
 from gpu_service.core.request import SchedulerLimits
@@ -42,12 +40,10 @@ class _Recording(host_graphs._Recording):
             if func.namespace == "c10d":
                 (result[-1] if isinstance(result, tuple) else result).wait()
                 continue
-            for output, tensor in zip(outputs, _tensors(result) if outputs else [], strict=True):
+            for output, tensor in zip(
+                outputs, host_graphs.tensors_of((result,)) if outputs else [], strict=True
+            ):
                 output.copy_(tensor)
-
-
-def _tensors(result: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in host_graphs.tree_leaves(result) if isinstance(leaf, torch.Tensor)]  # type: ignore[attr-defined]
 
 
 class RankRecordings(GraphBackend):

@@ -49,6 +49,7 @@ class TorchExperts:
                     if ".experts." in name or ".moe." in name or stacked:
                         self.weights[_plain_name(name)] = tensors.get_tensor(name).float()
         self.submitted_rows = 0
+        self._parts: dict[tuple[str, int], list[torch.Tensor]] = {}
 
     def submit(
         self, layer: int, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
@@ -59,11 +60,11 @@ class TorchExperts:
         assert topk_ids.shape == topk_weights.shape
         self.submitted_rows += hidden_states.shape[0]
         output = torch.zeros(hidden_states.shape, dtype=torch.float32)
-        for row, ids in enumerate(topk_ids.tolist()):
-            for column, expert in enumerate(ids):
-                if expert < 0:
-                    continue
-                output[row] += topk_weights[row, column] * self._expert(layer, expert, hidden_states[row])
+        rows = zip(output, hidden_states, topk_ids.tolist(), topk_weights.tolist(), strict=True)
+        for total, hidden_state, experts, weights in rows:
+            for expert, weight in zip(experts, weights, strict=True):
+                if expert >= 0:
+                    total += weight * self._expert(layer, expert, hidden_state)
         return output
 
     def collect(self, ticket: torch.Tensor, partial: torch.Tensor | None = None) -> torch.Tensor:
@@ -77,7 +78,10 @@ class TorchExperts:
             stem = f"model.layers.{layer}.mlp.experts.{expert}."
             up, down = self.weights[stem + "up_proj.weight"], self.weights[stem + "down_proj.weight"]
             return down @ functional.relu(up @ hidden_state.float()).square()
-        gate, up, down = self._part(f"model.layers.{layer}.mlp.experts.", expert)
+        stem = f"model.layers.{layer}.mlp.experts."
+        if (parts := self._parts.get((stem, expert))) is None:
+            parts = self._parts[stem, expert] = self._part(stem, expert)
+        gate, up, down = parts
         x = hidden_state.float()
         if self.config["model_type"].startswith("gemma4"):
             return down @ (functional.gelu(gate @ x, approximate="tanh") * (up @ x))

@@ -32,7 +32,7 @@ _PRODUCT = tuple(f"{ROOT}/{top}/" for top in ("moebius", "app", "gateway", "gpu_
 _PHASE_FILE = "phase"
 # What runs by the clock would be in some traces only.
 _QUIET = ("--verify-interval-s", "0")
-_IDLE_S, _ROUNDS, _TOKENS = 3.0, 3, 120
+_IDLE_S, _ROUNDS, _TOKENS = 3.0, 3, 72
 # The chunks of an answer between which every step is one of decoding alone.
 _STEADY = range(8, 60)
 # What a process is, by an argument of its command line.

@@ -419,9 +419,9 @@ def test_accepted_tokens_are_those_that_are_generated_anyway(stack: Stack, tmp_p
 def test_expert_server_killed_while_decoding(stack: Stack) -> None:
     """SIGKILL of one server mid-decode: it is restarted and every request ends with the same tokens."""
     prompts = [f"Chapter {number}. The history of the lighthouse began when" for number in range(4)]
-    expected = [complete(stack, prompt) for prompt in prompts]
-    httpx.get(f"{stack.base_url}/health").raise_for_status()
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        expected = list(pool.map(lambda prompt: complete(stack, prompt), prompts))
+        httpx.get(f"{stack.base_url}/health").raise_for_status()
         futures = [pool.submit(complete, stack, prompt) for prompt in prompts]
         wait_until(lambda: running_requests(stack) == len(prompts))
         victim = stack.children("expert")[0]
