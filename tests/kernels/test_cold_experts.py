@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -80,18 +81,20 @@ def own_file(file: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cold(file: Path) -> Iterator[ExpertEngine]:
+def cold(file: Path) -> ExpertEngine:
     """An engine over `file`, with what tests before have left in its slots."""
     engine = make(file, FEW)
     assert engine.segment_state == "complete"
-    yield engine
+    return engine
 
 
 def test_memory_holds_a_share_of_each_layer(cold: ExpertEngine, tmp_path: Path) -> None:
-    """The budget is kept, and divided by what layers take; what is packed is counted as memory only in slots."""
+    """The budget is kept, and divided by what layers take; only slots count as memory."""
     cold.fill_slots()
     found = cold.cold_slots
-    assert found is not None and found[0][0] in (4, 5) and found[0][1] == 3
+    assert found is not None
+    assert found[0][0] in (4, 5)
+    assert found[0][1] == 3
     assert cold.packed_bytes <= FEW + 2 * (2 << 20), "slots are rounded up to pages of 2 MiB"
     with pytest.raises(ValueError, match="3 of each layer take"):
         make(tmp_path / "experts", 1 << 10)
@@ -212,14 +215,17 @@ def damage(path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize(("how", "why"), [("changed", "checksum differs"), ("truncated", "ended")])
-def test_what_can_not_be_read_is_packed_again(own_file: Path, whole: ExpertEngine, how: str, why: str) -> None:
+def test_what_can_not_be_read_is_packed_again(
+    own_file: Path, whole: ExpertEngine, how: str, why: str
+) -> None:
     """No answer is computed with it, calls that do not need it go on, and the file is whole again."""
     engine = make(own_file, FEW)
     damage(own_file, how)
     last = FIRST + EXPERTS - 1
     with pytest.raises(DamagedExpert, match=f"expert {last} is damaged"):
         forward(engine, 0, [[4, last]])
-    assert str(own_file) in engine.read_problem and why in engine.read_problem
+    assert str(own_file) in engine.read_problem
+    assert why in engine.read_problem
     assert forward(engine, 0, [[4, 5]]) == forward(whole, 0, [[4, 5]])
     with repairer(engine) as repaired:
         assert forward(engine, 0, [[4, last]]) == forward(whole, 0, [[4, last]])
@@ -233,8 +239,6 @@ def test_what_can_not_be_read_is_packed_again(own_file: Path, whole: ExpertEngin
 
 def test_a_full_disk_is_one_clear_error(tmp_path: Path) -> None:
     """Packing stops at the first expert that finds no room; the message says how much there is."""
-    import resource
-
     kept = resource.getrlimit(resource.RLIMIT_FSIZE)
     engine = make(tmp_path / "experts", FEW)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, kept[1]))
