@@ -101,12 +101,14 @@ ColdExperts::~ColdExperts() {
 }
 
 void ColdExperts::take_memory(ThreadPool& pool) {
+  size_t bytes = 0;
+  for (const Layer& layer : layers_) bytes += layer.stride * layer.plan.slots;
+  arena_ = std::make_unique<Arena>(bytes, numa_node_, &pool);
+  std::byte* memory = arena_->data();
   for (uint32_t index = 0; index < layers_.size(); ++index) {
     Layer& layer = layers_[index];
-    if (layer.plan.slots == 0) continue;
-    layer.arena = std::make_unique<Arena>(layer.stride * layer.plan.slots, numa_node_, &pool);
-    for (uint32_t slot = 0; slot < layer.plan.slots; ++slot) {
-      layer.slots.push_back(std::make_unique<Slot>(*this, index, layer.arena->data() + slot * layer.stride));
+    for (uint32_t slot = 0; slot < layer.plan.slots; ++slot, memory += layer.stride) {
+      layer.slots.push_back(std::make_unique<Slot>(*this, index, memory));
     }
   }
 }
@@ -271,17 +273,8 @@ bool ColdExperts::reread(uint32_t index, uint32_t expert) {
   return is_whole_(index, expert, reinterpret_cast<std::byte*>(blocks + (offset - first)));
 }
 
-std::vector<MemoryRange> ColdExperts::memory() const {
-  std::vector<MemoryRange> ranges;
-  for (const Layer& layer : layers_) {
-    if (layer.arena) ranges.push_back({layer.arena->data(), layer.arena->bytes()});
-  }
-  return ranges;
-}
-
-bool ColdExperts::bound() const {
-  return std::all_of(layers_.begin(), layers_.end(),
-                     [](const Layer& layer) { return !layer.arena || layer.arena->bound(); });
+MemoryRange ColdExperts::memory() const {
+  return arena_ ? MemoryRange{arena_->data(), arena_->bytes()} : MemoryRange{nullptr, 0};
 }
 
 ColdCounters ColdExperts::counters() const { return {used_, missed_, read_bytes_, waited_nanoseconds_}; }

@@ -81,8 +81,8 @@ class ColdExperts {
 
   bool is_direct() const { return file_.is_direct(); }
   uint32_t slots(uint32_t layer) const { return layers_[layer].plan.slots; }
-  std::vector<MemoryRange> memory() const;
-  bool bound() const;
+  MemoryRange memory() const;
+  bool bound() const { return !arena_ || arena_->bound(); }
   ColdCounters counters() const;
 
  private:
@@ -92,7 +92,6 @@ class ColdExperts {
   struct Layer {
     LayerPlan plan;
     size_t stride = 0;  // bytes between slots
-    std::unique_ptr<Arena> arena;
     std::vector<std::unique_ptr<Slot>> slots;
     std::unique_ptr<std::atomic<uint32_t>[]> slot_of;  // [experts]
     std::vector<double> values;                        // [experts]
@@ -109,6 +108,7 @@ class ColdExperts {
   Failed failed_;
   int numa_node_;
   std::mutex mutex_;  // who has which slot
+  std::unique_ptr<Arena> arena_;  // the slots of all layers
   std::vector<Layer> layers_;
   uint64_t turn_ = 0, call_begin_ = 0;
   std::atomic<uint64_t> used_{0}, missed_{0}, read_bytes_{0}, waited_nanoseconds_{0};

@@ -266,7 +266,8 @@ void ExpertEngine::wait_for_repair(uint32_t layer, uint32_t local, std::chrono::
   if (reason.empty() && std::chrono::steady_clock::now() - since > kLongestRepair) {
     reason = "it was not repacked within " + std::to_string(kLongestRepair.count()) + " s";
   }
-  if (!reason.empty()) throw DamagedExpert(name_of(layer, local) + " is damaged in memory: " + reason);
+  const char* const where = store_.cold() == nullptr ? " is damaged in memory: " : " is damaged on disk or in memory: ";
+  if (!reason.empty()) throw DamagedExpert(name_of(layer, local) + where + reason);
   repairs_.wait_for_change(kRepairLook);
   pool_.parallel_for(1, [](uint32_t, uint32_t) {});  // counts as progress, see count_progress_in()
 }

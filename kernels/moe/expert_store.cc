@@ -372,7 +372,7 @@ size_t ExpertStore::huge_page_bytes() const {
 }
 
 std::vector<MemoryRange> ExpertStore::memory() const {
-  if (cold_) return cold_->memory();
+  if (cold_) return {cold_->memory()};
   std::vector<MemoryRange> ranges;
   for (const Layer& layer : layers_) {
     if (layer.memory.bytes > 0) ranges.push_back(layer.memory);
