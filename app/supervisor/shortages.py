@@ -187,8 +187,8 @@ def _memory(needs: Needs, root: Path) -> Iterator[Shortage]:
         smaller = "Allowed: less --kv-offload-gib, or --kv-disk-gib in memory. " if prefixes else ""
         whose = "this machine has" if allowed == machine else "the cgroup (container, batch job) allows"
         remedy = (
-            "Smaller experts (--expert-dtype int4), experts on GPUs (--gpu-experts-ratio), or expert servers "
-            "on other hosts take less; `moebius plan` says what fits"
+            "Smaller experts (--expert-dtype int4), experts on disk (--cold-experts disk), on GPUs "
+            "(--gpu-experts-ratio), or expert servers on other hosts take less; `moebius plan` says what fits"
         )
         yield Shortage(
             "RAM",

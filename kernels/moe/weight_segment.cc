@@ -222,8 +222,7 @@ std::string Segment::compare() const {
     COMPARE(abi_version);
     COMPARE(header_bytes);
     // What stays in the file was written through to the disk before it was said to be complete.
-    const bool same_boot = text_of(header.boot_id, kBootText) == text_of(planned_.boot_id, kBootText);
-    if (!same_boot && !(stays_in_file_ && header.complete != 0)) {
+    if (!(stays_in_file_ && header.complete != 0) && std::memcmp(header.boot_id, planned_.boot_id, kBootText) != 0) {
       return "it was written before the machine was rebooted";
     }
     const std::string found = text_of(header.identity, kIdentityText), wanted = planned_.identity;
@@ -446,10 +445,8 @@ void Segment::write(std::byte* target, const std::byte* source, size_t count) {
 void Segment::write_to_file(uint64_t offset, const std::byte* source, size_t count) {
   for (size_t done = 0; done < count;) {
     const ssize_t written = pwrite(fd_, source + done, count - done, static_cast<off_t>(offset + done));
-    if (written < 0 && errno == EINTR) continue;
-    if (written < 0 && errno == ENOSPC) no_room();
-    if (written < 0) fail("can not be written to", errno);
-    done += static_cast<size_t>(written);
+    if (written < 0 && errno != EINTR) errno == ENOSPC ? no_room() : fail("can not be written to", errno);
+    done += static_cast<size_t>(std::max<ssize_t>(written, 0));
   }
   // The disk is kept at work, so that few pages are held for it; those that are written leave memory.
   sync_file_range(fd_, static_cast<off64_t>(offset), static_cast<off64_t>(count), SYNC_FILE_RANGE_WRITE);
