@@ -36,7 +36,8 @@ class DirectFile {
   const std::string& path() const { return path_; }
   bool is_direct() const { return is_direct_; }  // then all that is asked for lies at multiples of kBlock
   uint64_t bytes() const;                        // throws ReadError
-  // Reads [offset, offset + size) until at least `needed` bytes are there. Throws ReadError, which says `what` lies there.
+  // Reads [offset, offset + size) until at least `needed` bytes are there. Throws ReadError, which names `what` lies
+  // there.
   void read(uint64_t offset, size_t size, size_t needed, uint8_t* output, const char* what) const;
 
  private:

@@ -63,8 +63,8 @@ bool ColdExperts::Slot::read_next(std::vector<uint8_t>&) {
   if (left.fetch_sub(1, std::memory_order_acq_rel) != 1) return true;
   // The last one; all others have written what they had to.
   if (error.empty() && !owner.is_whole_(layer, expert, memory + (offset - first))) {
-    error = owner.file_.path() + " at byte " + std::to_string(offset) + ", where packed experts lie, has other bytes than "
-            "were written: their checksum differs";
+    error = owner.file_.path() + " at byte " + std::to_string(offset) +
+            ", where packed experts lie, has other bytes than were written: their checksum differs";
   }
   if (!error.empty()) owner.failed_(layer, expert, error);
   state.store(kRead, std::memory_order_release);

@@ -1,6 +1,6 @@
-// Experts of a server that has less memory than they take: all lie packed in a file, and each layer has slots in memory for
-// some of them. A call's experts that have no slot get those of the least used ones, and are read while the others are
-// computed.
+// Experts of a server that has less memory than they take: all lie packed in a file, and each layer has slots in memory
+// for some of them. A call's experts that have no slot get those of the least used ones, and are read while the others
+// are computed.
 //
 // Which are kept: each call adds to the value of the experts that it uses, and values halve within kHalfLife calls of a
 // layer; the lowest gives way. A read's bytes are compared with the checksum that packing gave them.
@@ -53,7 +53,7 @@ class ColdExperts {
   ColdExperts(const ColdExperts&) = delete;
   ColdExperts& operator=(const ColdExperts&) = delete;
 
-  // Takes the memory of all slots, before anything else; pages are touched by the pool's threads. Throws std::bad_alloc.
+  // Takes the memory of all slots, before anything else; the pool's threads touch its pages. Throws std::bad_alloc.
   void take_memory(ThreadPool& pool);
   // Puts a packed expert into a free slot, if there is one. From any thread, while none is brought.
   void adopt(uint32_t layer, uint32_t expert, const std::byte* packed);
@@ -62,8 +62,8 @@ class ColdExperts {
 
   // Experts of one call that may be computed together; they must be at most this many.
   uint32_t most_together(uint32_t layer) const;
-  // Gives these experts slots, and starts to read those that had none. What the previous bring() of the same call brought
-  // keeps its slots, too: together they must be at most most_together(). One call at a time.
+  // Gives these experts slots, and starts to read those that had none. What the previous bring() of the same call
+  // brought keeps its slots, too: together they must be at most most_together(). One call at a time.
   void bring(uint32_t layer, std::span<const RowGroups::Group> experts, bool is_first);
   // Where the expert is, or will be once await() returns; null: it has no slot.
   const std::byte* find(uint32_t layer, uint32_t expert) const;

@@ -96,7 +96,8 @@ void ExpertStore::plan_slots(const EngineOptions& options) {
                                 std::clamp(share, std::min(held, ColdExperts::kFewestSlots), held),
                                 std::vector<uint64_t>(num_experts_, ColdExperts::kNotHeld)};
     for (uint32_t expert = 0; expert < num_experts_; ++expert) {
-      if (layers_[layer].slots[expert] != kNoSlot) plan.offsets[expert] = segment_->offset(layer, expert_begin_ + expert);
+      if (layers_[layer].slots[expert] == kNoSlot) continue;
+      plan.offsets[expert] = segment_->offset(layer, expert_begin_ + expert);
     }
     plans.push_back(std::move(plan));
   }
@@ -169,7 +170,9 @@ PackError ExpertStore::load(uint32_t layer, uint32_t expert, const ExpertSource&
 
 void ExpertStore::finish(uint32_t layer, uint32_t expert, const std::byte* packed, const PackError& error) {
   const uint64_t digest = weights::digest_of(packed, layout(layer).expert_bytes, digest_seed(layer, expert));
-  if (cold_) segment_->write_to_file(segment_->offset(layer, expert_begin_ + expert), packed, layout(layer).expert_bytes);
+  if (cold_) {
+    segment_->write_to_file(segment_->offset(layer, expert_begin_ + expert), packed, layout(layer).expert_bytes);
+  }
   if (segment_) {
     weights::ExpertRecord& record = *segment_->expert(layer, expert_begin_ + expert);
     segment_->set_packed(record, digest, error.squared_error, error.squared_reference);
@@ -256,7 +259,8 @@ AlignedBytes ExpertStore::pack_again(uint32_t layer, uint32_t expert, const Expe
 AlignedBytes ExpertStore::memory_for(uint32_t layer) const {
   constexpr size_t kAlignment = 4096;
   const size_t count = layout(layer).expert_bytes;
-  AlignedBytes memory(static_cast<std::byte*>(std::aligned_alloc(kAlignment, (count + kAlignment - 1) / kAlignment * kAlignment)));
+  const size_t whole = (count + kAlignment - 1) / kAlignment * kAlignment;
+  AlignedBytes memory(static_cast<std::byte*>(std::aligned_alloc(kAlignment, whole)));
   if (!memory) throw std::bad_alloc();
   std::memset(memory.get(), 0, count);
   return memory;

@@ -1,6 +1,6 @@
 // Packed experts of all layers. A layer takes memory when its first expert is loaded: private, or of a segment that
-// other processes read (weight_segment.h), in which experts may be packed already. Where the segment's data stays in a file,
-// only some experts are in memory at a time (cold_experts.h).
+// other processes read (weight_segment.h), in which experts may be packed already. Where the segment's data stays in a
+// file, only some experts are in memory at a time (cold_experts.h).
 #pragma once
 
 #include <atomic>

@@ -1,8 +1,8 @@
 // Packed experts in a file that other processes map too, and that outlives the server which packed them: the one
 // description of its bytes, and the server that writes it. moebius/kernels/weight_segment.py reads it; a test compares the two.
 //
-// One file per expert server, mode 0600, in memory (a memfd, tmpfs or hugetlbfs), or on a disk for experts that memory can
-// not hold (cold_experts.h), whose data is then written and read, not mapped:
+// One file per expert server, mode 0600, in memory (a memfd, tmpfs or hugetlbfs), or on a disk for experts that memory
+// can not hold (cold_experts.h), whose data is then written and read, not mapped:
 //
 //   [header]       Header
 //   [layers]       LayerRecord[num_layers], ascending by layer: those of which experts are held here

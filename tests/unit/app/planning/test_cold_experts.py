@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -110,11 +111,11 @@ def test_serve_does_as_planned(model: Path, tmp_path: Path, monkeypatch: pytest.
     flags = {"cold_experts": "disk", "expert_memory_gib": 2.0, "expert_weights_dir": str(tmp_path / "e")}
     monkeypatch.setattr(served, "find_gpus", list)
     config, given = serve_settings(model, **flags, expert_dtype="int4")
-    monkeypatch.setattr(served.os, "statvfs", lambda path: _Disk(1 << 40))
+    monkeypatch.setattr(os, "statvfs", lambda path: _Disk(1 << 40))
     experts = with_cold_experts(config, given, geometry).experts
     assert (experts.cold_experts, experts.expert_weights_dir) == ("disk", str(tmp_path / "e"))
     assert experts.expert_memory_gib == pytest.approx(2.0)
-    monkeypatch.setattr(served.os, "statvfs", lambda path: _Disk(1 << 30))
+    monkeypatch.setattr(os, "statvfs", lambda path: _Disk(1 << 30))
     with pytest.raises(StartupError, match=r"take \d+\.\d\d GiB in .*, where 1\.00 GiB are free"):
         with_cold_experts(config, given, geometry)
     ram = with_cold_experts(*serve_settings(model, cold_experts="ram"), geometry)
