@@ -21,6 +21,7 @@ from expert_service.segment import (
     checkpoint_signature,
     find_load_record,
     packed_already,
+    report_slots,
 )
 from moebius.errors import StartupError
 from moebius.experts.placement import left_out
@@ -73,6 +74,8 @@ class LoadSettings:
     identity_file: str = ""
     # In which all packed experts are compared with their checksums once, s; 0: only when one is suspect.
     verify_interval_s: float = 0.0
+    # Memory for some experts at a time, of a file on a disk in `expert_weights_dir`; 0: all are in memory.
+    slot_bytes: int = 0
 
 
 class Packing(Protocol):
@@ -354,9 +357,12 @@ class ExpertHost:
         held = {layer: part.held(dropped.get(layer, ())) for layer in model.moe_layers}
         if path is None:
             return make_engine(plan, part, self.placement, exact), held
-        segment = SegmentSettings(str(path), identity, held, part.intermediate_begin)
+        slot_bytes = self._settings.slot_bytes
+        segment = SegmentSettings(str(path), identity, held, part.intermediate_begin, slot_bytes)
         engine = make_engine(plan, part, self.placement, exact, segment)
-        if not engine.segment_in_memory:
+        if engine.cold_slots is not None:
+            report_slots(engine, held, path)
+        elif not engine.segment_in_memory:
             log.warning(
                 "packed experts lie in a file on a disk, which the system writes and may drop from memory",
                 path=str(path),
@@ -411,6 +417,9 @@ class ExpertHost:
 
     def _choose_kernels(self, engine: ExpertEngine, record: LoadRecord | None, part: ExpertSlice) -> None:
         """Those of the predecessor, so that a row's bits stay the same; else the fastest ones now."""
+        if engine.cold_slots is not None:
+            with phase("reading experts"):
+                engine.fill_slots()
         if not self._settings.calibrate_kernels:
             return
         if record is None or not record.fits(engine) or not engine.restore_plan(record.kernels):

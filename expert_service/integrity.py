@@ -17,7 +17,7 @@ import structlog
 from expert_service.segment import report_pages
 from moebius.experts.slices import REQUANTISED, ExpertSlice, SliceRequest
 from moebius.experts.verify_pace import VerifyPace
-from moebius.kernels import DamagedExpert, ExpertEngine
+from moebius.kernels import DamagedExpert, ExpertEngine, SegmentError
 from moebius.kernels.source import SourceMatrix
 from moebius.models.geometry import MoeGeometry
 
@@ -153,10 +153,11 @@ class WeightsWatch:
         if not problem:
             seconds = round(time.monotonic() - begin, 3)
             log.error(
-                "an expert was damaged in memory and is packed again",
+                f"an expert was {self._how} and is packed again",
                 layer=layer,
                 expert=expert,
                 seconds=seconds,
+                **self._reading,
             )
             self._lost.pop((layer, expert), None)
         else:
@@ -164,20 +165,30 @@ class WeightsWatch:
             self._engine.give_up_expert(layer, expert, problem)
             if self._lost.get((layer, expert)) != problem:
                 log.error(
-                    "an expert is damaged in memory and cannot be packed again: what needs it is refused",
+                    f"an expert is {self._how} and cannot be packed again: what needs it is refused",
                     layer=layer,
                     expert=expert,
                     reason=problem,
                     retry_s=RETRY_S,
+                    **self._reading,
                 )
             self._lost[layer, expert] = problem
         text = "; ".join(
-            f"layer {layer}, expert {expert} is damaged in memory and cannot be packed again: {why}"
+            f"layer {layer}, expert {expert} is {self._how} and cannot be packed again: {why}"
             for (layer, expert), why in tuple(self._lost.items())[:1]
         )
         if text != self.problem:
             self.problem = text
             self._on_problem(text)
+
+    @property
+    def _how(self) -> str:
+        return "damaged in memory" if self._engine.cold_slots is None else "damaged on disk or in memory"
+
+    @property
+    def _reading(self) -> dict[str, str]:
+        """What the disk said last, for the log."""
+        return {"reading": self._engine.read_problem} if self._engine.read_problem else {}
 
     def _repacked(self, layer: int, expert: int) -> str:
         """Returns why it is not; empty: it is."""
@@ -186,5 +197,5 @@ class WeightsWatch:
                 if self._engine.repair_expert(layer, expert, *matrices):
                     return ""
             return "the checkpoint gives other weights than those that were packed: it has changed since"
-        except (OSError, ValueError, MemoryError, DamagedExpert) as error:
+        except (OSError, ValueError, MemoryError, DamagedExpert, SegmentError) as error:
             return str(error)

@@ -75,6 +75,7 @@ class ExpertProcess:
             experts.expert_weights_dir,
             config.model.identity_file,
             experts.verify_interval_s,
+            self._slot_bytes(),
         )
         self._serving = False
         self._is_stuck = False
@@ -89,6 +90,18 @@ class ExpertProcess:
         )
         self._health = health.HealthServicer()
         self._server = self._make_server()
+
+    def _slot_bytes(self) -> int:
+        """Returns `LoadSettings.slot_bytes`. Raises StartupError for settings that do not say enough."""
+        experts = self._config.experts
+        if experts.cold_experts != "disk":
+            return 0
+        if not experts.expert_weights_dir or not experts.expert_memory_gib:
+            raise StartupError(
+                "cold_experts: disk needs a directory (--expert-weights-dir) and how much RAM holds some "
+                "experts (--expert-memory-gib)"
+            )
+        return int(experts.expert_memory_gib * 2**30)
 
     def _make_server(self) -> grpc.Server:
         """Returns the server; health reports that the process lives, and does not serve yet."""

@@ -73,6 +73,20 @@ def _counters(stats: EngineStats) -> Iterator[Metric]:
     yield CounterMetricFamily(
         "moebius:expert_verified_bytes", "Packed weights compared with their checksums", stats.verified_bytes
     )
+    yield CounterMetricFamily(
+        "moebius:expert_cold_used", "Experts that calls needed, where some are on disk", stats.cold_used
+    )
+    yield CounterMetricFamily(
+        "moebius:expert_cold_missed", "Of them, those that were read from disk", stats.cold_missed
+    )
+    yield CounterMetricFamily(
+        "moebius:expert_cold_read_bytes", "Bytes of experts read from disk", stats.cold_read_bytes
+    )
+    yield CounterMetricFamily(
+        "moebius:expert_cold_wait_seconds",
+        "Time that computing threads waited for the disk, over their number",
+        stats.cold_waited_seconds,
+    )
     calls = CounterMetricFamily("moebius:expert_calls", "Forward passes", labels=["layer"])
     rows = CounterMetricFamily("moebius:expert_rows", "Token rows in them", labels=["layer"])
     computed = CounterMetricFamily(

@@ -176,6 +176,22 @@ def report_pages(engine: ExpertEngine) -> None:
     )
 
 
+def report_slots(engine: ExpertEngine, held: Mapping[int, Sequence[int]], path: Path) -> None:
+    """Logs how many experts are in memory of those that are in the file."""
+    found = engine.cold_slots
+    assert found is not None
+    log.info(
+        "experts are on disk, those in memory that are used most",
+        path=str(path),
+        in_memory=sum(found[0]),
+        of=sum(map(len, held.values())),
+        memory_bytes=engine.packed_bytes,
+        past_page_cache=found[1],
+    )
+    if engine.segment_in_memory:
+        log.warning("the directory of experts on disk is in memory", remedy="--expert-weights-dir on a disk")
+
+
 def packed_already(engine: ExpertEngine, held: Mapping[int, Sequence[int]]) -> list[tuple[int, int]]:
     """Returns the (layer, expert) pairs that a predecessor has packed."""
     return [

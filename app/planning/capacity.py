@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from app.planning.hardware import Hardware
 from app.planning.measured_hosts import origins
@@ -13,6 +14,9 @@ from app.planning.speed import Speed, Work
 from moebius.checkpoint.index import has_weights
 from moebius.config import MoebiusConfig, PlacementConfig
 from moebius.errors import UserError
+
+if TYPE_CHECKING:
+    from app.planning.cold import ColdExperts
 
 GIB = 2**30
 
@@ -145,6 +149,7 @@ class CapacityPlan:
     notes: tuple[str, ...]  # What the reader has to know: what is assumed, what was not read.
     drop_resident: str = "auto"  # What it becomes, where something is resident.
     start_seconds: float = 0.0  # Until requests are answered, where nothing has to be compiled.
+    cold: ColdExperts | None = None  # Experts on disk; None: all are in memory.
     max_num_seqs: int | None = None  # Chosen beside experts; None: an engine chooses the same by itself.
 
     @property

@@ -213,6 +213,8 @@ def expert_format(
 
 
 RAM = "RAM"
+# How parts begin that are packed experts; the server's number follows.
+EXPERTS_OF_SERVER = "experts of server"
 MIB = 2**20
 # Resident sizes of processes without weights: interpreters, libraries, tokenizer. An engine with a GPU also
 # has the driver's and torch's CUDA libraries and its page-locked buffers.
@@ -295,7 +297,7 @@ def ram_components(
     dropped = None if keeps_residents(config.placement) else resident
     for server in servers:
         packed = server_bytes(stored, geometry.hidden_size, server.part, dtype, dropped)
-        found.append(Component(RAM, f"experts of server {server.index}", packed, server.node))
+        found.append(Component(RAM, f"{EXPERTS_OF_SERVER} {server.index}", packed, server.node))
     found.append(Component(RAM, "expert processes", EXPERT_BYTES * len(servers)))
     if config.experts.expert_transport == "mailbox":
         split = config.experts.model_copy(update={"split_count": len(servers)})

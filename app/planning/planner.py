@@ -22,10 +22,10 @@ from app.planning.capacity import (
     node_refusal,
     ram_refusal,
 )
+from app.planning.cold import ColdExperts, cold_parts, with_cold_experts
+from app.planning.engine_memory import engine_parts
 from app.planning.hardware import Hardware
 from app.planning.memory import (
-    ENGINE_BYTES,
-    GPU_ENGINE_BYTES,
     RAM,
     Component,
     Residency,
@@ -43,11 +43,18 @@ from app.planning.memory import (
     total_bytes,
     with_split,
 )
-from app.planning.prefixes import prefix_bytes
 from app.planning.sequences import with_num_seqs
-from app.planning.speed import make_work, predict_decode, predict_prefill, server_threads, windows_of
+from app.planning.speed import (
+    ColdReads,
+    Work,
+    make_work,
+    predict_decode,
+    predict_prefill,
+    server_threads,
+    windows_of,
+)
 from app.planning.start import predict_start
-from app.planning.tables import tables_part, with_tables
+from app.planning.tables import with_tables
 from moebius.config import MoebiusConfig, Section
 from moebius.errors import ConfigError, UserError
 from moebius.experts.placement import keeps_residents
@@ -74,6 +81,9 @@ class Planner:
         # Outputs of a step that leave room for experts; None: as an engine chooses.
         self.seqs_beside_experts: int | None = None
         self.on_gpu = on_gpu
+        # Experts on disk, and what steps read of them; None: all are in memory.
+        self.cold: ColdExperts | None = None
+        self._reads: ColdReads | None = None
         self.geometry = read_served_geometry(config)
         self.stored: Mapping[int, StoredExperts] = stored_experts(
             config.model.model, self.geometry, config.model.expert_checkpoint
@@ -100,6 +110,7 @@ class Planner:
         residency = self._residency(hardware, kv_tokens, fill)
         planner = self._with_batched_tokens(hardware, residency) if self.on_gpu else self
         planner = with_tables(planner._with_kept(hardware, residency), hardware, residency)
+        planner = with_cold_experts(planner, hardware, residency)
         return planner._planned(hardware, wish, residency, kv_tokens, fill, explain)
 
     def fill(self, hardware: Hardware) -> Filled:
@@ -135,7 +146,7 @@ class Planner:
         try:
             kv = self._pool(self._ledgers(hardware, residency))
             parts = list(self.ram_parts(hardware, residency, kv))
-            self._check_ram(hardware, parts, 0, fill=False, explain=False)
+            self.check_ram(hardware, parts, 0, fill=False, explain=False)
         except DoesNotFit:
             return False
         return True
@@ -182,8 +193,8 @@ class Planner:
             raise DoesNotFit(kv_refusal(context, concurrency, kv.tokens, kv.token_bytes))
         components += self.ram_parts(hardware, residency, kv)
         budgets[RAM] = hardware.ram_bytes
-        self._check_ram(hardware, components, kv_tokens, fill, explain)
-        work = make_work(self.config, self.geometry, self.stored, self.forecast, residency, hardware)
+        self.check_ram(hardware, components, kv_tokens, fill, explain)
+        work = self.work(residency, hardware)
         streamed = self._streamed_tokens(hardware, residency)
         return CapacityPlan(
             model=model_name(self.config),
@@ -199,6 +210,7 @@ class Planner:
             decode=predict_decode(work, hardware, wish.streams, context),
             prefill=predict_prefill(work, hardware, self.config.gpu.num_batched_tokens, context, streamed),
             drop_resident=self.config.placement.drop_resident,
+            cold=self.cold,
             max_num_seqs=self.seqs_beside_experts,
             start_seconds=predict_start(self.geometry, self.stored, self._dense_bytes(), hardware),
             notes=make_notes(self.config, work, hardware, kv, context),
@@ -240,6 +252,17 @@ class Planner:
         other.config, other.asked = config, config.placement
         return other
 
+    def with_cold(self, cold: ColdExperts, reads: ColdReads) -> Planner:
+        """Returns the same with experts on disk."""
+        other = copy(self)
+        other.cold, other._reads = cold, reads
+        return other
+
+    def work(self, residency: Residency, hardware: Hardware) -> Work:
+        """Returns what a step asks for."""
+        found = make_work(self.config, self.geometry, self.stored, self.forecast, residency, hardware)
+        return replace(found, cold=self._reads)
+
     def _with(self, **sections: Section) -> Planner:
         """Returns the same with other sections of the settings."""
         other = copy(self)
@@ -269,7 +292,7 @@ class Planner:
         """Returns what the ranks hold, one after the other, with slots to fetch to and rings to stream
         through as far as `moebius serve` has room for them: rings come first.
         """
-        held = [self._held(rank, residency) for rank in range(len(self.forecast.ranks))]
+        held = [self.held(rank, residency) for rank in range(len(self.forecast.ranks))]
         mode, serves = self.config.gpu.prefill_experts, self.config.experts.expert_transport == "mailbox"
         if mode == "cpu" or not serves:
             return held
@@ -312,7 +335,8 @@ class Planner:
         fetch = plan_fetching(divided, self.geometry, parts, "cuda", memory)
         return layout.nbytes, 0 if fetch is None else fetch.nbytes
 
-    def _held(self, rank: int, residency: Residency) -> ExpertMemory:
+    def held(self, rank: int, residency: Residency) -> ExpertMemory:
+        """Returns what a rank holds of resident experts."""
         from gpu_service.memory.plan import ExpertMemory
 
         found = self.forecast.ranks[rank]
@@ -355,41 +379,20 @@ class Planner:
 
     def ram_parts(self, hardware: Hardware, residency: Residency, kv: KvPool) -> tuple[Component, ...]:
         """Returns everything that all processes have in RAM."""
-        config, engine = self.config, []
-        for rank in self.forecast.ranks:
-            of = f"engine {rank.rank}: " if len(self.forecast.ranks) > 1 else "engine: "
-            if not self.on_gpu:
-                held = self._held(rank.rank, residency)
-                parts = {
-                    "dense weights": rank.dense_bytes - rank.table_bytes,
-                    "dense weights packed as float32": 0
-                    if hardware.multiplies_bfloat16
-                    else rank.widened_bytes,
-                    "packed head": rank.packed_head_bytes,
-                    "draft model": rank.drafting_bytes,
-                    "vision tower": self.forecast.vision_bytes,
-                    "resident experts": held.count * held.bytes_each,
-                    "KV cache": kv.pages * rank.page_bytes,
-                    "states of requests": rank.state_bytes,
-                    "activations": rank.activation_bytes,
-                }
-                engine += [Component(RAM, of + name, size) for name, size in parts.items() if size]
-            others = {tables_part(config): rank.table_bytes, "evicted prefixes": prefix_bytes(config)}
-            engine += [Component(RAM, of + name, size) for name, size in others.items() if size]
-            process = GPU_ENGINE_BYTES if self.on_gpu else ENGINE_BYTES
-            engine.append(Component(RAM, of + "process", process))
-            engine.append(Component(RAM, of + "a tensor while loading", rank.largest_tensor_bytes))
+        config, engine = self.config, engine_parts(self, hardware, residency, kv)
         served = {} if residency.is_everything else self.stored
         servers = expert_servers(config, self.geometry, served, hardware.sockets) if served else ()
         if hardware.origin.get("cores") == "detected":
             threads = sum(server_threads(config, hardware))
         else:
             threads = config.experts.expert_threads * len(servers) or hardware.cores
-        return ram_components(config, self.geometry, served, servers, engine, threads, residency.resident)
+        found = ram_components(config, self.geometry, served, servers, engine, threads, residency.resident)
+        return cold_parts(found, self.cold)
 
-    def _check_ram(
+    def check_ram(
         self, hardware: Hardware, components: list[Component], kv_tokens: int, fill: bool, explain: bool
     ) -> None:
+        """Raises DoesNotFit, if asked with what other formats of experts would take."""
         wanted, allowed = total_bytes(components, RAM), hardware.ram_bytes
         if wanted > allowed:
             others = self._ram_by_dtype(hardware, kv_tokens, fill) if explain else {}

@@ -21,6 +21,7 @@ from app.bench.output import write_json
 from app.cli_options import MODEL_LEAF
 from app.planning.capacity import CapacityPlan, DoesNotFit, Wish
 from app.planning.chart_values import chart_values, write_values
+from app.planning.cold import cost
 from app.planning.fill import with_free_memory
 from app.planning.hardware import Hardware, HardwareOptions, hardware
 from app.planning.measured_products import with_measured_products
@@ -30,6 +31,7 @@ from app.planning.speed import ASSUMED_EXPERT_BANDWIDTH_SHARE, Speed
 from moebius.checkpoint.index import has_weights
 from moebius.config import MoebiusConfig
 from moebius.config.loader import SECRET_LEAVES, leaves
+from moebius.errors import UserError
 from moebius.models.served import read_served_geometry, read_served_model
 
 GIB = 2**30
@@ -91,6 +93,11 @@ def summary(plan: CapacityPlan) -> list[str]:
     if ranks != "1" and held.count:
         how += f", {'each rank other ones' if split == 'expert' else 'each rank channels of all'}"
     lines.append(f"experts on GPUs: {held.count} of {everything} ({held.share:.1%}, {how})")
+    if plan.cold is not None:
+        lines.append(
+            f"experts on disk: {plan.cold.file_bytes / GIB:.2f} GiB packed, of which RAM holds "
+            f"{plan.cold.memory_bytes / GIB:.2f} GiB; {cost(plan.cold)}"
+        )
     lines.append(f"times of the expert kernels: {plan.expert_kernels}")
     return lines
 
@@ -224,6 +231,8 @@ def run(
     if json_file is not None:
         write_json(document(found, command), json_file)
     if values_file is not None:
+        if found.cold is not None:
+            raise UserError("--values: the chart keeps experts in RAM; allowed: --cold-experts ram")
         write_values(values_file, chart_values(config, found), f"{found.model} on {hardware_line(found)}")
     return found
 

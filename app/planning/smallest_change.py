@@ -115,6 +115,8 @@ def _axes(config: MoebiusConfig, hardware: Hardware) -> list[Sequence[Settings]]
     dtypes = ("float32", "bfloat16", "int8", "int4")
     kept = -1 if config.experts.expert_dtype == "keep" else dtypes.index(config.experts.expert_dtype)
     found.append(_values("expert_dtype", [name for name in dtypes[2:] if dtypes.index(name) > kept]))
+    if not on_gpu:
+        found.append(_values("cold_experts", ["disk"] if config.experts.cold_experts == "auto" else []))
     return found
 
 

@@ -6,7 +6,7 @@ Formulas, where the constants come from and how predictions compared with measur
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -82,6 +82,15 @@ class ExpertTimes:
 
 
 @dataclass(frozen=True, slots=True)
+class ColdReads:
+    """Experts that steps read from disk; filled by `cold.with_cold_experts`."""
+
+    bandwidth: float
+    # Rows of a request -> share of its different experts that is read.
+    missed: Callable[[float], float]
+
+
+@dataclass(frozen=True, slots=True)
 class Work:
     """What a step asks for; filled by `capacity`.
 
@@ -116,6 +125,7 @@ class Work:
     request_rows: int
     item_bytes: int
     engine: HostEngine  # How it computes where there is no GPU.
+    cold: ColdReads | None = None  # None: all experts are in memory.
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,6 +299,17 @@ def _cpu_expert_seconds(work: Work, hardware: Hardware, rows: int) -> float:
 
 
 def _request_seconds(work: Work, hardware: Hardware, rows: int) -> float:
+    """Experts that are missed are read while the others are computed, and computed then."""
+    seconds = _computed_seconds(work, hardware, rows)
+    if work.cold is None:
+        return seconds
+    missed = work.cold.missed(rows)
+    distinct = expected_distinct(work.num_experts, work.top_k, rows)
+    reading = missed * distinct * work.expert_bytes / work.cold.bandwidth
+    return max((1.0 - missed) * seconds, reading) + missed * seconds
+
+
+def _computed_seconds(work: Work, hardware: Hardware, rows: int) -> float:
     kept = 1.0 - work.resident_share
     distinct = expected_distinct(work.num_experts, work.top_k, rows)
     if work.expert_times is not None:

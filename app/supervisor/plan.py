@@ -21,6 +21,7 @@ import structlog
 from app.doctor.facts import read_volume
 from app.problems import Problems
 from app.supervisor.batch_directory import batch_directory
+from app.supervisor.cold_experts import with_cold_experts
 from app.supervisor.core_claims import CoreClaims
 from app.supervisor.core_division import HostCores, divided_cores, known_cores
 from app.supervisor.expert_placement import ServerBinding, place_experts
@@ -109,7 +110,8 @@ def plan_processes(config: MoebiusConfig) -> ServePlan:
     with divided_cores(config.experts, measures) as division:
         cores, given = division.cores, config
         placements = expert_placements(config, model, cores)
-        config = with_tables(_shared_settings(config, directory, len(placements)), given, model)
+        config = with_cold_experts(_shared_settings(config, directory, len(placements)), given, model)
+        config = with_tables(config, given, model)
         with problems.collected():
             refuse_shortages(given, config, model)
         problems.refuse()
@@ -419,6 +421,7 @@ def _expert_settings(config: MoebiusConfig, index: int, placement: ServerBinding
     """Returns the settings of one expert server."""
     experts = config.experts
     port = experts.expert_metrics_port
+    shares = experts.split_shares or (1,) * experts.split_count
     return _replace(
         config,
         "experts",
@@ -426,6 +429,7 @@ def _expert_settings(config: MoebiusConfig, index: int, placement: ServerBinding
         expert_address=experts.expert_addresses[index],
         numa_node=_server_node(config, placement),
         expert_threads=placement.threads,
+        expert_memory_gib=experts.expert_memory_gib * shares[index] / sum(shares),
         expert_metrics_port=port + index if port else 0,
     )
 

@@ -33,7 +33,7 @@ class Needs:
 
     # 0: there is no mailbox.
     mailbox: int
-    # Packed experts of each server that is started here.
+    # Packed experts in RAM of each server that is started here.
     segments: tuple[int, ...]
     # The engine's part of the model; 0 where address space is not limited, so that nothing asks for it.
     engine: int = 0
@@ -64,9 +64,13 @@ def needs_of(given: MoebiusConfig, config: MoebiusConfig, model: MoeGeometry) ->
     from moebius.mailbox.plan import mailbox_geometry, mailbox_names
 
     count = config.experts.expert_servers
+    sizes = segment_bytes(config, model, count) if count else []
+    if config.experts.cold_experts == "disk":
+        share = config.experts.expert_memory_gib * GIB / max(1, sum(sizes))
+        sizes = [int(share * size) for size in sizes]
     return Needs(
         mailbox_geometry(config, model).regions().total * len(mailbox_names(config)),
-        tuple(segment_bytes(config, model, count)) if count else (),
+        tuple(sizes),
         _engine_bytes(given) if _address_space_limit() is not None else 0,
         prefix_bytes(config) * config.parallel.num_ranks,
     )
@@ -183,8 +187,8 @@ def _memory(needs: Needs, root: Path) -> Iterator[Shortage]:
         smaller = "Allowed: less --kv-offload-gib, or --kv-disk-gib in memory. " if prefixes else ""
         whose = "this machine has" if allowed == machine else "the cgroup (container, batch job) allows"
         remedy = (
-            "Smaller experts (--expert-dtype int4), experts on GPUs (--gpu-experts-ratio), or expert servers "
-            "on other hosts take less; `moebius plan` says what fits"
+            "Smaller experts (--expert-dtype int4), experts on disk (--cold-experts disk), on GPUs "
+            "(--gpu-experts-ratio), or expert servers on other hosts take less; `moebius plan` says what fits"
         )
         yield Shortage(
             "RAM",

@@ -40,7 +40,7 @@ std::shared_ptr<ExpertEngine> make_engine(int64_t hidden_size, int64_t intermedi
                                           int64_t num_threads, const std::vector<int>& cpus, int numa_node,
                                           const std::string& isa, const py::object& kernel, const std::string& segment_path,
                                           const std::string& segment_identity, int64_t intermediate_begin,
-                                          const std::vector<std::vector<uint32_t>>& held) {
+                                          const std::vector<std::vector<uint32_t>>& held, uint64_t slot_bytes) {
   EngineOptions options;
   options.hidden_size = unsigned_option(hidden_size, "hidden_size");
   options.intermediate_size = unsigned_option(intermediate_size, "intermediate_size");
@@ -56,7 +56,8 @@ std::shared_ptr<ExpertEngine> make_engine(int64_t hidden_size, int64_t intermedi
   options.cpus = cpus;
   options.numa_node = numa_node;
   options.isa = isa;
-  options.segment = {segment_path, segment_identity, unsigned_option(intermediate_begin, "intermediate_begin"), held};
+  options.segment = {segment_path, segment_identity, unsigned_option(intermediate_begin, "intermediate_begin"), held,
+                     slot_bytes};
   if (!py::isinstance<py::str>(kernel)) {
     options.kernel = kernel.cast<const GemmKernel*>();
   } else if (const auto name = kernel.cast<std::string>(); name != "auto") {
@@ -186,6 +187,12 @@ py::dict stats(const ExpertEngine& engine) {
   result["damaged_experts"] = source.damaged_experts.load();
   result["repaired_experts"] = source.repaired_experts.load();
   result["verified_bytes"] = source.verified_bytes.load();
+  const ColdExperts* const cold = engine.store().cold();
+  const ColdCounters counted = cold == nullptr ? ColdCounters() : cold->counters();
+  result["cold_used"] = counted.used;
+  result["cold_missed"] = counted.missed;
+  result["cold_read_bytes"] = counted.read_bytes;
+  result["cold_waited_seconds"] = static_cast<double>(counted.waited_nanoseconds) * 1e-9 / engine.num_threads();
   result["layer_calls"] = counters(source.layer_calls, {layers});
   result["layer_rows"] = counters(source.layer_rows, {layers});
   result["layer_experts"] = counters(source.layer_experts, {layers});
@@ -232,6 +239,15 @@ py::object segment_found(const ExpertEngine& engine) {
 const char* matrix_name(MatrixKind kind, bool mixed) {
   if (kind == MatrixKind::kDown) return "down";
   return kind == MatrixKind::kGate ? "gate" : mixed ? "up" : "gate_up";
+}
+
+// (slots of each layer, whether the file is read past the page cache); None: all experts are in memory.
+py::object cold_slots(const ExpertEngine& engine) {
+  const ColdExperts* cold = engine.store().cold();
+  if (cold == nullptr) return py::none();
+  std::vector<uint32_t> slots;
+  for (uint32_t layer = 0; layer < engine.store().num_layers(); ++layer) slots.push_back(cold->slots(layer));
+  return py::make_tuple(slots, cold->is_direct());
 }
 
 // Rows of PlanRow in moebius/kernels/__init__.py.
@@ -281,7 +297,7 @@ void bind_moe(py::module_& m) {
            py::arg("down_format"), py::arg("activation"), py::arg("alpha"), py::arg("limit"), py::arg("has_bias"),
            py::arg("num_threads"), py::arg("cpus"), py::arg("numa_node"), py::arg("isa"), py::arg("kernel"),
            py::arg("segment_path") = "", py::arg("segment_identity") = "", py::arg("intermediate_begin") = 0,
-           py::arg("held") = std::vector<std::vector<uint32_t>>{})
+           py::arg("held") = std::vector<std::vector<uint32_t>>{}, py::arg("slot_bytes") = uint64_t{0})
       .def("reserve", &ExpertEngine::reserve, py::arg("layer"), py::arg("count"))
       .def("load_expert", &load_expert, py::arg("layer"), py::arg("expert"), py::arg("gate"), py::arg("up"),
            py::arg("down"))
@@ -289,7 +305,8 @@ void bind_moe(py::module_& m) {
       .def("calibrate", &ExpertEngine::calibrate, py::call_guard<ReleasedGil>())
       .def("plan", &plan)
       .def("restore_plan", &ExpertEngine::restore_plan, py::arg("choices"))
-      .def("finish_load", &ExpertEngine::finish_load, py::arg("load_record"))
+      .def("fill_slots", &ExpertEngine::fill_slots, py::call_guard<ReleasedGil>())
+      .def("finish_load", &ExpertEngine::finish_load, py::arg("load_record"), py::call_guard<ReleasedGil>())
       .def("verify_expert", &ExpertEngine::verify_expert, py::arg("layer"), py::arg("expert"),
            py::call_guard<ReleasedGil>())
       .def("expect_repairs", &ExpertEngine::expect_repairs, py::arg("expected"))
@@ -300,6 +317,8 @@ void bind_moe(py::module_& m) {
       .def("give_up_expert", &ExpertEngine::give_up_expert, py::arg("layer"), py::arg("expert"), py::arg("reason"))
       .def("segment_error", &segment_error, py::arg("layer"), py::arg("expert"))
       .def_property_readonly("segment_found", &segment_found)
+      .def_property_readonly("cold_slots", &cold_slots)
+      .def_property_readonly("read_problem", [](const ExpertEngine& engine) { return engine.store().read_problem(); })
       .def("forward", &forward, py::arg("layer"), py::arg("hidden_states"), py::arg("topk_ids"),
            py::arg("topk_weights"), py::arg("output") = py::none())
       .def("stats", &stats)

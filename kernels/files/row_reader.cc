@@ -1,110 +1,10 @@
 #include "kernels/files/row_reader.h"
 
-#include <fcntl.h>
-#include <sys/stat.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <cerrno>
 #include <cstring>
+#include <stdexcept>
 
 namespace moebius::files {
-
-namespace {
-
-// What disks and file systems that allow O_DIRECT want offsets, lengths and memory to be multiples of.
-constexpr uint64_t kBlock = 4096;
-
-std::string reason(int error) { return std::strerror(error); }  // NOLINT(concurrency-mt-unsafe): glibc's is safe
-
-uint8_t* aligned(std::vector<uint8_t>& scratch, size_t bytes) {
-  if (scratch.size() < bytes + kBlock) scratch.resize(bytes + kBlock);
-  const auto address = reinterpret_cast<uintptr_t>(scratch.data());
-  return scratch.data() + (kBlock - address % kBlock) % kBlock;
-}
-
-// Opens a file past the page cache if one block can be read so, or as any other.
-int open_file(const std::string& path, bool& is_direct) {
-  std::vector<uint8_t> scratch;
-  const int direct = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT);
-  if (direct >= 0) {
-    if (pread(direct, aligned(scratch, kBlock), kBlock, 0) >= 0) {
-      is_direct = true;
-      return direct;
-    }
-    close(direct);
-  }
-  is_direct = false;
-  const int plain = open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  if (plain < 0) throw ReadError(path + " cannot be opened: " + reason(errno));
-  posix_fadvise(plain, 0, 0, POSIX_FADV_RANDOM);
-  return plain;
-}
-
-// Reads [offset, offset + size) until at least `needed` bytes are there.
-void read_at_least(int file, const std::string& path, uint64_t offset, size_t size, size_t needed, uint8_t* output) {
-  size_t done = 0;
-  while (done < needed) {
-    const ssize_t count = pread(file, output + done, size - done, static_cast<off_t>(offset + done));
-    if (count < 0 && errno == EINTR) continue;
-    if (count <= 0) {
-      const std::string why = count < 0 ? "could not be read: " + reason(errno) : "ended";
-      throw ReadError(path + " at byte " + std::to_string(offset + done) + ", where rows of a table lie, " + why);
-    }
-    done += static_cast<size_t>(count);
-  }
-}
-
-}  // namespace
-
-ReadThreads::ReadThreads(int num_threads) {
-  if (num_threads < 1) throw std::invalid_argument("num_threads must be at least 1");
-  for (int i = 0; i < num_threads; ++i) threads_.emplace_back([this] { run(); });
-}
-
-ReadThreads::~ReadThreads() {
-  {
-    const std::lock_guard lock(mutex_);
-    is_closing_ = true;
-  }
-  added_.notify_all();
-  for (auto& thread : threads_) thread.join();
-}
-
-void ReadThreads::add(RowFetch* fetch) {
-  {
-    const std::lock_guard lock(mutex_);
-    fetches_.push_back(fetch);
-  }
-  if (fetch->missing_.size() > 1) {
-    added_.notify_all();
-  } else {
-    added_.notify_one();
-  }
-}
-
-void ReadThreads::remove(RowFetch* fetch) {
-  std::unique_lock lock(mutex_);
-  std::erase(fetches_, fetch);
-  left_.wait(lock, [fetch] { return fetch->active_ == 0; });
-}
-
-void ReadThreads::run() {
-  std::vector<uint8_t> scratch;
-  std::unique_lock lock(mutex_);
-  for (;;) {
-    added_.wait(lock, [this] { return is_closing_ || !fetches_.empty(); });
-    if (is_closing_) return;
-    RowFetch* fetch = fetches_.front();
-    ++fetch->active_;
-    lock.unlock();
-    while (fetch->read_next(scratch)) {
-    }
-    lock.lock();
-    if (!fetches_.empty() && fetches_.front() == fetch) fetches_.pop_front();
-    if (--fetch->active_ == 0) left_.notify_all();
-  }
-}
 
 RowReader::RowReader(std::shared_ptr<ReadThreads> threads, std::vector<StoredRows> tensors, uint64_t kept_bytes)
     : threads_(std::move(threads)) {
@@ -115,10 +15,9 @@ RowReader::RowReader(std::shared_ptr<ReadThreads> threads, std::vector<StoredRow
     uint64_t rows = 0;
     for (const auto& part : stored.parts) {
       const size_t file = opened(part.path);
-      struct stat found {};
-      const uint64_t end = part.offset + part.rows * stored.row_bytes;
-      if (fstat(files_[file].descriptor, &found) != 0 || static_cast<uint64_t>(found.st_size) < end) {
-        throw ReadError(part.path + " has " + std::to_string(found.st_size) + " bytes, but rows of a table end at byte " +
+      const uint64_t found = files_[file]->bytes(), end = part.offset + part.rows * stored.row_bytes;
+      if (found < end) {
+        throw ReadError(part.path + " has " + std::to_string(found) + " bytes, but rows of a table end at byte " +
                         std::to_string(end));
       }
       tensor.parts.push_back({file, part.offset, rows});
@@ -137,22 +36,16 @@ RowReader::RowReader(std::shared_ptr<ReadThreads> threads, std::vector<StoredRow
   memory_ = std::make_unique_for_overwrite<uint8_t[]>(capacity_ * entry_bytes_);
 }
 
-RowReader::~RowReader() {
-  for (const auto& file : files_) close(file.descriptor);
-}
-
 size_t RowReader::opened(const std::string& path) {
   for (size_t i = 0; i < files_.size(); ++i) {
-    if (files_[i].path == path) return i;
+    if (files_[i]->path() == path) return i;
   }
-  File file{path, -1, false};
-  file.descriptor = open_file(path, file.is_direct);
-  files_.push_back(std::move(file));
+  files_.push_back(std::make_unique<DirectFile>(path));
   return files_.size() - 1;
 }
 
 bool RowReader::is_direct() const {
-  return std::all_of(files_.begin(), files_.end(), [](const File& file) { return file.is_direct; });
+  return std::all_of(files_.begin(), files_.end(), [](const auto& file) { return file->is_direct(); });
 }
 
 ReadCounters RowReader::counters() const {
@@ -166,15 +59,16 @@ void RowReader::read(size_t tensor, uint64_t row, uint8_t* output, std::vector<u
   const auto after = std::upper_bound(parts.begin(), parts.end(), row,
                                       [](uint64_t wanted, const Part& part) { return wanted < part.first_row; });
   const Part& part = *std::prev(after);
-  const File& file = files_[part.file];
+  const DirectFile& file = *files_[part.file];
   const uint64_t offset = part.offset + (row - part.first_row) * row_bytes;
-  if (!file.is_direct) {
-    read_at_least(file.descriptor, file.path, offset, row_bytes, row_bytes, output);
+  constexpr const char* kWhat = "rows of a table";
+  if (!file.is_direct()) {
+    file.read(offset, row_bytes, row_bytes, output, kWhat);
     return;
   }
   const uint64_t begin = offset / kBlock * kBlock, end = (offset + row_bytes + kBlock - 1) / kBlock * kBlock;
   uint8_t* blocks = aligned(scratch, end - begin);
-  read_at_least(file.descriptor, file.path, begin, end - begin, offset - begin + row_bytes, blocks);
+  file.read(begin, end - begin, offset - begin + row_bytes, blocks, kWhat);
   std::memcpy(output, blocks + (offset - begin), row_bytes);
 }
 

@@ -5,18 +5,16 @@
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
-#include <deque>
 #include <list>
 #include <memory>
 #include <mutex>
-#include <stdexcept>
 #include <string>
-#include <thread>
 #include <unordered_map>
 #include <vector>
+
+#include "kernels/files/direct_reads.h"
 
 namespace moebius::files {
 
@@ -33,34 +31,7 @@ struct StoredRows {
   std::vector<FileRows> parts;
 };
 
-// A file can not be opened or read, or ends too early; the message names it.
-struct ReadError : std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
-
 class RowFetch;
-
-// Threads that read for all tables of a process; most of their time they wait for a disk.
-class ReadThreads {
- public:
-  explicit ReadThreads(int num_threads);
-  ~ReadThreads();
-  ReadThreads(const ReadThreads&) = delete;
-  ReadThreads& operator=(const ReadThreads&) = delete;
-
- private:
-  friend class RowFetch;
-
-  void add(RowFetch* fetch);
-  void remove(RowFetch* fetch);  // returns once no thread touches it
-  void run();
-
-  std::mutex mutex_;
-  std::condition_variable added_, left_;
-  std::deque<RowFetch*> fetches_;
-  bool is_closing_ = false;
-  std::vector<std::thread> threads_;
-};
 
 // What a reader did so far.
 struct ReadCounters {
@@ -74,7 +45,6 @@ class RowReader {
   // `kept_bytes`: of rows that are kept in memory, the least recently used ones leave first. Throws
   // std::invalid_argument for tensors of different rows, ReadError for a file that is too short or can not be opened.
   RowReader(std::shared_ptr<ReadThreads> threads, std::vector<StoredRows> tensors, uint64_t kept_bytes);
-  ~RowReader();
   RowReader(const RowReader&) = delete;
   RowReader& operator=(const RowReader&) = delete;
 
@@ -87,11 +57,6 @@ class RowReader {
  private:
   friend class RowFetch;
 
-  struct File {
-    std::string path;
-    int descriptor;
-    bool is_direct;
-  };
   struct Part {
     size_t file;
     uint64_t offset, first_row;
@@ -107,7 +72,7 @@ class RowReader {
   void keep(int64_t row, const uint8_t* const* outputs);  // with mutex_
 
   std::shared_ptr<ReadThreads> threads_;
-  std::vector<File> files_;
+  std::vector<std::unique_ptr<DirectFile>> files_;
   std::vector<Tensor> tensors_;
   uint64_t num_rows_ = 0;
   size_t entry_bytes_ = 0, capacity_ = 0;
@@ -125,11 +90,11 @@ class RowReader {
 };
 
 // The distinct rows that some numbers name, on their way. Used by one thread; the reader's threads fill it.
-class RowFetch {
+class RowFetch final : public ReadWork {
  public:
   // Numbers outside the table have the place -1 and are not read.
   RowFetch(std::shared_ptr<RowReader> reader, const int64_t* rows, size_t count);
-  ~RowFetch();
+  ~RowFetch() override;
   RowFetch(const RowFetch&) = delete;
   RowFetch& operator=(const RowFetch&) = delete;
 
@@ -143,16 +108,14 @@ class RowFetch {
   std::unique_ptr<uint8_t[]> take(size_t tensor) { return std::move(outputs_[tensor]); }
 
  private:
-  friend class ReadThreads;
-
-  bool read_next(std::vector<uint8_t>& scratch);  // false: all have been begun
+  bool read_next(std::vector<uint8_t>& scratch) override;
+  size_t num_parts() const override { return missing_.size(); }
 
   std::shared_ptr<RowReader> reader_;
   std::vector<int64_t> distinct_, places_;
   std::vector<size_t> missing_;  // which of the distinct rows are read from files
   std::vector<std::unique_ptr<uint8_t[]>> outputs_;
   std::atomic<size_t> next_{0};
-  size_t active_ = 0;  // threads in `read_next`, with the mutex of ReadThreads
   std::mutex error_mutex_;
   std::string error_;
 };

@@ -2,7 +2,9 @@
 
 #include <sched.h>
 
+#include <algorithm>
 #include <chrono>
+#include <span>
 #include <stdexcept>
 #include <thread>
 
@@ -32,7 +34,13 @@ ExpertEngine::ExpertEngine(const EngineOptions& options)
       pool_(options.num_threads, options.cpus),
       plan_(store_.layouts(), plan_options(options_, isa_)),
       moe_(options_, vector_kernels(isa_), store_, plan_, pool_),
-      stats_(options.num_layers, options.num_experts) {}
+      stats_(options.num_layers, options.num_experts) {
+  store_.on_damage([this](uint32_t layer, uint32_t expert) {
+    ++stats_.damaged_experts;
+    repairs_.found({layer, expert});
+  });
+  if (ColdExperts* const cold = store_.cold()) cold->take_memory(pool_);
+}
 
 void ExpertEngine::reserve(uint32_t layer, uint32_t count) {
   check_layer(layer);
@@ -51,7 +59,9 @@ void ExpertEngine::fill(uint32_t layer, const ExpertStore::Writer& write) {
 
 const std::byte* ExpertEngine::packed_expert(uint32_t layer, uint32_t expert) const {
   check_layer(layer);
-  const std::byte* packed = store_.find(layer, local_expert(expert));
+  const uint32_t local = local_expert(expert);
+  const bool is_there = store_.cold() == nullptr || store_.cold()->is_read(layer, local);
+  const std::byte* packed = is_there ? store_.find(layer, local) : nullptr;
   if (packed != nullptr) return packed;
   throw std::invalid_argument("layer " + std::to_string(layer) + ": expert " + std::to_string(expert) +
                               " is not loaded");
@@ -71,6 +81,7 @@ std::vector<const std::byte*> ExpertEngine::loaded_experts(uint32_t layout_index
   for (uint32_t layer = 0; layer < store_.num_layers() && experts.empty(); ++layer) {
     if (store_.layout_index(layer) != layout_index) continue;
     for (uint32_t expert = 0; expert < store_.num_experts() && experts.size() < kCalibrationExperts; ++expert) {
+      if (store_.cold() != nullptr && !store_.cold()->is_read(layer, expert)) continue;
       if (const std::byte* packed = store_.find(layer, expert)) experts.push_back(packed);
     }
   }
@@ -126,7 +137,7 @@ std::optional<std::pair<uint32_t, uint32_t>> ExpertEngine::wait_for_damage(std::
 bool ExpertEngine::repair_expert(uint32_t layer, uint32_t expert, const ExpertSource& source) {
   check_layer(layer);
   const uint32_t local = local_expert(expert);
-  if (store_.find(layer, local) == nullptr || store_.trust(layer, local) != Trust::kDamaged) {
+  if (!store_.holds(layer, local) || store_.trust(layer, local) != Trust::kDamaged) {
     throw std::invalid_argument(name_of(layer, local) + " is not damaged");
   }
   const AlignedBytes packed = store_.pack_again(layer, local, source);
@@ -187,7 +198,7 @@ NonfiniteCounts ExpertEngine::compute(const ExpertRequest& request, float* outpu
     NonfiniteCounts nonfinite;
     if (damaged_group(layer) == nullptr) {
       if (request.rows == 0) return {};
-      nonfinite = moe_.run(request, groups_, output, trace_.is_on() ? &trace_ : nullptr);
+      nonfinite = run(request, output);
       if (nonfinite.outputs != 0 && nonfinite.inputs == 0) verify_chosen(layer, true);
     }
     // Another thread may have found one while this one computed.
@@ -198,6 +209,38 @@ NonfiniteCounts ExpertEngine::compute(const ExpertRequest& request, float* outpu
     wait_for_repair(layer, local, since);
     lock.lock();
   }
+}
+
+NonfiniteCounts ExpertEngine::run(const ExpertRequest& request, float* output) {
+  ColdExperts* const cold = store_.cold();
+  if (cold != nullptr) {
+    const uint32_t most = cold->most_together(request.layer);
+    if (groups_.groups.size() > most) return run_in_turns(request, output, most);
+    cold->bring(request.layer, groups_.groups, true);
+  }
+  return moe_.run(request, groups_, output, trace_.is_on() ? &trace_ : nullptr);
+}
+
+// Ascending experts, as many at a time as leave room for the next ones, which are read meanwhile.
+NonfiniteCounts ExpertEngine::run_in_turns(const ExpertRequest& request, float* output, uint32_t most) {
+  ColdExperts& cold = *store_.cold();
+  const std::span<const RowGroups::Group> groups = groups_.groups;
+  const size_t step = std::max(1u, most / 2);
+  const auto turn_at = [&](size_t first) { return groups.subspan(first, std::min(step, groups.size() - first)); };
+  NonfiniteCounts result;
+  cold.bring(request.layer, turn_at(0), true);
+  for (size_t first = 0; first < groups.size(); first += step) {
+    if (first + step < groups.size()) cold.bring(request.layer, turn_at(first + step), false);
+    const std::span<const RowGroups::Group> turn = turn_at(first);
+    const uint32_t begin = turn.front().expert;
+    turn_.group(request.topk_ids, request.topk_weights, request.rows, request.top_k, options_.expert_begin + begin,
+                turn.back().expert - begin + 1);
+    for (RowGroups::Group& group : turn_.groups) group.expert += begin;
+    const NonfiniteCounts now =
+        moe_.run(request, turn_, output, trace_.is_on() ? &trace_ : nullptr, first > 0);
+    result = now;  // each run looks at all inputs, and at the sums so far
+  }
+  return result;
 }
 
 // Verifies all chosen experts, or those not compared since a predecessor packed them; on all threads.
@@ -223,7 +266,8 @@ void ExpertEngine::wait_for_repair(uint32_t layer, uint32_t local, std::chrono::
   if (reason.empty() && std::chrono::steady_clock::now() - since > kLongestRepair) {
     reason = "it was not repacked within " + std::to_string(kLongestRepair.count()) + " s";
   }
-  if (!reason.empty()) throw DamagedExpert(name_of(layer, local) + " is damaged in memory: " + reason);
+  const char* const where = store_.cold() == nullptr ? " is damaged in memory: " : " is damaged on disk or in memory: ";
+  if (!reason.empty()) throw DamagedExpert(name_of(layer, local) + where + reason);
   repairs_.wait_for_change(kRepairLook);
   pool_.parallel_for(1, [](uint32_t, uint32_t) {});  // counts as progress, see count_progress_in()
 }
@@ -269,7 +313,7 @@ void ExpertEngine::check_request(const ExpertRequest& request, const float* outp
 
 void ExpertEngine::check_loaded(uint32_t layer) const {
   for (const RowGroups::Group& group : groups_.groups) {
-    if (store_.find(layer, group.expert) != nullptr) continue;
+    if (store_.holds(layer, group.expert)) continue;
     throw std::invalid_argument("layer " + std::to_string(layer) + ": expert " +
                                 std::to_string(options_.expert_begin + group.expert) + " is not loaded");
   }

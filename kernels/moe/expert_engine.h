@@ -101,6 +101,8 @@ class ExpertEngine final : public ExpertBackend {
   // requests and ranges. False, and nothing changes, when they do not fit.
   bool restore_plan(const std::vector<std::pair<std::string, double>>& choices);
 
+  // See ExpertStore::fill_slots. Not during forward().
+  void fill_slots() { store_.fill_slots(); }
   // Records in the segment that everything is packed, with a text for its next user; nothing without a segment.
   // Throws std::invalid_argument naming an expert that is missing.
   void finish_load(const std::string& load_record);
@@ -140,6 +142,8 @@ class ExpertEngine final : public ExpertBackend {
   void verify_chosen(uint32_t layer, bool all);
   const RowGroups::Group* damaged_group(uint32_t layer) const;
   NonfiniteCounts compute(const ExpertRequest& request, float* output, std::unique_lock<std::mutex>& lock);
+  NonfiniteCounts run(const ExpertRequest& request, float* output);
+  NonfiniteCounts run_in_turns(const ExpertRequest& request, float* output, uint32_t most);
   void wait_for_repair(uint32_t layer, uint32_t local, std::chrono::steady_clock::time_point since);
   std::string name_of(uint32_t layer, uint32_t local) const;
   std::vector<const std::byte*> loaded_experts(uint32_t layout_index) const;
@@ -152,6 +156,7 @@ class ExpertEngine final : public ExpertBackend {
   mutable std::mutex forward_mutex_;
   KernelPlan plan_;    // under forward_mutex_
   RowGroups groups_;   // under forward_mutex_
+  RowGroups turn_;     // under forward_mutex_
   MoeForward moe_;     // under forward_mutex_
   TaskTrace trace_;    // under forward_mutex_
   Repairs repairs_;

@@ -60,12 +60,80 @@ void ExpertStore::attach(const EngineOptions& options) {
       if (!segment_->is_packed(*found)) continue;
       layer.claimed[expert] = true;
       layer.memory = segment_->memory(segment_->record_of(index));
-      publish(index, expert, segment_->slot(index, expert_begin_ + expert), found->digest, Trust::kUnchecked);
+      if (segment_->stays_in_file()) {
+        publish(index, expert, nullptr, found->digest, Trust::kWhole);  // compared whenever it is read
+      } else {
+        publish(index, expert, segment_->slot(index, expert_begin_ + expert), found->digest, Trust::kUnchecked);
+      }
     }
     layer.used = layer.capacity;
     // A layer whose load was interrupted lacks pages.
     const auto known = layer.claimed.get();
     if (std::count(known, known + num_experts_, true) < layer.capacity) layer.memory = {nullptr, 0};
+  }
+  if (segment_->stays_in_file()) plan_slots(options);
+}
+
+// Every layer has the same share of its experts in memory: a token uses as many of each.
+void ExpertStore::plan_slots(const EngineOptions& options) {
+  double all = 0.0, least = 0.0;
+  const auto slot_bytes = [&](uint32_t layer) { return double(layout(layer).expert_bytes + 2 * files::kBlock); };
+  for (uint32_t layer = 0; layer < layers_.size(); ++layer) {
+    all += layers_[layer].capacity * slot_bytes(layer);
+    least += std::min(layers_[layer].capacity, ColdExperts::kFewestSlots) * slot_bytes(layer);
+  }
+  const auto bytes = static_cast<double>(options.segment.slot_bytes);
+  if (bytes < least) {
+    throw std::invalid_argument("expert weights: " + std::to_string(options.segment.slot_bytes >> 20) +
+                                " MiB of memory for experts are too few; " + std::to_string(ColdExperts::kFewestSlots) +
+                                " of each layer take " + std::to_string((uint64_t(least) >> 20) + 1) + " MiB");
+  }
+  std::vector<ColdExperts::LayerPlan> plans;
+  for (uint32_t layer = 0; layer < layers_.size(); ++layer) {
+    const uint32_t held = layers_[layer].capacity;
+    const auto share = static_cast<uint32_t>(std::min(1.0, bytes / std::max(all, 1.0)) * held);
+    ColdExperts::LayerPlan plan{layout(layer).expert_bytes,
+                                std::clamp(share, std::min(held, ColdExperts::kFewestSlots), held),
+                                std::vector<uint64_t>(num_experts_, ColdExperts::kNotHeld)};
+    for (uint32_t expert = 0; expert < num_experts_; ++expert) {
+      if (layers_[layer].slots[expert] == kNoSlot) continue;
+      plan.offsets[expert] = segment_->offset(layer, expert_begin_ + expert);
+    }
+    plans.push_back(std::move(plan));
+  }
+  const auto is_whole = [this](uint32_t layer, uint32_t expert, const std::byte* packed) {
+    const uint64_t found = weights::digest_of(packed, layout(layer).expert_bytes, digest_seed(layer, expert));
+    return found == layers_[layer].digests[expert];
+  };
+  const auto failed = [this](uint32_t layer, uint32_t expert, const std::string& reason) {
+    read_failed(layer, expert, reason);
+  };
+  cold_ = std::make_unique<ColdExperts>(options.segment.path, std::move(plans), numa_node_, is_whole, failed);
+}
+
+void ExpertStore::read_failed(uint32_t layer, uint32_t expert, const std::string& reason) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    read_problem_ = reason;
+  }
+  if (mark_damaged(layer, expert) && report_) report_(layer, expert);
+}
+
+std::string ExpertStore::read_problem() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return read_problem_;
+}
+
+void ExpertStore::fill_slots() {
+  std::vector<std::vector<uint32_t>> packed(cold_ ? layers_.size() : 0);
+  for (uint32_t layer = 0; layer < packed.size(); ++layer) {
+    for (uint32_t expert = 0; expert < num_experts_; ++expert) {
+      if (holds(layer, expert) && trust(layer, expert) != Trust::kDamaged) packed[layer].push_back(expert);
+    }
+    cold_->fill(layer, packed[layer]);
+  }
+  for (uint32_t layer = 0; layer < packed.size(); ++layer) {
+    for (const uint32_t expert : packed[layer]) cold_->await(layer, expert);
   }
 }
 
@@ -86,22 +154,31 @@ PackError ExpertStore::load(uint32_t layer, uint32_t expert, const ExpertSource&
   std::byte* target = claim(layer, expert, pool);
   PackError error;
   try {
+    AlignedBytes own;
+    if (cold_) {
+      own = memory_for(layer);
+      target = own.get();
+    }
     error = pack_expert(layout(layer), source, target);
+    finish(layer, expert, target, error);
   } catch (...) {
     release(layer, expert);
     throw;
   }
-  finish(layer, expert, target, error);
   return error;
 }
 
 void ExpertStore::finish(uint32_t layer, uint32_t expert, const std::byte* packed, const PackError& error) {
   const uint64_t digest = weights::digest_of(packed, layout(layer).expert_bytes, digest_seed(layer, expert));
+  if (cold_) {
+    segment_->write_to_file(segment_->offset(layer, expert_begin_ + expert), packed, layout(layer).expert_bytes);
+  }
   if (segment_) {
     weights::ExpertRecord& record = *segment_->expert(layer, expert_begin_ + expert);
     segment_->set_packed(record, digest, error.squared_error, error.squared_reference);
   }
-  publish(layer, expert, packed, digest, Trust::kWhole);
+  publish(layer, expert, cold_ ? nullptr : packed, digest, Trust::kWhole);
+  if (cold_) cold_->adopt(layer, expert, packed);
 }
 
 void ExpertStore::publish(uint32_t layer, uint32_t expert, const std::byte* packed, uint64_t digest, Trust trust) {
@@ -116,28 +193,43 @@ void ExpertStore::publish(uint32_t layer, uint32_t expert, const std::byte* pack
 }
 
 Verdict ExpertStore::verify(uint32_t layer, uint32_t expert) {
-  const std::byte* const packed = find(layer, expert);
   const uint64_t digest = layers_[layer].digests[expert];
-  if (packed == nullptr || digest == 0) return Verdict::kWhole;
   std::atomic<Trust>& trust = layers_[layer].trust[expert];
   Trust before = trust.load(std::memory_order_acquire);
   if (before == Trust::kDamaged) return Verdict::kKnownDamaged;
-  const bool whole = weights::digest_of(packed, layout(layer).expert_bytes, digest_seed(layer, expert)) == digest;
-  const Trust now = whole ? Trust::kWhole : Trust::kDamaged;
+  bool whole = true;
+  const auto compare = [&](const std::byte* packed) {
+    whole = weights::digest_of(packed, layout(layer).expert_bytes, digest_seed(layer, expert)) == digest;
+  };
+  if (cold_) {
+    cold_->with_bytes(layer, expert, compare);  // what is only in the file is compared when it is read
+  } else {
+    const std::byte* const packed = find(layer, expert);
+    if (packed == nullptr || digest == 0) return Verdict::kWhole;
+    compare(packed);
+  }
+  if (!whole) return mark_damaged(layer, expert) ? Verdict::kFound : Verdict::kKnownDamaged;
   // Other threads may have looked at the same time.
   do {
     if (before == Trust::kDamaged) return Verdict::kKnownDamaged;
-    if (before == now) return Verdict::kWhole;
-  } while (!trust.compare_exchange_weak(before, now, std::memory_order_acq_rel));
-  if (whole) {
-    suspects_.fetch_sub(1, std::memory_order_release);
-  } else {
-    if (before == Trust::kWhole) suspects_.fetch_add(1, std::memory_order_release);
+    if (before == Trust::kWhole) return Verdict::kWhole;
+  } while (!trust.compare_exchange_weak(before, Trust::kWhole, std::memory_order_acq_rel));
+  suspects_.fetch_sub(1, std::memory_order_release);
+  if (unchecked_.fetch_sub(1, std::memory_order_acq_rel) == 1) note_checked();
+  return Verdict::kWhole;
+}
+
+// False: it was marked before.
+bool ExpertStore::mark_damaged(uint32_t layer, uint32_t expert) {
+  const Trust before = layers_[layer].trust[expert].exchange(Trust::kDamaged, std::memory_order_acq_rel);
+  if (before == Trust::kDamaged) return false;
+  if (before == Trust::kWhole) suspects_.fetch_add(1, std::memory_order_release);
+  if (segment_) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (segment_) segment_->set_missing(*segment_->expert(layer, expert_begin_ + expert));
+    segment_->set_missing(*segment_->expert(layer, expert_begin_ + expert));
   }
   if (before == Trust::kUnchecked && unchecked_.fetch_sub(1, std::memory_order_acq_rel) == 1) note_checked();
-  return whole ? Verdict::kWhole : Verdict::kFound;
+  return true;
 }
 
 Trust ExpertStore::trust(uint32_t layer, uint32_t expert) const {
@@ -156,34 +248,48 @@ void ExpertStore::finish(const std::string& load_record) {
 }
 
 AlignedBytes ExpertStore::pack_again(uint32_t layer, uint32_t expert, const ExpertSource& source) const {
-  constexpr size_t kAlignment = 4096;
   const size_t count = layout(layer).expert_bytes;
-  AlignedBytes packed(static_cast<std::byte*>(std::aligned_alloc(kAlignment, (count + kAlignment - 1) / kAlignment * kAlignment)));
-  if (!packed) throw std::bad_alloc();
-  std::memset(packed.get(), 0, count);
+  AlignedBytes packed = memory_for(layer);
   pack_expert(layout(layer), source, packed.get());
   const bool same = weights::digest_of(packed.get(), count, digest_seed(layer, expert)) == layers_[layer].digests[expert];
   return same ? std::move(packed) : AlignedBytes();
+}
+
+// Zeroed, as an arena's is.
+AlignedBytes ExpertStore::memory_for(uint32_t layer) const {
+  constexpr size_t kAlignment = 4096;
+  const size_t count = layout(layer).expert_bytes;
+  const size_t whole = (count + kAlignment - 1) / kAlignment * kAlignment;
+  AlignedBytes memory(static_cast<std::byte*>(std::aligned_alloc(kAlignment, whole)));
+  if (!memory) throw std::bad_alloc();
+  std::memset(memory.get(), 0, count);
+  return memory;
 }
 
 bool ExpertStore::replace(uint32_t layer_index, uint32_t expert, const AlignedBytes& packed) {
   const std::lock_guard<std::mutex> lock(mutex_);
   Layer& layer = layers_[layer_index];
   const size_t count = layout(layer_index).expert_bytes;
-  const std::byte* const known = find(layer_index, expert);
-  if (segment_) {
-    segment_->write(segment_->slot(layer_index, expert_begin_ + expert), packed.get(), count);
+  if (cold_) {
+    segment_->write_to_file(segment_->offset(layer_index, expert_begin_ + expert), packed.get(), count);
+    if (!cold_->reread(layer_index, expert)) return false;
+    cold_->put(layer_index, expert, packed.get());
   } else {
-    std::memcpy(layer.arena->data() + layer.slots[expert] * count, packed.get(), count);
+    const std::byte* const known = find(layer_index, expert);
+    if (segment_) {
+      segment_->write(segment_->slot(layer_index, expert_begin_ + expert), packed.get(), count);
+    } else {
+      std::memcpy(layer.arena->data() + layer.slots[expert] * count, packed.get(), count);
+    }
+    if (weights::digest_of(known, count, digest_seed(layer_index, expert)) != layer.digests[expert]) return false;
   }
-  if (weights::digest_of(known, count, digest_seed(layer_index, expert)) != layer.digests[expert]) return false;
   if (segment_) segment_->set_repaired(*segment_->expert(layer_index, expert_begin_ + expert));
   if (layer.trust[expert].exchange(Trust::kWhole) == Trust::kDamaged) suspects_.fetch_sub(1, std::memory_order_release);
   return true;
 }
 
 const weights::ExpertRecord* ExpertStore::record(uint32_t layer, uint32_t expert) const {
-  if (!segment_ || find(layer, expert) == nullptr) return nullptr;
+  if (!segment_ || !holds(layer, expert)) return nullptr;
   return segment_->expert(layer, expert_begin_ + expert);
 }
 
@@ -243,13 +349,20 @@ void ExpertStore::release(uint32_t layer, uint32_t expert) {
 }
 
 const std::byte* ExpertStore::find(uint32_t layer, uint32_t expert) const {
+  if (cold_) return cold_->find(layer, expert);
   return layers_[layer].experts[expert].load(std::memory_order_acquire);
+}
+
+bool ExpertStore::holds(uint32_t layer, uint32_t expert) const {
+  if (!cold_) return find(layer, expert) != nullptr;
+  const weights::ExpertRecord* const record = segment_->expert(layer, expert_begin_ + expert);
+  return record != nullptr && (segment_->is_packed(*record) || trust(layer, expert) == Trust::kDamaged);
 }
 
 size_t ExpertStore::packed_bytes() const {
   std::lock_guard<std::mutex> lock(mutex_);
   size_t bytes = 0;
-  for (const Layer& layer : layers_) bytes += layer.memory.bytes;
+  for (const MemoryRange& range : memory()) bytes += range.bytes;
   return bytes;
 }
 
@@ -257,15 +370,23 @@ size_t ExpertStore::huge_page_bytes() const {
   std::vector<MemoryRange> ranges;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    for (const Layer& layer : layers_) {
-      if (layer.memory.bytes > 0) ranges.push_back(layer.memory);
-    }
+    ranges = memory();
   }
   return moebius::huge_page_bytes(ranges);
 }
 
+std::vector<MemoryRange> ExpertStore::memory() const {
+  if (cold_) return {cold_->memory()};
+  std::vector<MemoryRange> ranges;
+  for (const Layer& layer : layers_) {
+    if (layer.memory.bytes > 0) ranges.push_back(layer.memory);
+  }
+  return ranges;
+}
+
 bool ExpertStore::numa_bound() const {
   std::lock_guard<std::mutex> lock(mutex_);
+  if (cold_) return cold_->bound();
   if (segment_ && !segment_->bound()) return false;
   return std::all_of(layers_.begin(), layers_.end(),
                      [](const Layer& layer) { return !layer.arena || layer.arena->bound(); });

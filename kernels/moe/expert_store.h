@@ -1,5 +1,6 @@
 // Packed experts of all layers. A layer takes memory when its first expert is loaded: private, or of a segment that
-// other processes read (weight_segment.h), in which experts may be packed already.
+// other processes read (weight_segment.h), in which experts may be packed already. Where the segment's data stays in a
+// file, only some experts are in memory at a time (cold_experts.h).
 #pragma once
 
 #include <atomic>
@@ -8,11 +9,14 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "kernels/format/expert_packing.h"
 #include "kernels/format/panel_layout.h"
 #include "kernels/moe/arena.h"
+#include "kernels/moe/cold_experts.h"
 #include "kernels/moe/engine_options.h"
 
 namespace moebius {
@@ -70,8 +74,18 @@ class ExpertStore {
   const weights::ExpertRecord* record(uint32_t layer, uint32_t expert) const;
   weights::Segment* segment() const { return segment_.get(); }  // null: private memory
 
-  // The packed expert, or null while it is not loaded.
+  // The packed expert, or null while it is not loaded, or only in the file.
   const std::byte* find(uint32_t layer, uint32_t expert) const;
+  // Whether the expert is loaded, in memory or in the file.
+  bool holds(uint32_t layer, uint32_t expert) const;
+  // Null: all experts are in memory.
+  ColdExperts* cold() const { return cold_.get(); }
+  // Fills free slots from the file, and waits for it; nothing without cold experts.
+  void fill_slots();
+  // Called by another thread when an expert in the file is found damaged, or can not be read.
+  void on_damage(std::function<void(uint32_t layer, uint32_t expert)> report) { report_ = std::move(report); }
+  // Why the latest such expert is; empty: none was.
+  std::string read_problem() const;
 
   uint32_t num_layers() const { return static_cast<uint32_t>(layers_.size()); }
   uint32_t num_experts() const { return num_experts_; }
@@ -80,7 +94,7 @@ class ExpertStore {
   const std::vector<ExpertLayout>& layouts() const { return layouts_; }  // the distinct ones
   // Returns a digest of all that load() has packed, here or in a predecessor, in any order; 0: nothing. Ids are local.
   uint64_t weights_digest() const { return weights_digest_.load(std::memory_order_relaxed); }
-  size_t packed_bytes() const;  // mapped for layers so far
+  size_t packed_bytes() const;  // mapped for layers so far; with cold experts, the memory of slots
   size_t huge_page_bytes() const;  // of them in 2 MiB pages now; see arena.h for how exact and how slow
   bool numa_bound() const;      // whether every mapping is on the requested node
 
@@ -105,6 +119,11 @@ class ExpertStore {
   void publish(uint32_t layer, uint32_t expert, const std::byte* packed, uint64_t digest, Trust trust);
   void note_checked();
   void attach(const EngineOptions& options);
+  void plan_slots(const EngineOptions& options);
+  bool mark_damaged(uint32_t layer, uint32_t expert);
+  void read_failed(uint32_t layer, uint32_t expert, const std::string& reason);
+  AlignedBytes memory_for(uint32_t layer) const;
+  std::vector<MemoryRange> memory() const;  // with mutex_
   void release(uint32_t layer, uint32_t expert);
 
   std::atomic<uint64_t> weights_digest_{0};
@@ -118,6 +137,9 @@ class ExpertStore {
   mutable std::mutex mutex_;
   std::vector<Layer> layers_;
   std::unique_ptr<weights::Segment> segment_;
+  std::function<void(uint32_t, uint32_t)> report_;
+  std::string read_problem_;  // under mutex_
+  std::unique_ptr<ColdExperts> cold_;  // last: its threads use the rest
 };
 
 }  // namespace moebius

@@ -85,7 +85,8 @@ MoeForward::MoeForward(const EngineOptions& options, const VectorKernels& vector
       scratch_(pool.size()) {}
 
 NonfiniteCounts MoeForward::run(const ExpertRequest& request, const RowGroups& groups, float* output,
-                                TaskTrace* trace) {
+                                TaskTrace* trace, bool adds) {
+  adds_ = adds;
   choose_kernels(request, groups);
   const LayerCall call{request, groups, store_.layout(request.layer), work_};
   cut_gate_up(call);
@@ -111,6 +112,7 @@ NonfiniteCounts MoeForward::run(const ExpertRequest& request, const RowGroups& g
       pool_phase(gate_up_tasks_.size(),
                  [&](uint32_t task, uint32_t worker, NextTask next) {
                    const RowGroups::Group& group = groups.groups[gate_up_tasks_[task].group];
+                   if (ColdExperts* const cold = store_.cold()) cold->await(request.layer, group.expert);
                    const auto expert = static_cast<int32_t>(options_.expert_begin + group.expert);
                    const TaskScope scope(trace, TaskKind::kGateUp, worker, request.layer, expert, group.rows);
                    run_gate_up(gate_up_tasks_[task], call, worker, panels_of(next, call));
@@ -162,6 +164,10 @@ void MoeForward::cut_gate_up(const LayerCall& call) {
   std::iota(order_.begin(), order_.end(), 0u);
   std::stable_sort(order_.begin(), order_.end(),
                    [&](uint32_t a, uint32_t b) { return groups[a].rows > groups[b].rows; });
+  if (const ColdExperts* const cold = store_.cold()) {
+    std::stable_partition(order_.begin(), order_.end(),
+                          [&](uint32_t group) { return cold->is_read(call.request.layer, groups[group].expert); });
+  }
   double total = 0.0;
   for (const RowGroups::Group& group : groups) {
     total += call.layout.intermediate_blocks * unit_cost(block_bytes, group.rows);
@@ -318,6 +324,11 @@ void MoeForward::run_down(const DownTask& task, const LayerCall& call, float* ou
   buffer.grow(call.request.rows * width * sizeof(float));
   float* const sums = buffer.as<float>();
   std::memset(sums, 0, call.request.rows * width * sizeof(float));
+  if (adds_) {
+    for (uint32_t row = 0; row < call.request.rows; ++row) {
+      std::memcpy(sums + row * width, output + size_t{row} * hidden + column, columns * sizeof(float));
+    }
+  }
   const size_t bytes = task.num_panels * call.layout.down.panel_bytes;
   for (uint32_t group = 0; group < call.work.size(); ++group) {
     const std::byte* const after = group + 1 < call.work.size() ? down_panels(task, call, group + 1) : next;

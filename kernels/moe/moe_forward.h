@@ -40,8 +40,10 @@ class MoeForward {
              const KernelPlan& plan, ThreadPool& pool);
 
   // Computes `groups` (all of whose experts are loaded in request.layer) into output [rows, hidden],
-  // overwritten. request.rows > 0. Tasks are noted in `trace` unless it is null.
-  NonfiniteCounts run(const ExpertRequest& request, const RowGroups& groups, float* output, TaskTrace* trace);
+  // overwritten, or added to with `adds`: sums over ascending experts are the same in one run and in several. What is
+  // still read from a disk is computed last. request.rows > 0. Tasks are noted in `trace` unless it is null.
+  NonfiniteCounts run(const ExpertRequest& request, const RowGroups& groups, float* output, TaskTrace* trace,
+                      bool adds = false);
 
  private:
   // Of a run of the pool.
@@ -96,6 +98,7 @@ class MoeForward {
   std::vector<uint32_t> order_;         // groups, most rows first
   std::vector<GateUpTask> gate_up_tasks_;
   std::vector<DownTask> down_tasks_;
+  bool adds_ = false;
   std::atomic<uint64_t> nonfinite_inputs_{0};
   std::atomic<uint64_t> nonfinite_outputs_{0};
 };

@@ -95,7 +95,7 @@ uint64_t digest_of(const std::byte* bytes, size_t count, uint64_t seed) {
 
 Segment::Segment(const SegmentOptions& segment, const EngineOptions& engine, const std::vector<ExpertLayout>& layouts,
                  const std::vector<uint32_t>& layout_index)
-    : path_(segment.path) {
+    : path_(segment.path), stays_in_file_(segment.slot_bytes > 0) {
   plan(segment, engine, layouts, layout_index);
   try {
     open(segment.path);
@@ -112,14 +112,14 @@ Segment::Segment(const SegmentOptions& segment, const EngineOptions& engine, con
     if (!replaces_) set_checked(false);
     if (finished_) protect();
   } catch (...) {
-    if (reserved_ != nullptr) munmap(reserved_, planned_.total_bytes + kHugePage);
+    if (reserved_ != nullptr) munmap(reserved_, mapped_bytes() + kHugePage);
     if (fd_ >= 0) close(fd_);
     throw;
   }
 }
 
 Segment::~Segment() {
-  munmap(reserved_, planned_.total_bytes + kHugePage);
+  munmap(reserved_, mapped_bytes() + kHugePage);
   close(fd_);  // and the lock with it
 }
 
@@ -221,7 +221,8 @@ std::string Segment::compare() const {
   if (std::string text = number(#field, header.field, planned_.field); !text.empty()) return text
     COMPARE(abi_version);
     COMPARE(header_bytes);
-    if (text_of(header.boot_id, kBootText) != text_of(planned_.boot_id, kBootText)) {
+    // What stays in the file was written through to the disk before it was said to be complete.
+    if (!(stays_in_file_ && header.complete != 0) && std::memcmp(header.boot_id, planned_.boot_id, kBootText) != 0) {
       return "it was written before the machine was rebooted";
     }
     const std::string found = text_of(header.identity, kIdentityText), wanted = planned_.identity;
@@ -281,19 +282,19 @@ void Segment::map() {
   const auto bytes = static_cast<size_t>(info.st_size);
   if (bytes < planned_.total_bytes && ftruncate(fd_, static_cast<off_t>(planned_.total_bytes)) != 0) no_room();
   // The address a multiple of 2 MiB, as the offsets in the file are.
-  reserved_ = mmap(nullptr, planned_.total_bytes + kHugePage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
+  reserved_ = mmap(nullptr, mapped_bytes() + kHugePage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
                    -1, 0);
   if (reserved_ == MAP_FAILED) {
     reserved_ = nullptr;
     fail("no address space", errno);
   }
   base_ = reinterpret_cast<std::byte*>(round_up(reinterpret_cast<uintptr_t>(reserved_), kHugePage));
-  if (mmap(base_, planned_.total_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd_, 0) == MAP_FAILED) {
+  if (mmap(base_, mapped_bytes(), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd_, 0) == MAP_FAILED) {
     no_room();
   }
   // Both are advice. A dump of the weights would delay the restart of a process that crashed.
-  madvise(base_ + planned_.data_offset, planned_.total_bytes - planned_.data_offset, MADV_HUGEPAGE);
-  madvise(base_ + planned_.data_offset, planned_.total_bytes - planned_.data_offset, MADV_DONTDUMP);
+  madvise(base_ + planned_.data_offset, mapped_bytes() - planned_.data_offset, MADV_HUGEPAGE);
+  madvise(base_ + planned_.data_offset, mapped_bytes() - planned_.data_offset, MADV_DONTDUMP);
   experts_ = reinterpret_cast<ExpertRecord*>(base_ + planned_.experts_offset);
   if (!populate(base_, planned_.data_offset)) no_room();
 }
@@ -342,10 +343,12 @@ ExpertRecord* Segment::expert(uint32_t layer, uint32_t expert) const {
 }
 
 std::byte* Segment::slot(uint32_t layer, uint32_t expert_id) const {
-  const ExpertRecord* found = expert(layer, expert_id);
-  if (found == nullptr) return nullptr;
+  return expert(layer, expert_id) == nullptr ? nullptr : base_ + offset(layer, expert_id);
+}
+
+uint64_t Segment::offset(uint32_t layer, uint32_t expert_id) const {
   const LayerRecord& record = layers_[record_of_[layer]];
-  return base_ + record.offset + (found - experts_ - record.first_expert) * record.expert_bytes;
+  return record.offset + (expert(layer, expert_id) - experts_ - record.first_expert) * record.expert_bytes;
 }
 
 MemoryRange Segment::memory(uint32_t record) const {
@@ -355,6 +358,12 @@ MemoryRange Segment::memory(uint32_t record) const {
 void Segment::prepare(uint32_t record, ThreadPool& pool) {
   if (replaces_) reset();
   const MemoryRange range = memory(record);
+  if (stays_in_file_) {
+    // Where the file system does not know it, a write that finds no room says so.
+    const auto begin = static_cast<off_t>(layers_[record].offset);
+    if (fallocate(fd_, FALLOC_FL_KEEP_SIZE, begin, static_cast<off_t>(range.bytes)) != 0 && errno == ENOSPC) no_room();
+    return;
+  }
   std::byte* const data = base_ + layers_[record].offset;
   if (planned_.numa_node >= 0 && !bind_to_node(data, range.bytes, planned_.numa_node)) bound_ = false;
   std::atomic<bool> whole{true};
@@ -402,8 +411,13 @@ void Segment::finish(const std::string& load_record) {
   header().load_record_bytes = load_record.size();
   header().load_record_digest = digest_of(target, load_record.size(), 0);
   header().experts_digest = experts_digest();
+  if (stays_in_file_ && fsync(fd_) != 0) fail("can not be written to the disk", errno);
   atomic(header().complete).store(1, std::memory_order_release);
   finished_ = true;
+  if (stays_in_file_) {
+    fdatasync(fd_);  // without it, it is packed again after a crash of the machine
+    posix_fadvise(fd_, static_cast<off_t>(planned_.data_offset), 0, POSIX_FADV_DONTNEED);
+  }
   protect();
 }
 
@@ -428,6 +442,17 @@ void Segment::write(std::byte* target, const std::byte* source, size_t count) {
   if (finished_) mprotect(base_ + begin, end - begin, PROT_READ);
 }
 
+void Segment::write_to_file(uint64_t offset, const std::byte* source, size_t count) {
+  for (size_t done = 0; done < count;) {
+    const ssize_t written = pwrite(fd_, source + done, count - done, static_cast<off_t>(offset + done));
+    if (written < 0 && errno != EINTR) errno == ENOSPC ? no_room() : fail("can not be written to", errno);
+    done += static_cast<size_t>(std::max<ssize_t>(written, 0));
+  }
+  // The disk is kept at work, so that few pages are held for it; those that are written leave memory.
+  sync_file_range(fd_, static_cast<off64_t>(offset), static_cast<off64_t>(count), SYNC_FILE_RANGE_WRITE);
+  posix_fadvise(fd_, static_cast<off_t>(offset), static_cast<off_t>(count), POSIX_FADV_DONTNEED);
+}
+
 void Segment::set_repaired(ExpertRecord& record) {
   atomic(record.state).store(static_cast<uint32_t>(ExpertState::kPacked), std::memory_order_release);
   if (!finished_ || !all_packed()) return;
@@ -446,6 +471,7 @@ std::string Segment::load_record() const {
 
 // A stray write of this process ends it, instead of changing what others compute with.
 void Segment::protect() {
+  if (stays_in_file_) return;
   mprotect(base_ + planned_.data_offset, planned_.total_bytes - planned_.data_offset, PROT_READ);
 }
 

@@ -1,7 +1,8 @@
 // Packed experts in a file that other processes map too, and that outlives the server which packed them: the one
 // description of its bytes, and the server that writes it. moebius/kernels/weight_segment.py reads it; a test compares the two.
 //
-// One file per expert server, mode 0600, in memory (a memfd, tmpfs or hugetlbfs):
+// One file per expert server, mode 0600, in memory (a memfd, tmpfs or hugetlbfs), or on a disk for experts that memory
+// can not hold (cold_experts.h), whose data is then written and read, not mapped:
 //
 //   [header]       Header
 //   [layers]       LayerRecord[num_layers], ascending by layer: those of which experts are held here
@@ -112,6 +113,7 @@ struct SegmentOptions {
   std::string identity;
   uint32_t intermediate_begin = 0;
   std::vector<std::vector<uint32_t>> held;  // [layers], global ids of the experts held here, ascending
+  uint64_t slot_bytes = 0;  // 0: the data is mapped; else it stays in the file, with so much memory for some of it
 };
 
 // The file can not be used; the message names it and says why. The Python exception class is a RuntimeError.
@@ -148,6 +150,10 @@ class Segment {
   // Returns an expert's record by global id; null: not held.
   ExpertRecord* expert(uint32_t layer, uint32_t expert) const;
   std::byte* slot(uint32_t layer, uint32_t expert) const;
+  // Where the expert's bytes lie in the file.
+  uint64_t offset(uint32_t layer, uint32_t expert) const;
+  bool stays_in_file() const { return stays_in_file_; }
+  const std::string& path() const { return path_; }
   bool is_packed(const ExpertRecord& record) const;
   MemoryRange memory(uint32_t record) const;  // of a layer, rounded up to whole pages
 
@@ -159,6 +165,8 @@ class Segment {
   void set_missing(ExpertRecord& record);
   // Writes bytes of an expert, also after finish(); they must not be read meanwhile.
   void write(std::byte* target, const std::byte* source, size_t count);
+  // The same where the data stays in the file, from any thread. Throws SegmentError when the disk is full, or fails.
+  void write_to_file(uint64_t offset, const std::byte* source, size_t count);
   // The expert's bytes are again what was packed. With the last missing one all is complete again.
   void set_repaired(ExpertRecord& record);
   // See Header::checked.
@@ -174,6 +182,7 @@ class Segment {
   bool in_memory() const { return in_memory_; }
 
  private:
+  size_t mapped_bytes() const { return stays_in_file_ ? planned_.data_offset : planned_.total_bytes; }
   void plan(const SegmentOptions& segment, const EngineOptions& engine, const std::vector<ExpertLayout>& layouts,
             const std::vector<uint32_t>& layout_index);
   void open(const std::string& path);
@@ -197,6 +206,7 @@ class Segment {
   ExpertRecord* experts_ = nullptr;
   Found found_ = Found::kNew;
   bool finished_ = false;  // the load record is written; what is missing was damaged since
+  bool stays_in_file_ = false;
   bool replaces_ = false;  // what the file holds is not ours, and still there
   std::string difference_;
   bool bound_ = true;

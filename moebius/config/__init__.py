@@ -305,7 +305,19 @@ class ExpertConfig(Section):
     )
     expert_weights_dir: str = Field(
         default="",
-        description="tmpfs directory where packed experts outlive their server; `serve` creates one itself",
+        description="Directory where packed experts outlive their server: a tmpfs, or on a disk with "
+        "cold_experts disk; empty: `serve` has one",
+    )
+    cold_experts: Literal["auto", "ram", "disk"] = Field(
+        default="auto",
+        description="Experts: all in RAM, or on disk with those in RAM that are used most; auto: on disk if "
+        "RAM has no room for all and few are missed",
+    )
+    expert_memory_gib: float = Field(
+        default=0.0,
+        ge=0,
+        description="RAM for experts that are on disk, GiB of all expert servers that `serve` starts; "
+        "0: what is free",
     )
     verify_interval_s: float = Field(
         default=3600.0,

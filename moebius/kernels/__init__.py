@@ -85,6 +85,14 @@ class EngineStats:
     """[num_layers], of busy_seconds"""
     expert_rows: NDArray[np.uint64]
     """[num_layers, num_experts], rows computed by each expert held here"""
+    cold_used: int
+    """experts that calls needed, where some stay in a file (`SegmentSettings.slot_bytes`)"""
+    cold_missed: int
+    """of them, those that had to be read"""
+    cold_read_bytes: int
+    """bytes read from the file, also to fill memory at the start"""
+    cold_waited_seconds: float
+    """time that threads waited for reads, divided by their number"""
 
 
 @dataclass(frozen=True)
@@ -137,6 +145,8 @@ class SegmentSettings:
     """ids of the experts held here, ascending, by layer"""
     intermediate_begin: int = 0
     """first channel of every expert that is held here"""
+    slot_bytes: int = 0
+    """0: all of it is mapped; else it stays in the file, with so much memory for some experts at a time"""
 
 
 SegmentError = _kernels.SegmentError
@@ -234,6 +244,7 @@ class ExpertEngine:
             segment_identity=segment.identity if segment else "",
             intermediate_begin=segment.intermediate_begin if segment else 0,
             held=[list(segment.held.get(layer, ())) for layer in range(num_layers)] if segment else [],
+            slot_bytes=segment.slot_bytes if segment else 0,
         )
 
     def reserve(self, layer: int, count: int) -> None:
@@ -311,6 +322,25 @@ class ExpertEngine:
         """
         found = self._engine.segment_error(layer, expert)
         return None if found is None else LoadError(*found)
+
+    def fill_slots(self) -> None:
+        """Read experts from the file into the memory that is still free for them; not during `forward`.
+
+        Nothing where all experts are in memory.
+        """
+        self._engine.fill_slots()
+
+    @property
+    def cold_slots(self) -> tuple[tuple[int, ...], bool] | None:
+        """Returns how many experts of each layer are in memory at a time, and whether the file is read past
+        the page cache; None: all are in memory."""
+        found = self._engine.cold_slots
+        return None if found is None else (tuple(found[0]), found[1])
+
+    @property
+    def read_problem(self) -> str:
+        """Returns why an expert in the file was found damaged, or could not be read, last; empty: none."""
+        return self._engine.read_problem
 
     def finish_load(self, load_record: str) -> None:
         """Tell readers and successors that all is packed; from here on the segment is read-only here.

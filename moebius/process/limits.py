@@ -61,7 +61,7 @@ def _thread_limits(root: Path) -> Iterator[tuple[str, int, str]]:
     if processes >= 0 and os.geteuid() != 0:  # root is exempt
         left = processes - _threads_of(root / "proc", os.getuid())
         yield "ulimit -u", left, "systemd: LimitNPROC=, docker, podman: --ulimit nproc="
-    for directory in _pid_groups(root):
+    for directory in _groups(root, "pids"):
         most, now = _number(directory / "pids.max"), _number(directory / "pids.current")
         if most is not None and now is not None:
             fix = "docker, podman: --pids-limit; systemd: TasksMax=; Kubernetes: the kubelet's podPidsLimit"
@@ -80,7 +80,7 @@ def _threads_of(proc: Path, user: int) -> int:
     return count
 
 
-def _pid_groups(root: Path) -> list[Path]:
+def _groups(root: Path, controller: str) -> list[Path]:
     """Returns this process's groups of both versions, each with all above it."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -89,9 +89,9 @@ def _pid_groups(root: Path) -> list[Path]:
     base, found = root / "sys/fs/cgroup", []
     for line in lines:
         number, controllers, path = line.split(":", 2)
-        if number != "0" and "pids" not in controllers.split(","):
+        if number != "0" and controller not in controllers.split(","):
             continue
-        top = base if number == "0" else base / "pids"
+        top = base if number == "0" else base / controller
         place = top / path.lstrip("/")
         found += [directory for directory in (place, *place.parents) if directory.is_relative_to(top)]
     return found
@@ -104,21 +104,23 @@ def total_memory(root: Path = Path("/")) -> int:
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Returns the bytes that can be allocated without swapping: the kernel's estimate, at most what the
-    cgroup leaves.
+    """Returns the bytes that can be allocated without swapping: the kernel's estimate, at most what this
+    process's cgroups leave, version 2 or 1.
 
     Pages of files that the kernel can drop are available in both.
     """
     available = _table(root / "proc/meminfo").get("MemAvailable:", 0) * 1024
     available = available or os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    group = root / "sys/fs/cgroup"
-    limit = _number(group / "memory.max")
-    if limit is None:
-        return available
-    parts = _table(group / "memory.stat")
-    # Not "file", which counts shared memory, too.
-    cached = parts.get("active_file", 0) + parts.get("inactive_file", 0)
-    return min(available, max(0, limit - (_number(group / "memory.current") or 0) + cached))
+    for group in dict.fromkeys((root / "sys/fs/cgroup", *_groups(root, "memory"))):
+        parts = _table(group / "memory.stat")
+        # Not "file" and "cache", which count shared memory, too. Of version 1 "total" has groups below.
+        cached = [parts.get(f"total_{name}", parts.get(name, 0)) for name in ("active_file", "inactive_file")]
+        for limit, used in (("max", "current"), ("limit_in_bytes", "usage_in_bytes")):
+            most = _number(group / f"memory.{limit}")
+            if most is not None:
+                left = most - (_number(group / f"memory.{used}") or 0) + sum(cached)
+                available = min(available, max(0, left))
+    return available
 
 
 def _table(path: Path) -> dict[str, int]:

@@ -20,7 +20,7 @@ from moebius import _kernels
 from moebius.errors import StartupError, UserError, shortage
 from moebius.host.topology import Topology
 from moebius.mailbox import Mailbox, MailboxError, MailboxGeometry
-from moebius.process.limits import check_limits, out_of_memory_kills
+from moebius.process.limits import available_memory, check_limits, out_of_memory_kills
 
 # Checked before the model is looked for, so no model is needed.
 COMMANDS = ("serve", "gateway", "expert", "gpu")
@@ -194,3 +194,26 @@ def test_a_mailbox_that_an_engine_makes_alone_says_it_too(monkeypatch: pytest.Mo
         MailboxError, match=r"No space left on device: \d+ MiB are free. docker, podman: --shm"
     ):
         Mailbox.create("x", geometry)
+
+
+@pytest.mark.parametrize(
+    ("line", "group", "limit", "used"),
+    [
+        ("0::/a/b", "a", "memory.max", "memory.current"),
+        ("4:memory:/a/b", "memory/a", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ],
+)
+def test_memory_is_what_each_group_above_leaves(
+    tmp_path: Path, line: str, group: str, limit: str, used: str
+) -> None:
+    """A scope of systemd below a slice with the limit, of both versions of cgroups."""
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(f"{line}\n")
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 99999 kB\nMemAvailable: 88888 kB\n")
+    place = tmp_path / "sys/fs/cgroup" / group
+    (place / "b").mkdir(parents=True)
+    assert available_memory(tmp_path) == 88888 << 10
+    (place / limit).write_text("5000000\n")
+    (place / used).write_text("1000000\n")
+    (place / "memory.stat").write_text("active_file 10\ninactive_file 20\n")
+    assert available_memory(tmp_path) == 4000030
