@@ -26,7 +26,7 @@ from gpu_service.layers.deferral import late_choices
 from tests import tolerances
 from tests.helpers.exchanging_rank import PackedSource
 from tests.helpers.fetching_layers import check_layer, fetch_state
-from tests.helpers.resident_layers import ALL_FORMATS, Shape, routed
+from tests.helpers.resident_layers import EXPERT_FORMATS, Shape, routed
 from tests.helpers.stored_experts import (
     MadeExperts,
     MadeServer,
@@ -81,7 +81,7 @@ def check_sums(
         assert (ours - theirs).abs().max() / theirs.abs().max() < tolerances.EXPERTS_SUMMED_APART
 
 
-@pytest.mark.parametrize("weight_format", ALL_FORMATS)
+@pytest.mark.parametrize("weight_format", EXPERT_FORMATS)
 @pytest.mark.parametrize("split", [tensor_split, expert_split])
 def test_every_format(weight_format: str, split: Any) -> None:
     """Steps that follow one another: experts are fetched, found again, and replaced."""

@@ -21,7 +21,7 @@ from gpu_service.layers.asked_experts import ask_experts
 from gpu_service.layers.deferral import late_choices
 from moebius.config import GpuConfig, ModelConfigSection, MoebiusConfig
 from tests import tolerances
-from tests.helpers.resident_layers import ALL_FORMATS, Shape, routed
+from tests.helpers.resident_layers import EXPERT_FORMATS, Shape, routed
 from tests.helpers.stored_experts import (
     MadeExperts,
     MadeServer,
@@ -60,7 +60,7 @@ def assert_equal(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
         assert error < tolerances.EXPERTS_SUMMED_APART
 
 
-@pytest.mark.parametrize("weight_format", ALL_FORMATS)
+@pytest.mark.parametrize("weight_format", EXPERT_FORMATS)
 def test_every_format(weight_format: str) -> None:
     """All experts streamed, nothing asked of servers; twice, so that the ring wraps into the next step."""
     found = streaming(made(tensor_split(SHAPE, 1), weight_format))

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from gpu_service.experts.resident.content import SlotContent
 from gpu_service.experts.resident.panels import layer_format
 from gpu_service.experts.streaming.plan import StoredExperts
+from moebius.kernels.weight_formats import split_gate_up
 from moebius.kernels.weight_segment import SegmentLayer, digest_seed
 from moebius.models.identity import CHECKPOINT, identity_part
 
@@ -143,12 +144,13 @@ def _file(path: Path) -> tuple[int, int] | None:
 def _stored(segment: int, layer: SegmentLayer) -> StoredExperts:
     width = layer.intermediate_end - layer.intermediate_begin
     sizes = layer.gate_up_format, layer.down_format, layer.hidden_size, width, layer.has_bias
-    # Whether experts have a gate, their size says.
-    kinds = [layer_format(*sizes, gated) for gated in (False, True)]
+    # Whether experts have a gate, their size says; those whose gate has a format of its own do.
+    gate, up = split_gate_up(layer.gate_up_format)
+    kinds = [layer_format(*sizes, gated) for gated in ((False, True) if gate == up else (True,))]
     kind = next((found for found in kinds if found.expert_bytes == layer.expert_bytes), None)
     if kind is None:
         raise SegmentsUnusable(
             f"experts of layer {layer.layer} take {layer.expert_bytes} bytes in the segment of expert server "
-            f"{segment}, {kinds[1].expert_bytes} in this version's layout"
+            f"{segment}, {kinds[-1].expert_bytes} in this version's layout"
         )
     return StoredExperts(layer.layer, segment, layer.offset, layer.experts, kind)

@@ -262,7 +262,7 @@ class TritonResidentKernels(ResidentKernels):
         outputs: torch.Tensor,
         tile: launch.Tile,
     ) -> None:
-        kind, count, gate_up, down = slots.kind, topk_ids.numel(), slots.gate_up, slots.down
+        kind, count, gate_up = slots.kind, topk_ids.numel(), slots.gate_up
         pairs, block_slots = align(slots, topk_ids, tile.rows, 0, slots.count)
         gemm.gate_up_tiles[(block_slots.shape[0], -(-kind.intermediate_columns // tile.columns))](
             hidden_states,
@@ -292,6 +292,19 @@ class TritonResidentKernels(ResidentKernels):
             **_parts(hidden_states.dtype, kind.gate, kind.gate_up),
             num_warps=tile.warps,
         )
+        self._down_by_tiles(slots, intermediate, pairs, block_slots, count, outputs, tile)
+
+    def _down_by_tiles(
+        self,
+        slots: LayerSlots,
+        intermediate: torch.Tensor,
+        pairs: torch.Tensor,
+        block_slots: torch.Tensor,
+        count: int,
+        outputs: torch.Tensor,
+        tile: launch.Tile,
+    ) -> None:
+        kind, down = slots.kind, slots.down
         gemm.down_tiles[(block_slots.shape[0], -(-kind.hidden_size // tile.columns))](
             intermediate,
             down.words,
@@ -311,8 +324,8 @@ class TritonResidentKernels(ResidentKernels):
             M=tile.rows,
             N=tile.columns,
             CHUNK=panel_sizes.chunk(kind.down),
-            **_product_type(hidden_states.dtype, kind.down),
-            **_parts(hidden_states.dtype, kind.down),
+            **_product_type(intermediate.dtype, kind.down),
+            **_parts(intermediate.dtype, kind.down),
             num_warps=tile.warps,
         )
 
