@@ -18,6 +18,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from functools import partial
 
 _FORK = b"F"  # comes with two sockets: the new process's channel, and the one that its status goes to
 _STATUS = struct.Struct("!i")
@@ -108,20 +109,13 @@ class EarlyServer:
         Call it before there are threads, connections or event loops.
         """
         self.control, theirs = socket.socketpair()
-        process = os.fork()
-        if process == 0:
-            status = 1
-            try:
-                self.control.close()
-                os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-                os.environ.update(_ENVIRONMENT)
-                status = run(theirs)
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(status)
-        theirs.close()
-        self.process = Child(process)
+
+        def become_server() -> None:
+            self.control.close()
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            os.environ.update(_ENVIRONMENT)
+
+        self.process = Child(_fork(become_server, run, theirs))
 
 
 class ForkServer:
@@ -192,7 +186,7 @@ def serve_forks(control: socket.socket, run: Callable[[socket.socket], int]) -> 
                         return
                     channel, report = (socket.socket(fileno=number) for number in sockets)
                     inherited = [control, waker, woken, report, *reports.values()]
-                    process = _fork(channel, inherited, selector, run)
+                    process = _fork(partial(_leave_server, inherited, selector), run, channel)
                     reports[process] = report
                     selector.register(report, selectors.EVENT_READ, process)
                 elif key.fileobj is waker:
@@ -203,22 +197,13 @@ def serve_forks(control: socket.socket, run: Callable[[socket.socket], int]) -> 
             _report_ended(reports, selector)
 
 
-def _fork(
-    channel: socket.socket,
-    inherited: list[socket.socket],
-    selector: selectors.BaseSelector,
-    run: Callable[[socket.socket], int],
-) -> int:
-    """Returns the id of a new process that runs with `channel`, and without what is the server's own."""
+def _fork(begin: Callable[[], None], run: Callable[[socket.socket], int], channel: socket.socket) -> int:
+    """Returns the id of a new process: it calls `begin`, and ends with the status that `run` returns."""
     process = os.fork()
     if process == 0:
         status = 1
         try:
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            selector.close()
-            for each in inherited:
-                each.close()
+            begin()
             status = run(channel)
         except BaseException:
             traceback.print_exc()
@@ -226,6 +211,15 @@ def _fork(
             os._exit(status)
     channel.close()
     return process
+
+
+def _leave_server(inherited: list[socket.socket], selector: selectors.BaseSelector) -> None:
+    """Rids a fork of what is the server's own."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    selector.close()
+    for each in inherited:
+        each.close()
 
 
 def _report_ended(reports: dict[int, socket.socket], selector: selectors.BaseSelector) -> None:

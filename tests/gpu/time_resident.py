@@ -135,7 +135,7 @@ def sweep(slots: LayerSlots, weight_format: str) -> None:
         print(f"{weight_format:10s} {count:4d} lines, 1 row: {measure(slots, 1, ALWAYS)}", flush=True)
     panel_sizes.MAX_LINES = lines
     for rows, height in ((16, 16), (512, 32), (512, 64), (4096, 64), (4096, 128)):
-        for columns, warps in ((32, 4), (64, 4), (128, 4), (128, 8), (256, 8)):
+        for columns, warps in ((32, 1), (32, 2), (64, 1), (64, 2), (64, 4), (128, 4), (128, 8)):
             chosen = launch.Tile(height, columns, warps)
             launch.tile = partial(_always, chosen)
             print(f"{weight_format:10s} {rows:5d} rows, {chosen}: {measure(slots, rows, NEVER)}", flush=True)
