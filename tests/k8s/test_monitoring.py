@@ -49,7 +49,8 @@ def registries() -> Iterator[CollectorRegistry]:
     export(cast(MemoryLedger, ledger), "m", engine)
     yield engine
     ones = np.ones(1, np.uint64)
-    stats = EngineStats(1, 1, 1.0, 0, 0, 0, 0, 0, ones, ones, ones, ones, np.ones((1, 1), np.uint64))
+    each = np.ones((1, 1), np.uint64)
+    stats = EngineStats(1, 1, 1.0, 0, 0, 0, 0, 0, ones, ones, ones, ones, each, 1, 1, 1, 1.0)
     loaded = SimpleNamespace(
         engine=SimpleNamespace(packed_bytes=1, num_threads=1, stats=lambda: stats),
         seconds=1.0,

@@ -76,13 +76,13 @@ def outputs(host: ExpertHost, ids: Any = IDS) -> list[bytes]:
     return [host.forward(layer, rows, ids, weights).tobytes() for layer in host.loaded.model.moe_layers]
 
 
-def end(hosts: list[ExpertHost]) -> None:
-    """Ends them all, so that their files are free."""
+def end(hosts: list[ExpertHost], others: set[threading.Thread]) -> None:
+    """Ends them all, so that their files are free. `others`: threads that were there before, of other tests."""
     for host in hosts:
         host.drain(60)
     hosts.clear()
     del host
-    for thread in threading.enumerate():
+    for thread in set(threading.enumerate()) - others:
         if thread.name == "weights-watch":
             thread.join(60)
     gc.collect()
@@ -92,6 +92,7 @@ def test_a_restart_reads_the_file_and_answers_alike(
     tmp_path: Path, request_: SliceRequest, hosts: list[ExpertHost], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All in memory, packed to disk, and found there: the same bits; the second one reads no checkpoint."""
+    others = set(threading.enumerate())
     expected = outputs(loaded(hosts, request_, None))
     host = loaded(hosts, request_, tmp_path, 4)
     assert outputs(host) == expected
@@ -99,7 +100,7 @@ def test_a_restart_reads_the_file_and_answers_alike(
     assert "moebius:expert_cold_used_total 14.0" in text
     assert "moebius:expert_cold_missed_total 0.0" not in text
     del host
-    end(hosts)
+    end(hosts, others)
     monkeypatch.setattr(loader_module, "plan_load", None)
     assert outputs(loaded(hosts, request_, tmp_path, 4)) == expected
 

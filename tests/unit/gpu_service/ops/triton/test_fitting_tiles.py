@@ -64,6 +64,6 @@ def test_smaller_tiles_hold_the_group_and_end(group: int) -> None:
                 assert len(set(tiles)) == len(tiles)
                 assert all(smaller.rows >= 16 and smaller.keys >= 16 for smaller in tiles)
                 assert tiles[-1].num_stages == 1
-    for chosen in (resident.tile(10, 5), resident.tile(10_000, 5)):
+    for chosen in (resident.tile(10, 5, False), resident.tile(10_000, 5, False), resident.tile(10, 5, True)):
         sizes = [tile.rows * tile.columns for tile in resident.with_smaller(chosen)]
         assert sizes == sorted(set(sizes), reverse=True)
