@@ -77,7 +77,7 @@ def outputs(host: ExpertHost, ids: Any = IDS) -> list[bytes]:
 
 
 def end(hosts: list[ExpertHost], others: set[threading.Thread]) -> None:
-    """Ends them all, so that their files are free. `others`: threads that were there before, of other tests."""
+    """Ends them all, so that their files are free. `others`: threads that were there before."""
     for host in hosts:
         host.drain(60)
     hosts.clear()
