@@ -158,8 +158,8 @@ def test_rows_of_a_graph_are_the_plans_then_padding(has_mrope: bool) -> None:
         memory = np.full(-(-packed.nbytes(width) // 64) * 64, 255, dtype=np.uint8)
         packed.write(plan, memory)
         written = packed_views(torch.from_numpy(memory), list(expected.values()))
-        for name, value in zip(expected, written, strict=True):
-            assert torch.equal(value, expected[name]), name
+        for name, found in zip(expected, written, strict=True):
+            assert torch.equal(found, expected[name]), name
         assert torch.equal(packed.pages(torch.from_numpy(memory).view(torch.int32), width), written[-1])
 
 
