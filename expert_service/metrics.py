@@ -57,36 +57,23 @@ class ExpertCollector(Collector):
 
 
 def _counters(stats: EngineStats) -> Iterator[Metric]:
-    yield CounterMetricFamily("moebius:expert_busy_seconds", "Wall time spent computing", stats.busy_seconds)
-    yield CounterMetricFamily(
-        "moebius:expert_nonfinite_inputs", "Input values that were NaN or infinite", stats.nonfinite_inputs
-    )
-    yield CounterMetricFamily(
-        "moebius:expert_nonfinite_outputs", "Output values that were NaN or infinite", stats.nonfinite_outputs
-    )
-    yield CounterMetricFamily(
-        "moebius:expert_damaged", "Packed experts found to differ from their checksum", stats.damaged_experts
-    )
-    yield CounterMetricFamily(
-        "moebius:expert_repaired", "Damaged experts that were repacked", stats.repaired_experts
-    )
-    yield CounterMetricFamily(
-        "moebius:expert_verified_bytes", "Packed weights compared with their checksums", stats.verified_bytes
-    )
-    yield CounterMetricFamily(
-        "moebius:expert_cold_used", "Experts that calls needed, where some are on disk", stats.cold_used
-    )
-    yield CounterMetricFamily(
-        "moebius:expert_cold_missed", "Of them, those that were read from disk", stats.cold_missed
-    )
-    yield CounterMetricFamily(
-        "moebius:expert_cold_read_bytes", "Bytes of experts read from disk", stats.cold_read_bytes
-    )
-    yield CounterMetricFamily(
-        "moebius:expert_cold_wait_seconds",
-        "Time that computing threads waited for the disk, over their number",
-        stats.cold_waited_seconds,
-    )
+    for name, meaning, value in (
+        ("busy_seconds", "Wall time spent computing", stats.busy_seconds),
+        ("nonfinite_inputs", "Input values that were NaN or infinite", stats.nonfinite_inputs),
+        ("nonfinite_outputs", "Output values that were NaN or infinite", stats.nonfinite_outputs),
+        ("damaged", "Packed experts found to differ from their checksum", stats.damaged_experts),
+        ("repaired", "Damaged experts that were repacked", stats.repaired_experts),
+        ("verified_bytes", "Packed weights compared with their checksums", stats.verified_bytes),
+        ("cold_used", "Experts that calls needed, where some are on disk", stats.cold_used),
+        ("cold_missed", "Of them, those that were read from disk", stats.cold_missed),
+        ("cold_read_bytes", "Bytes of experts read from disk", stats.cold_read_bytes),
+        (
+            "cold_wait_seconds",
+            "Time that computing threads waited for the disk, over their number",
+            stats.cold_waited_seconds,
+        ),
+    ):
+        yield CounterMetricFamily(f"moebius:expert_{name}", meaning, value)
     calls = CounterMetricFamily("moebius:expert_calls", "Forward passes", labels=["layer"])
     rows = CounterMetricFamily("moebius:expert_rows", "Token rows in them", labels=["layer"])
     computed = CounterMetricFamily(

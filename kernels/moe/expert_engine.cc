@@ -236,9 +236,8 @@ NonfiniteCounts ExpertEngine::run_in_turns(const ExpertRequest& request, float* 
     turn_.group(request.topk_ids, request.topk_weights, request.rows, request.top_k, options_.expert_begin + begin,
                 turn.back().expert - begin + 1);
     for (RowGroups::Group& group : turn_.groups) group.expert += begin;
-    const NonfiniteCounts now =
-        moe_.run(request, turn_, output, trace_.is_on() ? &trace_ : nullptr, first > 0);
-    result = now;  // each run looks at all inputs, and at the sums so far
+    // Each run looks at all inputs, and at the sums so far.
+    result = moe_.run(request, turn_, output, trace_.is_on() ? &trace_ : nullptr, first > 0);
   }
   return result;
 }

@@ -113,7 +113,7 @@ class TritonResidentKernels(ResidentKernels):
             return
         pairs = topk_ids.numel()
         intermediate, outputs = _pair_memory(slots, hidden_states, pairs)
-        by_parts = launch.by_parts(slots.kind, hidden_states.dtype)
+        by_parts = launch.by_parts(hidden_states.dtype, slots.kind.gate, slots.kind.gate_up)
         tile = launch.tile(pairs, self._geometry.num_experts, by_parts)
         launch_fitting(
             "resident experts",
@@ -157,9 +157,8 @@ class TritonResidentKernels(ResidentKernels):
         """A call for each kind of tile, and one for few rows. No id is chosen."""
         geometry, device = self._geometry, slots.weights.device
         few = self._few_rows(slots.kind)
-        sizes = launch.sizes_to_warm_up(
-            geometry.num_experts, geometry.top_k, few, max_rows, launch.by_parts(slots.kind, dtype)
-        )
+        by_parts = launch.by_parts(dtype, slots.kind.gate, slots.kind.gate_up)
+        sizes = launch.sizes_to_warm_up(geometry.num_experts, geometry.top_k, few, max_rows, by_parts)
         for rows_ in counted(sizes, "compiling expert kernels", len(sizes)):
             ids = torch.full((rows_, geometry.top_k), -1, dtype=torch.int32, device=device)
             hidden_states = torch.zeros((rows_, geometry.hidden_size), dtype=dtype, device=device)
@@ -399,8 +398,10 @@ def _product_type(dtype: torch.dtype, *panels: PanelFormat) -> dict[str, Any]:
 
 def _parts(dtype: torch.dtype, *panels: PanelFormat) -> dict[str, Any]:
     """Returns whether tiles multiply codes, part by part: PART is 0 where they do not."""
-    by_parts = dtype == torch.bfloat16 and all(map(panel_sizes.has_parts, panels))
-    return {"PART": PART if by_parts else 0, "BY_PAIRS": not triton.knobs.runtime.interpret}
+    return {
+        "PART": PART if launch.by_parts(dtype, *panels) else 0,
+        "BY_PAIRS": not triton.knobs.runtime.interpret,
+    }
 
 
 def _row_parts(slots: LayerSlots, hidden_states: torch.Tensor, top_k: int) -> list[slice]:

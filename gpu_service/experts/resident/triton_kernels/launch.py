@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from gpu_service.experts.resident.panels import PAIRS_BYTES, UNPACK_FROM, UNPACKED_BYTES, LayerFormat
+from gpu_service.ops.panels import PanelFormat
 from gpu_service.ops.triton.panel_sizes import EXACT_IN_BFLOAT16, has_parts
 
 # Up to this many token rows, a program per pair reads its expert's panels itself, in any model.
@@ -113,9 +114,9 @@ def dense_tiles(pairs: int, num_experts: int) -> tuple[DenseTile, ...]:
     return _DENSE_TILES if pairs >= HIGH_TILE_FROM * num_experts else _DENSE_TILES[2:]
 
 
-def by_parts(kind: LayerFormat, rows: torch.dtype) -> bool:
-    """Returns whether tiles of gate and up multiply codes, and only then apply scales."""
-    return rows == torch.bfloat16 and all(map(has_parts, (kind.gate, kind.gate_up)))
+def by_parts(rows: torch.dtype, *panels: PanelFormat) -> bool:
+    """Returns whether tiles of all these panels multiply codes, and only then apply scales."""
+    return rows == torch.bfloat16 and all(map(has_parts, panels))
 
 
 def unpacks(kind: LayerFormat, rows: torch.dtype, pairs: int, num_experts: int) -> bool:
