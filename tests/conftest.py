@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import random
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
+import structlog
 import torch
 from hypothesis import settings
 
@@ -84,6 +86,16 @@ def _reference_ops() -> Iterator[None]:
     if backends := sys.modules.get("gpu_service.ops.backends"):
         for device_type in ("cpu", "cuda"):
             backends.uninstall(device_type)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _own_logging() -> Iterator[None]:
+    """A file's tests begin with structlog as it is imported: commands that ran in this process set it up."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers, root.level = handlers, level
+    structlog.reset_defaults()
 
 
 @pytest.fixture(scope="module", autouse=True)
