@@ -502,6 +502,7 @@ def pack_expert(
     *,
     has_bias: bool = False,
     parts: int = 1,
+    into: NDArray[np.uint8] | None = None,
 ) -> tuple[NDArray[np.uint8], float, float]: ...
 def unpack_matrix(
     format: str, packed: NDArray[np.uint8], rows: int, k: int, has_bias: bool = False

@@ -1,6 +1,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <optional>
 #include <vector>
 
 #include "kernels/bindings/bindings.h"
@@ -110,10 +111,20 @@ py::array_t<float> dequantise_matrix(const py::object& source) {
   return result;
 }
 
+// Memory for `count` bytes: the caller's, which may be used again, or new memory, whose pages come one by one.
+Bytes memory_for(const std::optional<Bytes>& given, uint64_t count) {
+  if (!given) return Bytes(static_cast<py::ssize_t>(count));
+  if (given->ndim() != 1 || static_cast<uint64_t>(given->size()) != count) {
+    throw py::value_error("into: " + std::to_string(given->size()) + " bytes, but the expert takes " +
+                          std::to_string(count));
+  }
+  return *given;
+}
+
 // (packed bytes, squared error, squared reference); packed in `parts` pieces, one after the other.
 py::tuple pack_expert_matrices(const std::string& gate_up_format, const std::string& down_format,
                                const py::object& gate, const py::object& up, const py::object& down, bool has_bias,
-                               int64_t parts) {
+                               int64_t parts, const std::optional<Bytes>& into) {
   const SourceArrays up_arrays = read_source(up, "up");
   const SourceArrays down_arrays = read_source(down, "down");
   const bool gated = !gate.is_none();
@@ -123,7 +134,7 @@ py::tuple pack_expert_matrices(const std::string& gate_up_format, const std::str
                             source.up.rows, gated, has_bias);
   const uint64_t count = positive(parts, "parts");
   const uint64_t total = expert_parts(layout);
-  Bytes packed(static_cast<py::ssize_t>(layout.expert_bytes));
+  Bytes packed = memory_for(into, layout.expert_bytes);
   auto* const target = reinterpret_cast<std::byte*>(packed.mutable_data());
   PackError sum;
   {
@@ -239,7 +250,8 @@ void bind_format(py::module_& m) {
   m.def("pack_matrix", &pack_matrix, py::arg("format"), py::arg("source"), py::kw_only(), py::arg("has_bias") = false,
         py::arg("reference") = false);
   m.def("pack_expert", &pack_expert_matrices, py::arg("gate_up_format"), py::arg("down_format"), py::arg("gate"),
-        py::arg("up"), py::arg("down"), py::kw_only(), py::arg("has_bias") = false, py::arg("parts") = 1);
+        py::arg("up"), py::arg("down"), py::kw_only(), py::arg("has_bias") = false, py::arg("parts") = 1,
+        py::arg("into").noconvert() = py::none());
   m.def("unpack_matrix", &unpack_matrix, py::arg("format"), py::arg("packed").noconvert(), py::arg("rows"),
         py::arg("k"), py::arg("has_bias") = false);
   m.def("unpack_bias", &unpack_bias, py::arg("format"), py::arg("packed").noconvert(), py::arg("rows"), py::arg("k"));

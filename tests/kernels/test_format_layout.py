@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -159,7 +160,9 @@ def test_padding_is_zero(name: str, rows: int, cols: int, bias: bool) -> None:
 )
 @pytest.mark.parametrize("down", ["bfloat16", "int8", "mxfp4"])
 def test_expert_is_read_back(first: str, down: str) -> None:
-    """Gate, up and down lie where the documentation says, also when they have formats of their own."""
+    """Gate, up and down lie where the documentation says, also when they have formats of their own; memory of
+    the caller's is written completely.
+    """
     rng, gated = np.random.default_rng(4), bool(first)
     gate, up = (
         ENCODERS[name](random_weights(rng, 40, 72))
@@ -167,9 +170,15 @@ def test_expert_is_read_back(first: str, down: str) -> None:
     )
     gate_up = gate_up_format(gate.format, up.format)
     lower = ENCODERS[down](random_weights(rng, 72, 40))
-    packed, squared_error, _ = _kernels.pack_expert(
-        gate_up, lower.format, gate.source if gated else None, up.source, lower.source, parts=3
+    pack = partial(
+        _kernels.pack_expert, gate_up, lower.format, gate.source if gated else None, up.source, lower.source
     )
+    packed, squared_error, _ = pack(parts=3)
+    used = np.full(packed.nbytes, 0xA5, np.uint8)
+    assert np.shares_memory(pack(into=used)[0], used)
+    np.testing.assert_array_equal(used, packed)
+    with pytest.raises(ValueError, match=f"into: 1 bytes, but the expert takes {packed.nbytes}"):
+        pack(into=used[:1])
     layout = expert_layout(gate_up, lower.format, 72, 40, gated=gated)
     panels = 3 * (gated * layout.gate.panel_bytes + layout.gate_up.panel_bytes) + 5 * layout.down.panel_bytes
     assert layout.expert_bytes == panels

@@ -195,10 +195,14 @@ def _load(
     )
     errors: dict[int, list[float]] = {layer: [0.0, 0.0] for layer in chosen}
     lock = threading.Lock()
-    active = stream_of(next(iter(slots.values())).weights.device)
+    device = next(iter(slots.values())).weights.device
+    active, largest = stream_of(device), max(found.kind.expert_bytes for found in slots.values())
 
     def load_some() -> None:
         mapped = 0
+        # One for all experts: the pages of new memory come one by one, for which threads wait for each other,
+        # and a device copies from pinned memory at the link's full rate.
+        memory = torch.empty(largest, dtype=torch.uint8, pin_memory=device.type == "cuda")
         with active(), MappedReader() as reader:
             while True:
                 with lock:
@@ -211,7 +215,8 @@ def _load(
                     reader.reset()
                     mapped = 0
                 try:
-                    found = source.read(layer, expert, reader)
+                    into = memory[: slots[layer].kind.expert_bytes].numpy()
+                    found = source.read(layer, expert, reader, into)
                     slots[layer].put(slot, expert, torch.from_numpy(found.packed))
                 except BaseException:
                     with lock:  # the other threads need not read the rest

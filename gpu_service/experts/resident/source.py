@@ -70,8 +70,13 @@ class PackedExpertSource:
             )
         return self._formats[layer]
 
-    def read(self, layer: int, expert: int, reader: SliceReader) -> PackedExpert:
-        """Reads and packs. Raises CheckpointError naming a tensor, or a format other than the layer's."""
+    def read(
+        self, layer: int, expert: int, reader: SliceReader, into: NDArray[np.uint8] | None = None
+    ) -> PackedExpert:
+        """Reads and packs, into new memory, or uint8 `[expert_bytes]` of the caller's.
+
+        Raises CheckpointError naming a tensor, or a format other than the layer's.
+        """
         kind, found = self.format_of(layer), self._checkpoint.expert(layer, expert)
         formats = self._formats_of(found)
         if formats != kind.formats:
@@ -82,7 +87,7 @@ class PackedExpertSource:
         begin, end = self._span(found)
         gate, up, down = found.read(reader, begin, end, keeps=self._target is None)
         packed, error, reference = _kernels.pack_expert(
-            *formats, gate, up, down, has_bias=kind.gate_up.has_bias
+            *formats, gate, up, down, has_bias=kind.gate_up.has_bias, into=into
         )
         return PackedExpert(packed, error, reference)
 
