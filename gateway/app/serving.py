@@ -24,7 +24,7 @@ from gateway.generation.model import ServedModel
 from gateway.parsers.events import ParsedDelta
 from gateway.schemas.errors import to_api_error
 from gateway.telemetry import tracing
-from gateway.transport.internal import InternalCaller, TokenUsage, internal_caller
+from gateway.transport.internal import CALLER, InternalCaller, TokenUsage
 from gateway.transport.keys import KeyUse, client_of, private_salt
 from gateway.transport.streaming import INLINE_TOKENS, EventStream, LastEvent, encoded, run_until_disconnect
 
@@ -100,7 +100,7 @@ class RequestRun:
             salt = private_salt(request.scope, salt)
         for job in self._jobs:
             job.request.fairness_id, job.request.cache_salt = self._client, salt
-        self._caller = internal_caller(request.scope)
+        self._caller = request.scope.get("state", {}).get(CALLER)
         if self._caller is not None:  # `gateway/batches/slots.py` limits these
             for job in self._jobs:
                 job.request.priority = _LAST

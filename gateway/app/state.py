@@ -27,8 +27,7 @@ from gateway.processes.shared import Shared, alone
 from gateway.prompts.fork_server import EarlyServer
 from gateway.prompts.pool import PromptPool
 from gateway.prompts.process import ModelFiles, WorkerSetup
-from gateway.replicas.patience import SleepRules
-from gateway.replicas.replica_set import ReplicaSet
+from gateway.replicas.replica_set import ReplicaSet, SleepRules
 from gateway.schemas.errors import ApiError, bad_request
 from gateway.telemetry.batches import BatchMetrics
 from gateway.telemetry.combined import engine_metrics

@@ -99,7 +99,8 @@ class PromptJob:
                 if delta is not None and delta.finish is None and response.chunk.complete_follows:
                     held[delta.index] = delta
                 elif delta is not None:
-                    yield delta.after(held.pop(delta.index, None)) if is_complete else delta
+                    earlier = held.pop(delta.index, None) if is_complete else None
+                    yield delta if earlier is None else delta.after(earlier)
                 if len(self.finish_reasons) == count and completed < count:
                     return
         if len(self.finish_reasons) == count:

@@ -15,8 +15,7 @@ from gateway.parsers.events import (
 )
 from gateway.parsers.parsed_text import ParsedText
 from gateway.schemas.errors import ApiError
-from gateway.text.detokenizer import StopStrings, make_detokenizer
-from gateway.text.tokenizer import Tokenizer
+from gateway.text.tokenizer import StopStrings, Tokenizer, make_detokenizer
 from protos import engine_pb2
 
 # A masked token has -inf, which JSON cannot represent; other servers send this number for it.

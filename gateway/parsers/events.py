@@ -82,10 +82,8 @@ class ParsedDelta:
         """The text of all its `ContentDelta`s."""
         return "".join(event.text for event in self.events if isinstance(event, ContentDelta))
 
-    def after(self, earlier: ParsedDelta | None) -> ParsedDelta:
+    def after(self, earlier: ParsedDelta) -> ParsedDelta:
         """Returns this delta joined to `earlier`, which came before and did not end the output."""
-        if earlier is None:
-            return self
         return ParsedDelta(
             self.index,
             earlier.events + self.events,

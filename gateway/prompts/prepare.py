@@ -78,6 +78,7 @@ class Preparer:
         """`max_body_bytes` bounds a body without its images, which have their own bounds; `responses`: what
         requests may continue."""
         self._responses = responses
+        self._owner = ""  # of what the current request may continue
         self._strict = strict_parameters
         self._tolerance = Tolerance(strict_parameters)  # of the current request
         self._model = model
@@ -101,7 +102,7 @@ class Preparer:
         `owner` has stored. Raises MemoryError only, or GrammarTakesLong where a constraint is not checked at
         once (`gateway/constraints`)."""
         self._tolerance = Tolerance(self._strict)
-        self._responses = None if self._responses is None else self._responses.of_owner(owner)
+        self._owner = owner
         try:
             answer = self._kinds[kind](data)
             if isinstance(answer, Prepared) and self._tolerance.ignored:
@@ -162,7 +163,8 @@ class Preparer:
     def _translated(self, kind: Kind, data: bytes | bytearray) -> Prepared | bytes:
         """Prepares a request of another API as the chat or completion that it corresponds to."""
         schema, translate = TRANSLATIONS[kind]
-        context = Context(self._tolerance, self._model, self._responses)
+        responses = None if self._responses is None else self._responses.of_owner(self._owner)
+        context = Context(self._tolerance, self._model, responses)
         translation = translate(self._parsed(data, schema), context)
         if translation.answer is not None:
             return _json(translation.answer)
@@ -237,7 +239,8 @@ class Preparer:
             "functions": None,
         }
         fields = body.model_copy(update=left_out | NO_STRUCTURE)
-        prepared = Prepared(fields, jobs, _shown_logprobs(body, logprobs), with_data(images, self._images))
+        files = with_data(images, self._images) if images else []
+        prepared = Prepared(fields, jobs, _shown_logprobs(body, logprobs), files)
         return replace(prepared, speaks_functions=body.speaks_functions())
 
     def _completions(self, data: bytes | bytearray) -> Prepared:

@@ -14,6 +14,7 @@ from gateway.parsers.json_calls import mistral_id
 from gateway.parsers.registry import HARMONY, JSON_LIST, think_format, thought_bounds, tool_format
 from gateway.schemas.errors import bad_request
 from gateway.schemas.requests import ChatCompletionRequest
+from gateway.schemas.structured import NO_STRUCTURE
 from gateway.schemas.tools import ToolFunction
 from gateway.text.conversation import Conversation
 from protos.engine_pb2 import Constraint
@@ -166,7 +167,7 @@ def constraint_of(
     Raises:
         ApiError: 400 naming the parameter and the keyword of a schema that cannot be enforced.
     """
-    wanted = response_format_constraint(body)
+    wanted = response_format_constraint(body) if body.model_fields_set & NO_STRUCTURE.keys() else None
     calls = _tool_constraint(body, model, plan, wanted)
     constraint = calls or wanted
     budget, parser = body.thinking_token_budget, model.reasoning_parser

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
@@ -14,13 +15,12 @@ import structlog
 
 from gateway.replicas.addresses import is_name, resolved
 from gateway.replicas.engine_client import EngineClient, call_error
-from gateway.replicas.patience import Patience, SleepRules
 from gateway.replicas.prefixes import block_digests
 from gateway.replicas.replica import Replica, difference, other_files
 from gateway.replicas.routing import choose, last_resort
 from gateway.telemetry.metrics import ReplicaMetrics
 from moebius.models.identity import identity_digest
-from moebius.process.sleep_mark import SleepMark
+from moebius.process.sleep_mark import FORCED, SleepMark
 from protos import engine_pb2
 
 logger = structlog.get_logger(__name__)
@@ -30,6 +30,42 @@ _ANSWER_S = 60.0  # of a process that has just begun, on a busy machine
 _ATTEMPTS = 3  # a request that crashes its engine must not crash all
 # The engine is gone or stopping, or its queue is full: another may have room. Other errors are the request's.
 _RETRIED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED)
+
+# What a call fails with whose engine falls asleep or wakes; how long until it is repeated.
+_GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+_PAUSE_S = 0.1
+
+
+@dataclass(frozen=True)
+class SleepRules:
+    """What is known of a sleeping engine; filled from the settings."""
+
+    mark: SleepMark
+    wakes_on_request: bool = True
+    longest_wait_s: float = 1800.0
+
+
+class Patience:
+    """The patience of one request, from before its first call; for an operator's own calls, too."""
+
+    def __init__(self, rules: SleepRules) -> None:
+        self._rules = rules
+        self._slept = rules.mark.exists
+        self._until = time.monotonic() + rules.longest_wait_s
+
+    async def lasts(self, error: grpc.aio.AioRpcError) -> bool:
+        """Returns whether a call that has failed without an answer is to be repeated, after a pause.
+
+        It is while the engine sleeps, falls asleep or wakes, be it that it is killed meanwhile; not once
+        force has ended the call.
+        """
+        self._slept = self._slept or self._rules.mark.exists
+        if error.code() not in _GONE or not self._slept or error.details() == FORCED:
+            return False
+        if not self._rules.wakes_on_request or time.monotonic() > self._until:
+            return False
+        await asyncio.sleep(_PAUSE_S)
+        return True
 
 
 class ReplicaSet:

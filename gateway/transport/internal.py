@@ -6,9 +6,10 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
-from starlette.types import ASGIApp, Message, Scope
+from starlette.types import ASGIApp, Message
 
-_STATE = "internal_caller"
+# Where the state of a request's scope has its `InternalCaller`; that of a client's has none.
+CALLER = "internal_caller"
 
 
 @dataclass
@@ -49,12 +50,6 @@ class InternalAnswer:
     def request_id(self) -> str:
         """The request's id in the log."""
         return self.headers.get("x-request-id", "")
-
-
-def internal_caller(scope: Scope) -> InternalCaller | None:
-    """Returns who makes a request inside this process, or None for a client's."""
-    caller: InternalCaller | None = scope.get("state", {}).get(_STATE)
-    return caller
 
 
 class InternalClient:
@@ -107,5 +102,5 @@ def _scope(path: str, size: int, caller: InternalCaller) -> dict[str, Any]:
         "headers": [(b"content-type", b"application/json"), (b"content-length", str(size).encode())],
         "client": None,
         "server": None,
-        "state": {_STATE: caller},
+        "state": {CALLER: caller},
     }

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gateway.processes.shared import ALLOWANCES, KeySlot, KeyTable
 from gateway.schemas.errors import ApiError
 from gateway.telemetry.metrics import GatewayMetrics
-from gateway.transport.internal import internal_caller
+from gateway.transport.internal import CALLER, InternalCaller
 from moebius.network.api_keys import ApiKey, ApiKeys, KeyLimits
 from moebius.network.web_origins import Sender, WebOrigins
 
@@ -181,7 +181,7 @@ class KeyMiddleware:
 
     def _key_of(self, scope: Scope) -> ApiKey | None:
         """Returns the key that a client sent, or on whose behalf this process acts; None: there is none."""
-        caller = internal_caller(scope)
+        caller: InternalCaller | None = scope.get("state", {}).get(CALLER)
         if caller is not None:
             return self._keys.named(caller.key_name)
         found = (self._keys.find(key) for key in _sent_keys(Headers(scope=scope)))
@@ -205,10 +205,11 @@ def client_of(scope: Scope) -> str:
     site has). `X-Forwarded-For` counts only if a proxy on this machine sends it: anyone else could write
     anything there. All clients behind another proxy count as one, unless they send keys.
     """
-    use: KeyUse | None = scope.get("state", {}).get("key_use")
+    state = scope.get("state", {})
+    use: KeyUse | None = state.get("key_use")
     if use is not None:
         return _hashed(f"key {use.name}")
-    if internal_caller(scope) is not None:
+    if CALLER in state:
         return _hashed("batches")
     address = (scope.get("client") or ("",))[0]
     return _hashed(f"address {_network(address)}")

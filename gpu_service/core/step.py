@@ -290,7 +290,7 @@ class TokenMasks:
 
 @dataclass(frozen=True, slots=True)
 class SamplingPlan:
-    """Filled by `build_sampling_plan`. None or an empty list: no request of the batch needs it."""
+    """Filled by `SampledRows.plan`. None or an empty list: no request of the batch needs it."""
 
     temperature: Annotated[Tensor, TensorField("S", float32)]  # 0 marks greedy rows
     random_rows: Annotated[Tensor, TensorField("N", int64)]  # rows that are not greedy

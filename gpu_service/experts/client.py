@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from opentelemetry import trace
-from opentelemetry.trace import SpanContext
 
 from moebius import _kernels
 from moebius.models.geometry import MoeGeometry
@@ -233,15 +231,3 @@ def _check(name: str, tensor: torch.Tensor, shape: tuple[int, int], dtype: torch
         raise ValueError(f"{name} has shape {list(tensor.shape)}; {list(shape)} expected")
     if tensor.dtype != dtype and (dtype is not None or not tensor.dtype.is_floating_point):
         raise ValueError(f"{name} has dtype {tensor.dtype}; {dtype or 'a floating type'} expected")
-
-
-def sampled_span_context() -> SpanContext | None:
-    """Returns the current span's ids, or None when nothing is to be recorded."""
-    context = trace.get_current_span().get_span_context()
-    return context if context.is_valid and context.trace_flags.sampled else None
-
-
-def traceparent(context: SpanContext) -> str:
-    """Returns the W3C trace context, version 00."""
-    ids = f"{trace.format_trace_id(context.trace_id)}-{trace.format_span_id(context.span_id)}"
-    return f"00-{ids}-{context.trace_flags:02x}"

@@ -20,13 +20,12 @@ from gpu_service.experts.client import (
     Ticket,
     add_to,
     checked_inputs,
-    sampled_span_context,
-    traceparent,
 )
 from gpu_service.experts.grpc_servers import GrpcServers
 from moebius.mailbox.plan import INSTANCE_METADATA, MOST_GRPC_ROWS
 from moebius.models.geometry import MoeGeometry
 from moebius.network.grpc_channels import open_channel
+from moebius.telemetry import sampled_span_context, traceparent
 from protos import expert_pb2, expert_pb2_grpc
 
 _OPTIONS = [

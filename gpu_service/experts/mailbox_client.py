@@ -19,7 +19,6 @@ from gpu_service.experts.client import (
     Ticket,
     add_to,
     checked_inputs,
-    sampled_span_context,
 )
 from gpu_service.experts.servers import MailboxServers
 from moebius import _kernels
@@ -33,6 +32,7 @@ from moebius.mailbox import (
     StaleEpoch,
 )
 from moebius.models.geometry import MoeGeometry
+from moebius.telemetry import sampled_span_context
 
 # `ClientFailure::kAbandoned` of layout.h: not the cause, which this client's own exception names.
 ABANDONED = 5

@@ -126,7 +126,7 @@ class MailboxServers:
         self._interrupted.set()
 
     def damages(self) -> int:
-        return self._mailbox.damages()
+        return self._mailbox.kernel.damages()
 
     def problem(self) -> str:
         for index in range(self._mailbox.geometry.num_servers):

@@ -57,9 +57,10 @@ class Backbone(nn.Module):
     ) -> None:
         """`own`: what belongs to no layer."""
         super().__init__()
-        size, last = config.hidden_size, parallel.is_last_stage
+        last, longest = parallel.is_last_stage, config.max_model_len
         first, final = config.layers[0].residual, config.layers[config.num_decoder_layers - 1].norm
-        self._parallel, self._dtype, self._hidden_size = parallel, dtype, size
+        self._parallel, self._is_first_stage = parallel, parallel.is_first_stage
+        self._dtype, self._hidden_size = dtype, config.hidden_size
         self._first_layer = stage_layers(config, parallel).start
         # None: one residual stream.
         self._streams: type[HyperStreams] | None = None
@@ -67,7 +68,7 @@ class Backbone(nn.Module):
         self._num_streams = 1 if hyper is None else hyper.num_streams
         # Whether a stage's first half reads the streams with weights that the stage before computed.
         self._lags = isinstance(first, HyperConnections) and first.lags
-        embeds = parallel.is_first_stage or (last and config.tie_word_embeddings)
+        embeds = self._is_first_stage or (last and config.tie_word_embeddings)
         self.embed_tokens = Embedding(own.under("embed_tokens"), dtype, parallel) if embeds else None
         self.layers = nn.ModuleList(layers)
         self.norm: Norm | StreamMixer | None = None
@@ -85,7 +86,6 @@ class Backbone(nn.Module):
         ropes = [layer.mixer.rope if layer.mixer is not None else None for layer in config.layers]
         # One table for each kind of layer, and which one a layer takes.
         kinds = list(dict.fromkeys(rope for rope in ropes if rope is not None))
-        longest = config.max_model_len
         self._rotaries = [RotaryEmbedding(rope, longest, dtype=dtype, device=device) for rope in kinds]
         self._rotary_of = [None if rope is None else kinds.index(rope) for rope in ropes]
         self.rotary_emb: LearnedRotation | None = None
@@ -122,7 +122,7 @@ class Backbone(nn.Module):
         stream = self._begin(inputs)
         context.read_streams.clear()
         overflow = context.first_overflow
-        if overflow is not None and self._parallel.is_first_stage:
+        if overflow is not None and self._is_first_stage:
             _note(overflow, stream, EMBEDDING)
         runs, done = self._host_runs.of_step(context), self._first_layer
         for index, layer in enumerate(islice(self.layers, self._num_passed), self._first_layer):
@@ -167,7 +167,7 @@ class Backbone(nn.Module):
     def _begin(self, inputs: ForwardInputs) -> ResidualStream:
         """Returns the stream of embedded tokens and images, or of what the previous stage sent."""
         ids, kind, num_streams = inputs.input_ids, self._streams, self._num_streams
-        if not self._parallel.is_first_stage:
+        if not self._is_first_stage:
             shape = ids.shape[0], num_streams * self._hidden_size
             received = torch.empty(shape, dtype=self._dtype, device=ids.device)
             received = self._parallel.receive_from_previous_stage(received)
@@ -245,7 +245,7 @@ class CausalLM(nn.Module):
         self.dtype = dtype
         self.device = device
         self.parallel = parallel
-        last = parallel.is_last_stage
+        last = self._is_last_stage = parallel.is_last_stage
         outside = outside_weights(config, is_first=parallel.is_first_stage, is_last=last)
         own = RankWeights(outside, dtype, parallel)
         inner = own.under("model")
@@ -295,7 +295,7 @@ class CausalLM(nn.Module):
 
         Stages before the last have none: `[L, 0]`.
         """
-        if not self.parallel.is_last_stage:
+        if not self._is_last_stage:
             return hidden_states.new_empty((hidden_states.shape[0], 0), dtype=torch.float32)
         logits = self._own_logits(hidden_states)
         whole = gather_logits(logits, self.config.vocab_size, self.parallel).float()
@@ -322,7 +322,7 @@ class CausalLM(nn.Module):
         for module in self.modules():
             if module is not self and isinstance(module, Packed):
                 module.pack()
-        if self.lm_head is not None or not self.parallel.is_last_stage:
+        if self.lm_head is not None or not self._is_last_stage:
             return
         assert self.model.embed_tokens is not None
         embedding = self.model.embed_tokens.weight

@@ -1,8 +1,14 @@
-"""From logits and probabilities to what a sampler draws from."""
+"""From logits and probabilities to what a sampler draws from, and the numbers by which it draws.
+
+Uniform numbers depend on (seed, output position) and nothing else, so a sampled token is the same in any
+batch, after a preemption and when a step is run again. The mixer is the finaliser of SplitMix64 (Steele,
+Lea, Flood: "Fast splittable pseudorandom number generators", 2014), applied twice.
+"""
 
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from gpu_service.ops.registry import Op
@@ -71,3 +77,46 @@ def truncate_probabilities(
     reached[:, 0] = False
     ordered.masked_fill_(reached, 0.0)
     return torch.zeros_like(probabilities).scatter_(1, ids, ordered)
+
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def mix64(value: int) -> int:
+    """Returns a bijection of 64-bit integers whose output bits each depend on all input bits."""
+    value = (value + _GOLDEN) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+def uniform(seed: int, position: int) -> float:
+    """Returns a number in [0, 1) with 24 random bits (exact in float32)."""
+    return (mix64(mix64(seed & _MASK) ^ mix64(position)) >> 40) / (1 << 24)
+
+
+def derive_seed(seed: int, *parts: int | str) -> int:
+    """Returns a seed in [0, 2^63) for a sub-stream, e.g. one of a request's outputs."""
+    state = mix64(seed & _MASK)
+    for part in parts:
+        for byte in str(part).encode():
+            state = mix64(state ^ byte)
+        state = mix64(state ^ 0x100)
+    return state >> 1
+
+
+def uniforms(
+    mixed_seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]
+) -> npt.NDArray[np.float64]:
+    """Returns `uniform` of N seeds, each of which `mix64` was applied to, and N positions, float64 `[N]`."""
+    numbers = _mix64s(mixed_seeds ^ _mix64s(positions.astype(np.uint64))) >> np.uint64(40)
+    return numbers.astype(np.float64) / (1 << 24)
+
+
+def _mix64s(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """`mix64` of an array, whose integers wrap around."""
+    values = values + np.uint64(_GOLDEN)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

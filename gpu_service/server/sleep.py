@@ -91,7 +91,7 @@ class EngineSleep:
         while True:
             await asyncio.sleep(_LOOK_S)
             if is_busy():
-                self.used()
+                self._used_at = time.monotonic()
             elif self._limit_s is not None and time.monotonic() - self._used_at >= self._limit_s:
                 try:
                     return self.ask(info, force=False)

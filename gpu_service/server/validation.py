@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from gpu_service.core.constraint import ConstraintCompiler, OutputConstraint
 from gpu_service.core.images import ImageError, PreparedImage, VisionPrompt, place_images
 from gpu_service.core.request import Pooling, Request, SamplingParams
-from gpu_service.engine.sampling_plan import derive_seed
+from gpu_service.ops.sampling import derive_seed
 from gpu_service.vision.processor import ImagePreparer
 from moebius.config.request_limits import (
     MAX_ALLOWED_TOKEN_IDS,

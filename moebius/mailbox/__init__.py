@@ -395,10 +395,6 @@ class Mailbox:
         """One look at a server. Raises ValueError for an index beyond the geometry."""
         return ServerState.from_kernel(self.kernel.server_state(server_index))
 
-    def damages(self) -> int:
-        """Experts that servers, whichever process they were, have found damaged in memory."""
-        return self.kernel.damages()
-
     def wait_servers_ready(self, timeout_s: float) -> list[int]:
         """Returns each server's generation when all are ready.
 

@@ -82,6 +82,7 @@ class ApiKeys:
         """
         self._fixed = (ApiKey("api_key", KeyLimits(), api_key.encode()),) if api_key else ()
         self._path = path
+        self.required = bool(api_key or path)  # whether clients need a key at all
         self._from_file: tuple[ApiKey, ...] = ()
         self._seen: tuple[int, ...] | None = None
         # Digests of keys that were accepted: they need not be compared with all others again.
@@ -89,11 +90,6 @@ class ApiKeys:
         if path:
             self._seen = _identity(path)
             self._from_file = read_keys(path)
-
-    @property
-    def required(self) -> bool:
-        """Returns whether clients need a key at all."""
-        return bool(self._fixed or self._path)
 
     @property
     def names(self) -> frozenset[str]:

@@ -28,6 +28,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import SpanLimits, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased, Sampler, TraceIdRatioBased
+from opentelemetry.trace import SpanContext
 from structlog.typing import EventDict, Processor, WrappedLogger
 
 from moebius import __version__
@@ -42,6 +43,8 @@ __all__ = [
     "enable_reflection",
     "export_metrics",
     "process_resource",
+    "sampled_span_context",
+    "traceparent",
     "tracer",
 ]
 
@@ -130,6 +133,18 @@ def _add_trace_context(logger: WrappedLogger, method: str, event: EventDict) -> 
         event["trace_id"] = trace.format_trace_id(context.trace_id)
         event["span_id"] = trace.format_span_id(context.span_id)
     return event
+
+
+def sampled_span_context() -> SpanContext | None:
+    """Returns the current span's ids, or None when nothing is to be recorded."""
+    context = trace.get_current_span().get_span_context()
+    return context if context.is_valid and context.trace_flags.sampled else None
+
+
+def traceparent(context: SpanContext) -> str:
+    """Returns the W3C trace context, version 00."""
+    ids = f"{trace.format_trace_id(context.trace_id)}-{trace.format_span_id(context.span_id)}"
+    return f"00-{ids}-{context.trace_flags:02x}"
 
 
 EXPORT_INTERVAL_MS = 1000

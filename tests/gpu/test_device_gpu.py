@@ -19,8 +19,8 @@ from gpu_service.device.stream import (
     own_pages,
     page_lock,
 )
+from gpu_service.engine.input_builder import SampledRows
 from gpu_service.engine.sampler import PenaltyCounts, Sampler
-from gpu_service.engine.sampling_plan import build_sampling_plan
 from gpu_service.ops.ngrams import table_rows
 
 pytestmark = pytest.mark.gpu
@@ -122,7 +122,7 @@ def test_the_sampler_says_what_it_says_on_a_cpu(stream: CudaDeviceStream) -> Non
         for i in range(count)
     ]
     logits = torch.randn(count, vocab, generator=torch.Generator().manual_seed(1)) * 3
-    plan = build_sampling_plan(requests, [2] * count, limits)
+    plan = SampledRows(requests).plan([2] * count, limits)
     host = Sampler(vocab, torch.device("cpu"), count)
     device = Sampler(vocab, stream.device, count)
     for slot in range(count):
@@ -159,7 +159,7 @@ def test_penalty_counts_take_back_what_they_counted(stream: CudaDeviceStream) ->
     """A step that is run again counts its tokens once."""
     counts = PenaltyCounts(50, stream.device, 4)
     request = Request("r", [1], SamplingParams(presence_penalty=1.0), slot=2)
-    plan = build_sampling_plan([request], [0], SchedulerLimits(8, 64, 128, 0, frozenset()))
+    plan = SampledRows([request]).plan([0], SchedulerLimits(8, 64, 128, 0, frozenset()))
     assert plan.penalties is not None
     rows = with_tensors(plan.penalties, Uploader(stream).upload(tensors_of(plan.penalties)))
     tokens = torch.tensor([9], device=stream.device)

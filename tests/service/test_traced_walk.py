@@ -10,7 +10,7 @@ from tests.helpers.traced_walk import documented, trace_walk
 
 pytestmark = pytest.mark.demo
 # How many files a reader of one request opens, and of one further token: numbers that only go down.
-MOST_FILES, MOST_OF_A_STEP = 81, 50
+MOST_FILES, MOST_OF_A_STEP = 70, 45
 
 
 @pytest.mark.timeout(1200)

@@ -19,13 +19,13 @@ from gpu_service.experts.client import (
     ExpertUnavailable,
     Ticket,
     check_submission,
-    sampled_span_context,
 )
 from gpu_service.experts.doorbell.program import State
 from gpu_service.experts.doorbell.watch import Watch, failure_of
 from gpu_service.experts.servers import MailboxServers
 from moebius.mailbox import Mailbox, row_begin
 from moebius.models.geometry import MoeGeometry
+from moebius.telemetry import sampled_span_context
 
 
 class DoorbellLauncher(ABC):

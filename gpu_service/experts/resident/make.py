@@ -210,8 +210,7 @@ def _load(
                 if item is None:
                     return
                 layer, slot, expert = item
-                # Each reset interrupts the processors of all threads, which have the file mapped, too.
-                if mapped > _MAPPED_BYTES:
+                if mapped > _MAPPED_BYTES:  # not each time: it interrupts all threads, which map the file
                     reader.reset()
                     mapped = 0
                 try:
@@ -236,12 +235,11 @@ def _load(
         for done in [pool.submit(load_some) for _ in range(threads)]:
             done.result()
     _check_errors(errors, max_error)
-    formats = {"/".join(s.kind.formats) for s in slots.values()}
     _log.info(
         "resident experts loaded",
         experts=sum(map(len, chosen.values())),
         layers=len(chosen),
-        formats=", ".join(sorted(formats)),
+        formats=", ".join(sorted({"/".join(s.kind.formats) for s in slots.values()})),
         gib=round(sum(s.nbytes for s in slots.values()) / 2**30, 3),
         seconds=round(time.monotonic() - started, 2),
     )

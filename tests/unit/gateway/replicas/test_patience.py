@@ -7,7 +7,7 @@ from pathlib import Path
 import grpc
 
 from gateway.replicas.engine_client import call_error
-from gateway.replicas.patience import Patience, SleepRules
+from gateway.replicas.replica_set import Patience, SleepRules
 from moebius.process.sleep_mark import FORCED, SleepMark
 
 GONE = call_error(grpc.StatusCode.UNAVAILABLE, "the engine is falling asleep")

@@ -8,8 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.text.detokenizer import ByteLevelDetokenizer, WindowDetokenizer, make_detokenizer
-from gateway.text.tokenizer import Tokenizer, TokenizerError
+from gateway.text.tokenizer import (
+    ByteLevelDetokenizer,
+    Tokenizer,
+    TokenizerError,
+    WindowDetokenizer,
+    make_detokenizer,
+)
 from tests.helpers.tiny_tokenizer import BOS, EOS, byte_level_tokenizer, metaspace_tokenizer, write_tokenizer
 
 BYTE_LEVEL = Tokenizer(byte_level_tokenizer(), None)

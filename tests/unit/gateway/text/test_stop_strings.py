@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.text.detokenizer import StopStrings
+from gateway.text.tokenizer import StopStrings
 
 # Two letters make overlaps and near misses common.
 WORDS = st.text("ab", min_size=1, max_size=4)

@@ -16,7 +16,7 @@ from gpu_service.device.stream import (
     packed_offsets,
     packed_views,
 )
-from gpu_service.engine.sampling_plan import build_sampling_plan
+from gpu_service.engine.input_builder import SampledRows
 from tests.helpers.host_graphs import RecordedOperations
 
 
@@ -127,7 +127,7 @@ def test_a_plan_keeps_its_shape_through_the_tree() -> None:
         Request("r", [1, 2], params, slot=0),
         Request("s", [1], SamplingParams(temperature=0.0), slot=1),
     ]
-    plan = build_sampling_plan(requests, [0, 0], SchedulerLimits(8, 64, 128, 0, frozenset({7})))
+    plan = SampledRows(requests).plan([0, 0], SchedulerLimits(8, 64, 128, 0, frozenset({7})))
     leaves = tensors_of(plan)
     rebuilt = with_tensors(plan, [leaf.clone() for leaf in leaves])
     assert plan.penalties is not None

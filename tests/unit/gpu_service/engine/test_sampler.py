@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from gpu_service.core.request import Request, SamplingParams, SchedulerLimits, mark_finish
+from gpu_service.engine.input_builder import SampledRows
 from gpu_service.engine.sampler import Sampler, StepOutputs, _to_records, token_logprobs
-from gpu_service.engine.sampling_plan import build_sampling_plan, derive_seed, mix64, uniform, uniforms
+from gpu_service.ops.sampling import derive_seed, mix64, uniform, uniforms
 
 VOCAB = 40
 LIMITS = SchedulerLimits(8, 64, 128, 0, frozenset({7}))
@@ -27,7 +28,7 @@ def request_with(slot: int = 0, **params: Any) -> Request:
 def draw(requests: list[Request], positions: list[int], logits: torch.Tensor | None = None) -> StepOutputs:
     """Samples one row per request from LOGITS."""
     rows = (LOGITS.expand(len(requests), -1) if logits is None else logits).clone()
-    plan = build_sampling_plan(requests, positions, LIMITS)
+    plan = SampledRows(requests).plan(positions, LIMITS)
     return Sampler(VOCAB, torch.device("cpu")).sample(rows, plan, pool_of(requests))
 
 
@@ -117,7 +118,7 @@ def test_penalties_follow_their_formulas() -> None:
     output = [9, 9, 4]
     sampler.penalties.assign(3, torch.tensor([9, 9, 9]), 1)
     sampler.penalties.assign(3, torch.tensor(request.prompt_token_ids + output), 3)
-    plan = build_sampling_plan([request], [3], LIMITS)
+    plan = SampledRows([request]).plan([3], LIMITS)
     for _ in range(30):
         logits = LOGITS.double().numpy().copy()
         counts = np.bincount(output, minlength=VOCAB)
@@ -296,7 +297,7 @@ def test_logits_may_be_a_part_of_wider_rows() -> None:
 
 def draw_in_place(logits: torch.Tensor, requests: list[Request]) -> StepOutputs:
     """Samples the first output token of each request from just these logits, which are used up."""
-    plan = build_sampling_plan(requests, [0] * len(requests), LIMITS)
+    plan = SampledRows(requests).plan([0] * len(requests), LIMITS)
     return Sampler(VOCAB, torch.device("cpu")).sample(logits, plan, pool_of(requests))
 
 
