@@ -73,10 +73,11 @@ def _speculative_model(config: MoebiusConfig) -> Path:
     if named is not None:
         with _download_progress() as progress:
             path = fetch_model(named, "", config.model.offline, progress)
-    if not (path / "config.json").is_file():
+    if not (path / "config.json").is_file() and not (is_gguf(path) and path.exists()):
         raise UserError(
-            f"speculative_model {given!r}: no config.json in it; allowed: the directory of an EAGLE-3 head "
-            "or of a smaller model, or its name on the Hugging Face hub (owner/name)"
+            f"speculative_model {given!r}: no GGUF file, and no config.json in it; allowed: the directory of "
+            "an EAGLE-3 head, that or the GGUF file of a smaller model, or a name on the Hugging Face hub "
+            "(owner/name)"
         )
     return path
 

@@ -34,7 +34,8 @@ class SpeculationSettings(Section):
     )
     speculative_model: str = Field(
         default="",
-        description="eagle3, draft_model: directory of the head or model, or its name on the hub",
+        description="eagle3, draft_model: directory of the head, directory or GGUF file of the model, or its "
+        "name on the hub",
     )
     num_draft_tokens: int = Field(
         default=3, ge=1, le=16, description="Draft tokens of each request in a step, at most"

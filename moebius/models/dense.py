@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from moebius.checkpoint.gguf.family import ROPE_FACTORS_RULE, Config, GgufFamily, llama3_scaling, rotated
+from moebius.checkpoint.gguf.names import PAIRED_RULES
 from moebius.models.common import Common, read_common, read_one_window
 from moebius.models.config import ModelConfig
 from moebius.models.family import Family
@@ -12,6 +14,9 @@ from moebius.models.keys import HfKeys
 from moebius.models.layers.gqa import QkNorm
 from moebius.models.names import ROTARY, TensorNames
 from moebius.models.rope import read_rope
+
+if TYPE_CHECKING:
+    from moebius.checkpoint.gguf.metadata_keys import MetadataKeys
 
 
 def read_llama(hf: HfKeys) -> ModelConfig:
@@ -49,13 +54,33 @@ def _read(hf: HfKeys, changes: Callable[[Common], dict[str, Any]]) -> ModelConfi
     return common.model(common.gqa(read_rope(hf, common.head_dim), **changes(common)), common.dense())
 
 
+def _gguf_llama(keys: MetadataKeys, config: Config) -> Config:
+    """Of Llama 3.1 and later, whose rotation is scaled, the files have the divisors."""
+    own = rotated(keys, config)
+    head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    size, theta = keys.integer("rope.dimension_count", head), config.get("rope_theta", 10000.0)
+    scaling = llama3_scaling(keys, size, theta, low=1.0, high=4.0, original=8192)
+    return own if scaling is None else own | {"rope_scaling": scaling}
+
+
+def _gguf_qwen2(keys: MetadataKeys, config: Config) -> Config:
+    # The family always has biases; the general key would be one on the output projection.
+    return rotated(keys, config) | {"attention_bias": False}
+
+
 _NAMES = TensorNames((ROTARY,))
 DENSE_FAMILIES: Mapping[str, Family] = {
     family.model_type: family
     for family in (
-        Family("llama", read_llama, _NAMES),
+        Family(
+            "llama",
+            read_llama,
+            _NAMES,
+            # Mistral's files, too.
+            gguf=(GgufFamily("llama", {}, 0, derive=_gguf_llama, rules=(*PAIRED_RULES, ROPE_FACTORS_RULE)),),
+        ),
         Family("mistral", read_mistral, _NAMES),
-        Family("qwen2", read_qwen2, _NAMES),
-        Family("qwen3", read_qwen3, _NAMES),
+        Family("qwen2", read_qwen2, _NAMES, gguf=(GgufFamily("qwen2", {}, 0, derive=_gguf_qwen2),)),
+        Family("qwen3", read_qwen3, _NAMES, gguf=(GgufFamily("qwen3", {}, 0, derive=rotated),)),
     )
 }

@@ -20,7 +20,7 @@ from moebius.models.geometry import MoeGeometry
 from moebius.models.keys import HfKeys
 from moebius.models.layers.router import RouterConfig
 from moebius.models.mtp import check_heads, with_heads
-from moebius.models.registry import FAMILIES, gguf_family, known_families
+from moebius.models.registry import FAMILIES, dense_refusal, gguf_family, known_families
 from moebius.models.small_model import with_small_model
 from moebius.models.tied_head import has_own_head
 from moebius.models.vision import read_vision
@@ -119,10 +119,16 @@ def _described(
         raise
     except CheckpointError as error:
         raise ModelConfigError(str(error)) from error
-    family = families.get(hf.string("model_type"))
+    model_type = hf.string("model_type")
+    family = families.get(model_type)
+    if family is None and model_type in DENSE_FAMILIES:
+        raise ModelConfigError(
+            f"{source}: model_type {model_type!r} is a dense model; {dense_refusal()}. It can draft "
+            "tokens for one of them (speculative_model)"
+        )
     if family is None:
         known = _DENSE * (families is not FAMILIES) + known_families()
-        raise hf.error("model_type", hf.string("model_type"), known)
+        raise hf.error("model_type", model_type, known)
     config = _apply_overrides(hf, family.read(hf), overrides)
     vision = read_vision(hf, family, wanted=not overrides.language_model_only)
     if config.routed:

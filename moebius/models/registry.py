@@ -41,6 +41,11 @@ def known_families() -> str:
     return ", ".join(sorted(FAMILIES))
 
 
+def dense_refusal() -> str:
+    """Returns why a dense model is not served, and what serves it."""
+    return "only mixture-of-experts models are served, dense ones by llama.cpp or vLLM"
+
+
 def family_of(model_type: str) -> Family:
     """Returns a family, dense ones included.
 
@@ -61,25 +66,26 @@ def vision_family(model_type: str) -> VisionFamily:
 
 
 def gguf_family(model: GgufModel) -> tuple[Family, GgufFamily]:
-    """Returns the family that a GGUF model is of; of several of one architecture, that of its way of gating.
+    """Returns the family that a GGUF model is of, a dense one where it has no experts; of several of one
+    architecture, that of its way of gating.
 
-    Raises CheckpointError naming an architecture that none has, or a model without experts.
+    Raises CheckpointError naming an architecture that none has.
     """
+    known = FAMILIES if model.value("expert_count") else DENSE_FAMILIES
     found = [
         (family, spec)
-        for family in FAMILIES.values()
+        for family in known.values()
         for spec in family.gguf
         if spec.architecture == model.architecture
     ]
+    if not found and known is DENSE_FAMILIES and model.architecture in GGUF_ARCHITECTURES:
+        raise CheckpointError(
+            f"{model.file}: {model.architecture}.expert_count is not above 0; {dense_refusal()}"
+        )
     if not found:
         raise CheckpointError(
             f"{model.file}: general.architecture is {model.architecture!r}; "
             f"allowed: {', '.join(GGUF_ARCHITECTURES)}"
-        )
-    if not model.value("expert_count"):
-        raise CheckpointError(
-            f"{model.file}: a dense model ({model.architecture}.expert_count is not above 0); only "
-            "mixture-of-experts models are served, others by llama.cpp or vLLM"
         )
     gating = model.value("expert_gating_func")
     return next((pair for pair in found if pair[1].gating == gating), found[0])

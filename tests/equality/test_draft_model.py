@@ -16,9 +16,15 @@ from gpu_service.assembly.kv_memory import cache_shape
 from gpu_service.memory.plan import DRAFTING, ExpertMemory, parameter_bytes
 from gpu_service.speculation.draft_model import ModelDrafter
 from moebius.config import MoebiusConfig
-from tests.helpers.draft_models import DENSE_MODELS, DraftReference, write_draft_model
+from tests.helpers.draft_models import (
+    DENSE_MODELS,
+    DraftReference,
+    write_draft_gguf,
+    write_draft_model,
+)
 from tests.helpers.rank_group import Outcome, Script, rank_config, run_group
 from tests.helpers.tiny_models import make_tiny_model
+from tests.helpers.tiny_tokenizer import byte_level_tokenizer
 
 MAX_TOKENS = 18
 # Of which the others show a part.
@@ -104,6 +110,24 @@ def test_drafts_change_no_token_and_are_those_of_the_small_model(
     """Over prompts in chunks and cached ones, ends of pages, and drafts of which most are rejected."""
     reference = write_draft_model(name, tmp_path / "small")
     with script(drafting(target, tmp_path / "small")) as running:
+        assert answers(running) == plain
+        assert running.built.engine.load.draft_tokens > 100
+        check(noted, running.prompts, reference)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama3", "qwen2", pytest.param("qwen3", marks=pytest.mark.full)])
+def test_a_gguf_file_drafts_too(
+    name: str, target: Path, plain: list[Outcome], tmp_path: Path, noted: Noted
+) -> None:
+    """Drafts are those of the weights that the file says, in the rotation that it says."""
+    served, small = tmp_path / "served", tmp_path / "small.gguf"
+    served.mkdir()
+    for file in target.iterdir():
+        (served / file.name).symlink_to(file)
+    for directory in (served, tmp_path):
+        byte_level_tokenizer(300).save(str(directory / "tokenizer.json"))
+    reference = write_draft_gguf(name, small)
+    with script(drafting(served, small)) as running:
         assert answers(running) == plain
         assert running.built.engine.load.draft_tokens > 100
         check(noted, running.prompts, reference)

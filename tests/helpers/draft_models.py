@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tests.helpers.gguf_files import GgufTypes, write_gguf
 from tests.helpers.tiny_models import TinyModel, write_tiny_model
 
 DENSE_MODELS = {
@@ -57,3 +58,10 @@ def write_draft_model(name: str, directory: Path, **changes: Any) -> DraftRefere
     return DraftReference(
         write_tiny_model(TinyModel(tiny.model_type, tiny.changes | changes), directory, seed=len(name))
     )
+
+
+def write_draft_gguf(name: str, path: Path) -> DraftReference:
+    """Writes a GGUF file of 8-bit weights; the reference has the weights that the file says."""
+    reference = write_draft_model(name, path.parent / f"{path.stem}-published")
+    write_gguf(reference.model, path, GgufTypes(other="Q8_0"))
+    return reference

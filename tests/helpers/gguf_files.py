@@ -127,7 +127,7 @@ def _views(
         is_turned = config.model_type in ("gpt_oss", "llama4_text") and kind == "weight"
         turned = values.transpose(1, 2) if is_turned else values
         yield f"{name.removesuffix('_bias')}.{kind}", turned, tuple(turned.shape)
-    elif config.model_type == "mixtral" and name.endswith(("q_proj.weight", "k_proj.weight")):
+    elif config.model_type in ("llama", "mixtral") and name.endswith(("q_proj.weight", "k_proj.weight")):
         heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
         pairs = values.view(heads, 2, -1, values.shape[1]).transpose(1, 2)
         yield name, pairs, tuple(values.shape)

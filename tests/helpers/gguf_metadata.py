@@ -40,7 +40,11 @@ ARCHITECTURES = {
     "qwen3_moe": "QWEN3MOE",
     "qwen3_next": "QWEN3NEXT",
     "step3p5": "STEP35",
+    "llama": "LLAMA",
+    "qwen2": "QWEN2",
+    "qwen3": "QWEN3",
 }
+DENSE = ("llama", "qwen2", "qwen3")
 # Architectures that the package does not know, here with the one whose names it has for most tensors.
 NEWER = {"qwen4_exp_text": "qwen4exp"}
 ARCHITECTURES["qwen4_exp_text"] = "QWEN35MOE"
@@ -69,7 +73,8 @@ def write_metadata(
     if getattr(config, eps) is not None:
         writer.add_layer_norm_rms_eps(getattr(config, eps))
     chosen = "top_k_experts" if kind == "gemma4_text" else "num_experts_per_tok"
-    writer.add_expert_used_count(getattr(config, chosen))
+    if kind not in DENSE:
+        writer.add_expert_used_count(getattr(config, chosen))
     writer.add_file_type(0)
     writer.add_bos_token_id(config.bos_token_id)
     writer.add_eos_token_id(config.eos_token_id)
@@ -125,13 +130,16 @@ def write_metadata(
         _write_step35(writer, config)
         return
     _write_rope(writer, config)
-    _write_experts(writer, config)
+    if kind not in DENSE:
+        _write_experts(writer, config)
     if kind in _LATENT:
         _write_latent(writer, config, latent_split)
         if kind == "glm_moe_dsa":
             _write_indexer(writer, config, latent_split)
         return
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if config.rope_parameters["rope_type"] == "llama3":
+        _write_rope_factors(writer, config.rope_parameters, head_dim, head_dim)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
@@ -244,14 +252,20 @@ def _write_step35(writer: GGUFWriter, config: Any) -> None:
     if any(config.swiglu_limits_shared or ()):
         writer.add_swiglu_clamp_shexp([float(limit or 0) for limit in config.swiglu_limits_shared])
     if full["rope_type"] == "llama3":
-        size = int(config.head_dim * full["partial_rotary_factor"])
-        turns = full["rope_theta"] ** -(np.arange(0, size, 2) / size) / (2 * np.pi)
-        turns *= full["original_max_position_embeddings"]
-        low, high = full["low_freq_factor"], full["high_freq_factor"]
-        kept = ((turns - low) / (high - low)).clip(0, 1)
-        factors = np.ones(config.head_dim // 2, np.float32)
-        factors[: len(kept)] = 1 / (kept + (1 - kept) / full["factor"])
-        writer.add_tensor("rope_freqs.weight", factors)
+        _write_rope_factors(
+            writer, full, int(config.head_dim * full["partial_rotary_factor"]), config.head_dim
+        )
+
+
+def _write_rope_factors(writer: GGUFWriter, rope: Any, size: int, head_dim: int) -> None:
+    """Writes what each frequency of `size` rotated elements is divided by; ones for the other pairs."""
+    turns = rope["rope_theta"] ** -(np.arange(0, size, 2) / size) / (2 * np.pi)
+    turns *= rope["original_max_position_embeddings"]
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    kept = ((turns - low) / (high - low)).clip(0, 1)
+    factors = np.ones(head_dim // 2, np.float32)
+    factors[: len(kept)] = 1 / (kept + (1 - kept) / rope["factor"])
+    writer.add_tensor("rope_freqs.weight", factors)
 
 
 def _write_rope(writer: GGUFWriter, config: Any) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from moebius.checkpoint.gguf.names import GgufRule
 
 if TYPE_CHECKING:
@@ -35,7 +37,8 @@ class GgufFamily:
     # names is read, without any the first by name.
     architecture: str
     keys: Mapping[str, str]  # Key below the architecture's name -> key of config.json, besides `COMMON_KEYS`.
-    gating: int  # expert_gating_func of the family: 1 softmax, 2 sigmoid, 3 softmax over the chosen.
+    # expert_gating_func of the family: 1 softmax, 2 sigmoid, 3 softmax over the chosen; 0: it has no experts.
+    gating: int
     constants: Config = field(default_factory=dict)  # What the family's code decides.
     # What follows from several keys, or from which tensors there are; given the config so far.
     derive: Callable[[MetadataKeys, Config], Config] = _nothing
@@ -183,3 +186,41 @@ def deepseek_yarn(keys: MetadataKeys) -> Config:
         return {}
     mscale = round(tenth * 10, 6)
     return {"mscale": mscale, "mscale_all_dim": mscale}
+
+
+# The divisors of frequencies are read as configuration.
+ROPE_FACTORS_RULE = GgufRule(r"rope_freqs\.weight", None, ("rope_freqs.weight", None))
+
+
+def llama3_scaling(
+    keys: MetadataKeys, size: int, theta: float, *, low: float, high: float, original: int
+) -> Config | None:
+    """Returns Llama 3's rotary scaling of `size` rotated elements; None where the file has none.
+
+    Files hold what each frequency is divided by, and 1 for pairs that do not rotate: the factor is the
+    largest, and the original context follows from a pair between `low` and `high` turns; it is `original`
+    where no pair is between them. Raises CheckpointError for other divisors.
+    """
+    stored = keys.floats("rope_freqs.weight")
+    if stored is None:
+        return None
+    frequencies = theta ** -(np.arange(0, size, 2) / size)
+    factors, rest = stored[: len(frequencies)].astype(np.float64), stored[len(frequencies) :]
+    factor = float(factors.max(initial=1.0))
+    between = np.flatnonzero((factors > 1 + 1e-3) & (factors < factor - 1e-3))
+    if len(between):
+        middle = between[len(between) // 2]
+        kept = (1 / factors[middle] - 1 / factor) / (1 - 1 / factor)
+        original = round((low + kept * (high - low)) * 2 * np.pi / frequencies[middle])
+    kept = ((original * frequencies / (2 * np.pi) - low) / (high - low)).clip(0, 1)
+    expected = 1 / (kept + (1 - kept) / factor)
+    if len(factors) != len(expected) or not np.allclose(factors, expected, rtol=1e-4) or (rest != 1).any():
+        allowed = f"factors of Llama 3's scaling with {low:g} and {high:g} turns"
+        raise keys.error("rope_freqs.weight", stored.tolist(), allowed)
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }

@@ -155,6 +155,12 @@ ONE_PLUS_WEIGHT_NORM_RULES = (
     gguf_layer("nextn.shared_head_norm.weight", "shared_head.norm.weight", "one_plus_weight"),
 )
 
+# Of files of llama: heads of queries and keys lie with both elements of a rotary pair side by side.
+PAIRED_RULES = (
+    gguf_layer("attn_q.weight", "self_attn.q_proj.weight", "query_pairs"),
+    gguf_layer("attn_k.weight", "self_attn.k_proj.weight", "key_pairs"),
+)
+
 # Of families that choose tokens as DeepSeek-V3.2 does.
 INDEXER_RULES = (
     *gguf_linear("indexer.attn_q_b", "self_attn.indexer.wq_b"),

@@ -10,8 +10,8 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from moebius.checkpoint.gguf.family import SPARSE_KEYS, GgufFamily
-from moebius.checkpoint.gguf.names import GgufRule, gguf_layer, gguf_linear
+from moebius.checkpoint.gguf.family import ROPE_FACTORS_RULE, SPARSE_KEYS, GgufFamily
+from moebius.checkpoint.gguf.names import gguf_layer, gguf_linear
 from moebius.models.common import FULL, SLIDING, Common, every_nth_full, read_common, read_windows
 from moebius.models.config import ModelConfig, VisionConfig
 from moebius.models.family import Family, VisionFamily
@@ -250,7 +250,7 @@ _GGUF = GgufFamily(
     by_layer=("attention.head_count_kv",),
     rules=(
         # What is read as configuration.
-        GgufRule(r"rope_freqs\.weight", None, ("rope_freqs.weight", None)),
+        ROPE_FACTORS_RULE,
         *gguf_linear("ffn_norm", "pre_feedforward_layernorm"),
         *gguf_linear("post_ffw_norm", "post_feedforward_layernorm"),
         *gguf_linear("post_ffw_norm_1", "post_feedforward_layernorm_1"),

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moebius.checkpoint.gguf.family import GgufFamily
-from moebius.checkpoint.gguf.names import GgufRule
+from moebius.checkpoint.gguf.family import ROPE_FACTORS_RULE, GgufFamily
 from moebius.models.common import FULL, Common, read_common
 from moebius.models.config import ModelConfig, VisionConfig
 from moebius.models.family import Family, VisionFamily
@@ -204,7 +203,7 @@ _GGUF = GgufFamily(
     },
     _gguf_config,
     # It is read as configuration.
-    rules=(GgufRule(r"rope_freqs\.weight", None, ("rope_freqs.weight", None)),),
+    rules=(ROPE_FACTORS_RULE,),
 )
 
 FAMILIES = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moebius.checkpoint.gguf.family import ALL_SPARSE_KEYS, GgufFamily, rotated
-from moebius.checkpoint.gguf.names import gguf_layer
+from moebius.checkpoint.gguf.names import PAIRED_RULES
 from moebius.models.common import read_common, read_one_window, refuse_bias
 from moebius.models.config import ModelConfig
 from moebius.models.family import Family
@@ -39,10 +39,7 @@ FAMILIES = (
                 ALL_SPARSE_KEYS,
                 1,
                 derive=rotated,
-                rules=(
-                    gguf_layer("attn_q.weight", "self_attn.q_proj.weight", "query_pairs"),
-                    gguf_layer("attn_k.weight", "self_attn.k_proj.weight", "key_pairs"),
-                ),
+                rules=PAIRED_RULES,
             ),
         ),
     ),

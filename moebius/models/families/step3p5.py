@@ -12,10 +12,8 @@ from collections.abc import Container, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from moebius.checkpoint.gguf.family import GgufFamily
-from moebius.checkpoint.gguf.names import ONE_PLUS_WEIGHT_NORM_RULES, GgufRule, gguf_layer, gguf_linear
+from moebius.checkpoint.gguf.family import ROPE_FACTORS_RULE, GgufFamily, llama3_scaling
+from moebius.checkpoint.gguf.names import ONE_PLUS_WEIGHT_NORM_RULES, gguf_layer, gguf_linear
 from moebius.models.common import (
     FULL,
     SLIDING,
@@ -323,34 +321,6 @@ _STEP_VISION = VisionFamily(
 _ROTATED, _LOW, _HIGH, _ORIGINAL = 0.5, 1.0, 32.0, 131072
 
 
-def _gguf_scaling(keys: MetadataKeys, size: int, theta: float) -> dict[str, Any] | None:
-    """Files hold what each frequency is divided by, 1 for pairs that do not rotate; the rest follows."""
-    stored = keys.floats("rope_freqs.weight")
-    if stored is None:
-        return None
-    frequencies = theta ** -(np.arange(0, size, 2) / size)
-    factors, rest = stored[: len(frequencies)].astype(np.float64), stored[len(frequencies) :]
-    factor = float(factors.max(initial=1.0))
-    between = np.flatnonzero((factors > 1 + 1e-3) & (factors < factor - 1e-3))
-    original = _ORIGINAL
-    if len(between):
-        middle = between[len(between) // 2]
-        kept = (1 / factors[middle] - 1 / factor) / (1 - 1 / factor)
-        original = round((_LOW + kept * (_HIGH - _LOW)) * 2 * np.pi / frequencies[middle])
-    kept = ((original * frequencies / (2 * np.pi) - _LOW) / (_HIGH - _LOW)).clip(0, 1)
-    expected = 1 / (kept + (1 - kept) / factor)
-    if len(factors) != len(expected) or not np.allclose(factors, expected, rtol=1e-4) or (rest != 1).any():
-        allowed = f"factors of Llama 3's scaling with {_LOW:g} and {_HIGH:g} turns"
-        raise keys.error("rope_freqs.weight", stored.tolist(), allowed)
-    return {
-        "rope_type": "llama3",
-        "factor": factor,
-        "low_freq_factor": _LOW,
-        "high_freq_factor": _HIGH,
-        "original_max_position_embeddings": original,
-    }
-
-
 def _gguf_config(keys: MetadataKeys, config: dict[str, Any]) -> dict[str, Any]:
     """Returns heads, windows and clamps by layer; llama.cpp rotates half a head unless layers slide."""
     count = config["num_hidden_layers"]
@@ -362,7 +332,8 @@ def _gguf_config(keys: MetadataKeys, config: dict[str, Any]) -> dict[str, Any]:
         raise keys.error("attention.head_count", heads, allowed)
     keys.skip("rope.dimension_count", "leading_dense_block_count", "moe_every_n_layers")
     theta, sliding = config["rope_theta"], keys.get("rope.freq_base_swa")
-    scaling = _gguf_scaling(keys, int(config["head_dim"] * _ROTATED), theta)
+    size = int(config["head_dim"] * _ROTATED)
+    scaling = llama3_scaling(keys, size, theta, low=_LOW, high=_HIGH, original=_ORIGINAL)
     limits = {
         name: keys.numbers(key, count)
         for key, name in (
@@ -401,7 +372,7 @@ _GGUF = GgufFamily(
         gguf_layer("ffn_norm.weight", "post_attention_layernorm.weight", "one_plus_weight"),
         *gguf_linear("attn_gate", "self_attn.g_proj"),
         # It is read as configuration.
-        GgufRule(r"rope_freqs\.weight", None, ("rope_freqs.weight", None)),
+        ROPE_FACTORS_RULE,
     ),
 )
 

@@ -84,7 +84,8 @@ def test_old_and_new_rope_spellings_agree(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("base", "changes", "message"),
     [
-        (QWEN, {"model_type": "llama"}, "model_type = 'llama'.*glm4_moe.*qwen3_moe"),
+        (QWEN, {"model_type": "gpt2"}, "model_type = 'gpt2'.*glm4_moe.*qwen3_moe"),
+        (QWEN, {"model_type": "llama"}, "model_type 'llama' is a dense model; only mixture-of-experts"),
         (QWEN, {"hidden_size": "absent"}, "hidden_size is missing"),
         (QWEN, {"hidden_size": "32"}, "hidden_size = '32'.*integer"),
         (QWEN, {"num_key_value_heads": 3}, "num_key_value_heads = 3.*divisor"),
