@@ -55,7 +55,7 @@ def _read(hf: HfKeys, changes: Callable[[Common], dict[str, Any]]) -> ModelConfi
 
 
 def _gguf_llama(keys: MetadataKeys, config: Config) -> Config:
-    """Of Llama 3.1 and later, whose rotation is scaled, the files have the divisors."""
+    """Returns the rotation; that of Llama 3.1 and later is scaled, and the files have the divisors."""
     own = rotated(keys, config)
     head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     size, theta = keys.integer("rope.dimension_count", head), config.get("rope_theta", 10000.0)

@@ -87,7 +87,8 @@ def test_an_unknown_architecture_is_named_with_those_that_are_known(tmp_path: Pa
     refused(small_file(tmp_path / "k3.gguf", "kimi-k3"), "general.architecture is 'kimi-k3'")
     with pytest.raises(ModelConfigError, match="gemma3"):
         read_model_config(path)
-    refused(small_file(tmp_path / "dense.gguf", "llama", 0), "dense model .llama.expert_count is not above 0")
+    message = "qwen3moe.expert_count is not above 0; only mixture-of-experts models are served"
+    refused(small_file(tmp_path / "dense.gguf", "qwen3moe", 0), message)
 
 
 def metadata_entry(key: str, kind: int, value: bytes) -> bytes:
