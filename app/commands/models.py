@@ -152,7 +152,7 @@ def _check(given: str, path: Path, setting: str = "MODEL") -> None:
         if (path / "adapter_config.json").is_file():
             raise UserError(
                 f"{setting} {given!r}: this is an adapter (adapter_config.json), not a model: merge it into "
-                "its base model, and give that checkpoint"
+                "its base model (moebius models merge MODEL ADAPTER DIR), and give that checkpoint"
             ) from None
         raise UserError(f"{setting} {given!r}: no config.json in it; is it a checkpoint directory?") from None
     except CheckpointError as error:
@@ -238,3 +238,30 @@ def fetch(
     with _download_progress() as progress:
         place = fetch_model(named, revision, offline, progress, check=check_described)
     print(place)
+
+
+@app.command()
+def merge(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Checkpoint in floats, or its name on the hub: owner/name")
+    ],
+    adapter: Annotated[
+        Path, typer.Argument(metavar="ADAPTER", help="Directory of a LoRA adapter, as PEFT saves it")
+    ],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where the merged checkpoint is written")],
+) -> None:
+    """Merge a LoRA adapter into its base model. Writes a new checkpoint, which is served as any other."""
+    from app.merge_adapter import merge_adapter
+
+    named, path = hub_model(model), Path(model).expanduser().absolute()
+    if named is not None:
+        with _download_progress() as progress:
+            path = fetch_model(named, "", False, progress)
+    _check(model, path)
+    done = merge_adapter(path, adapter.expanduser().absolute(), directory.expanduser().absolute())
+    print(
+        f"{directory}: {done.added} matrices with the adapter's products"
+        + (f", {done.replaced} tensors replaced" if done.replaced else "")
+        + (", its tokenizer" if done.takes_tokenizer else "")
+        + f"; {size(done.written_bytes)} written"
+    )

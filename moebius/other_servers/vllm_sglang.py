@@ -20,7 +20,7 @@ OTHER_DRAFTS = (
     "of second models an EAGLE-3 head or a smaller model with the same tokenizer proposes draft tokens; here "
     "--speculative-method eagle3 or draft_model, with --speculative-model"
 )
-LORA = "LoRA adapters are not supported: merge them into the checkpoint"
+LORA = "LoRA adapters are merged into the checkpoint beforehand: moebius models merge MODEL ADAPTER DIR"
 OF_MODEL = "edit config.json in a copy of the checkpoint"
 ENGINES_ATTEND = (
     "with --data-parallel-size each engine attends to requests of its own, and expert servers compute for all"
