@@ -12,7 +12,6 @@ import torch
 
 from gpu_service.device import TORCH_DTYPES
 from gpu_service.experts.client import (
-    ExpertClient,
     ExpertClientStats,
     ExpertComputeFailed,
     ExpertUnavailable,
@@ -20,7 +19,7 @@ from gpu_service.experts.client import (
     add_to,
     checked_inputs,
 )
-from gpu_service.experts.servers import MailboxServers
+from gpu_service.experts.servers import MailboxClient, MailboxServers
 from moebius import _kernels
 from moebius.mailbox import (
     MAX_SERVERS,
@@ -59,7 +58,7 @@ class MailboxTicket(Ticket):
     chunks: deque[RowChunk] = field(default_factory=deque)
 
 
-class MailboxExpertClient(ExpertClient):
+class MailboxExpertClient(MailboxClient):
     """One of the mailbox's clients. More rows than a slot holds are pipelined over all slots.
 
     Several ranks are given the same submissions, and each brings and collects its own part of every slot's
@@ -78,7 +77,7 @@ class MailboxExpertClient(ExpertClient):
         self.geometry = geometry
         self._mailbox = mailbox
         self._deadline_ms = deadline_ms
-        self._servers = MailboxServers(mailbox, deadline_ms, fingerprint)
+        super().__init__(MailboxServers(mailbox, deadline_ms, fingerprint))
         self._dtype = TORCH_DTYPES[mailbox.geometry.dtype]
         self._max_rows = mailbox.geometry.max_rows
         self._generation = 0
@@ -224,25 +223,6 @@ class MailboxExpertClient(ExpertClient):
 
     def wait_ready(self, timeout_s: float) -> None:
         self._servers.wait_ready(timeout_s)
-
-    def problem(self) -> str:
-        return self._servers.problem()
-
-    def damages(self) -> int:
-        return self._servers.damages()
-
-    def interrupt(self) -> None:
-        self._servers.interrupt()
-
-    def newcomers(self) -> tuple[int, ...]:
-        return self._servers.newcomers.unconfirmed()
-
-    def confirm(self) -> None:
-        self._servers.newcomers.confirm()
-
-    def reject(self, reason: str) -> None:
-        """Their processes leave the mailbox and end."""
-        self._servers.reject_newcomers(reason)
 
     def recover(self, timeout_s: float) -> None:
         """All slots are free afterwards: a new epoch overrides an old request."""

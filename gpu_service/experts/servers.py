@@ -141,6 +141,32 @@ class MailboxServers:
         return ""
 
 
+class MailboxClient(ExpertClient):
+    """What the clients of a mailbox have in common, whether a host or a device drives them: its servers."""
+
+    def __init__(self, servers: MailboxServers) -> None:
+        self._servers = servers
+
+    def problem(self) -> str:
+        return self._servers.problem()
+
+    def damages(self) -> int:
+        return self._servers.damages()
+
+    def interrupt(self) -> None:
+        self._servers.interrupt()
+
+    def newcomers(self) -> tuple[int, ...]:
+        return self._servers.newcomers.unconfirmed()
+
+    def confirm(self) -> None:
+        self._servers.newcomers.confirm()
+
+    def reject(self, reason: str) -> None:
+        """Their processes leave the mailbox and end."""
+        self._servers.reject_newcomers(reason)
+
+
 _log = structlog.get_logger(__name__)
 # Between two checks of servers that were lost during the first one.
 _CHECK_AGAIN_S = 0.05

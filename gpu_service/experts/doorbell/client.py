@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 import torch
 
 from gpu_service.experts.client import (
-    ExpertClient,
     ExpertClientStats,
     ExpertComputeFailed,
     ExpertUnavailable,
@@ -22,7 +21,7 @@ from gpu_service.experts.client import (
 )
 from gpu_service.experts.doorbell.program import State
 from gpu_service.experts.doorbell.watch import Watch, failure_of
-from gpu_service.experts.servers import MailboxServers
+from gpu_service.experts.servers import MailboxClient, MailboxServers
 from moebius.mailbox import Mailbox, row_begin
 from moebius.models.geometry import MoeGeometry
 from moebius.telemetry import sampled_span_context
@@ -88,7 +87,7 @@ class DoorbellTicket(Ticket):
     chunks: deque[DoorbellChunk] = field(default_factory=deque)
 
 
-class DoorbellExpertClient(ExpertClient):
+class DoorbellExpertClient(MailboxClient):
     """One of the mailbox's clients. Slots are chosen alike in every step, and by every rank.
 
     All tickets of a step must be collected in it: a captured step then finds every slot free.
@@ -112,7 +111,7 @@ class DoorbellExpertClient(ExpertClient):
         self._launcher = launcher
         self._slots = slots
         self._deadline_ms = deadline_ms
-        self._servers = MailboxServers(mailbox, deadline_ms, fingerprint)
+        super().__init__(MailboxServers(mailbox, deadline_ms, fingerprint))
         self._watch = watch
         self._agree: Callable[[int], int] = _own
         self._generation = 0
@@ -219,25 +218,6 @@ class DoorbellExpertClient(ExpertClient):
         generations = self._servers.wait_ready(timeout_s)
         self._launcher.set_words(State.GENERATION, generations)
         self._launcher.synchronize()
-
-    def problem(self) -> str:
-        return self._servers.problem()
-
-    def damages(self) -> int:
-        return self._servers.damages()
-
-    def interrupt(self) -> None:
-        self._servers.interrupt()
-
-    def newcomers(self) -> tuple[int, ...]:
-        return self._servers.newcomers.unconfirmed()
-
-    def confirm(self) -> None:
-        self._servers.newcomers.confirm()
-
-    def reject(self, reason: str) -> None:
-        """Their processes leave the mailbox and end."""
-        self._servers.reject_newcomers(reason)
 
     def recover(self, timeout_s: float) -> None:
         """Ends the work of the steps' stream first, then starts over with all ranks."""
