@@ -110,8 +110,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips tests for devices that this machine lacks, saying so."""
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for item in items:
-        if item.get_closest_marker("pod") and not item.config.getoption("--pods"):
+        names = {mark.name for mark in item.iter_markers()}
+        if "pod" in names and not item.config.getoption("--pods"):
             item.add_marker(pytest.mark.skip(reason="builds an image and runs Pods: make test-pod"))
-        wanted = 2 if item.get_closest_marker("multigpu") else 1 if item.get_closest_marker("gpu") else 0
+        wanted = 2 if "multigpu" in names else 1 if "gpu" in names else 0
         if wanted > devices:
             item.add_marker(pytest.mark.skip(reason=f"needs {wanted} CUDA device(s), {devices} here"))

@@ -119,19 +119,22 @@ def _elsewhere(item: pytest.Item) -> str:
 
     Skipping a thousand tests one by one, each with its reports from a worker, takes seconds.
     """
-    where = next((where for mark, where in ELSEWHERE.items() if item.get_closest_marker(mark)), "")
-    skips = [mark for mark in item.iter_markers() if mark.name == "skip"]
-    skips += [mark for mark in item.iter_markers("skipif") if mark.args and mark.args[0] is True]
-    return where if skips else ""
+    marks = list(item.iter_markers())
+    names = {mark.name for mark in marks}
+    skips = "skip" in names or any(
+        mark.name == "skipif" and mark.args and mark.args[0] is True for mark in marks
+    )
+    return next((where for mark, where in ELSEWHERE.items() if mark in names), "") if skips else ""
 
 
 def _spared(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
     """Yields what is marked `full`, and combinations that a covering set does without."""
     functions: dict[str, list[pytest.Function]] = {}
     for item in items:
-        if item.get_closest_marker("full"):
+        names = {mark.name for mark in item.iter_markers()}
+        if "full" in names:
             yield item
-        elif item.get_closest_marker("covering") and isinstance(item, pytest.Function):
+        elif "covering" in names and isinstance(item, pytest.Function):
             functions.setdefault(item.nodeid.split("[")[0], []).append(item)
     for function in functions.values():
         yield from set(function) - set(covering(function))

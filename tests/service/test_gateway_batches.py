@@ -10,9 +10,8 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx
 import openai
 import pytest
@@ -24,7 +23,13 @@ from moebius.config import GatewayConfig
 from moebius.network.api_keys import KeyLimits, add_key
 from tests.helpers.agent_gateway import GREEDY, AgentGateway, agent_gateway
 from tests.helpers.fake_engine import MODEL, FakeEngine, Script
+from tests.helpers.lazy import lazy
 from tests.helpers.waiting import wait_until
+
+if TYPE_CHECKING:
+    import anthropic
+else:
+    anthropic = lazy("anthropic")
 
 CHAT = "/v1/chat/completions"
 LAST = 2**31 - 1

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx
 import pytest
 
 from tests.helpers.agent_gateway import GREEDY, AgentGateway
 from tests.helpers.fake_engine import MODEL, Script
+from tests.helpers.lazy import lazy
+
+if TYPE_CHECKING:
+    import anthropic
+else:
+    anthropic = lazy("anthropic")
 
 
 def events(answer: httpx.Response) -> list[Any]:
