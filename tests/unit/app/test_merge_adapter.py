@@ -37,9 +37,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     weights = {name: values.bfloat16() for name, values in weights.items()}
     parts = {"a.safetensors": {HEAD + ".weight"}}
     parts["b.safetensors"] = weights.keys() - parts["a.safetensors"]
-    for file, names in parts.items():
-        save_file({name: weights[name] for name in names}, directory / file)
-    places = {name: file for file, names in parts.items() for name in names}
+    for part, names in parts.items():
+        save_file({name: weights[name] for name in names}, directory / part)
+    places = {name: part for part, names in parts.items() for name in names}
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     return directory
 
