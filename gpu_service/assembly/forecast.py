@@ -80,14 +80,10 @@ class Forecast:
         # Of every rank: towers are not divided.
         self._vision = vision_memory(config, self.model_config)
         self.vision_bytes = self._vision.total
-        tp, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
         # Sizes do not depend on which GPU it is.
         device = torch.device("meta" if on_gpu else "cpu")
-        # The caller has decided `auto`, as an engine does before ranks meet.
-        whole = tp > 1 and parallel.gpu_expert_split == "expert"
-        contexts = [
-            ParallelContext(rank, tp, stage, stages, whole) for stage in range(stages) for rank in range(tp)
-        ]
+        # The caller has decided `gpu_expert_split` auto, as an engine does before ranks meet.
+        contexts = [ParallelContext.place(parallel, rank) for rank in range(parallel.num_ranks)]
         for context in contexts:
             check_divisible(self.model_config, context)
         self._held = [plan_weights(chosen, self.model_config, context, device) for context in contexts]

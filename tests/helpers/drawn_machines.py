@@ -166,9 +166,7 @@ def _engines(serve_plan: ServePlan, directory: Path, has_gpus: bool) -> list[Moe
 def _chosen(config: MoebiusConfig, has_gpus: bool) -> MoebiusConfig:
     """Returns the settings as `build_engine` has them before it loads."""
     config = with_drafts(config)
-    tp_size, stages = config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size
-    rank = config.parallel.rank
-    parallel = ParallelContext(rank % tp_size, tp_size, rank // tp_size, stages)
+    parallel = ParallelContext.place(config.parallel, config.parallel.rank)
     model_config, group = read_served_model(config), Rank(parallel)
     on_gpu = has_gpus and config.gpu.device != "cpu"
     moe = rank_moe(config, model_config, group)
