@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -21,6 +22,7 @@ from app.planning.capacity import (
     model_name,
     node_refusal,
     ram_refusal,
+    stages_note,
 )
 from app.planning.cold import ColdExperts, cold_parts, with_cold_experts
 from app.planning.engine_memory import engine_parts
@@ -53,6 +55,7 @@ from app.planning.speed import (
     server_threads,
     windows_of,
 )
+from app.planning.stages import in_turn, lacks_stage_layers, with_all_gpus, with_stage_layers
 from app.planning.start import predict_start
 from app.planning.tables import with_tables
 from moebius.config import MoebiusConfig, Section
@@ -100,6 +103,8 @@ class Planner:
         Raises DoesNotFit when the hardware is too small, UserError for settings that cannot be. Without
         `explain` it does not look for settings that would fit, which takes longer than the plan.
         """
+        if lacks_stage_layers(self):
+            return with_stage_layers(self, hardware, wish, fill).plan(hardware, wish, fill, explain)
         if self.config.gpu.max_num_seqs is None:
             return with_num_seqs(self, hardware, fill).plan(hardware, wish, fill, explain)
         wish = wish or Wish()
@@ -118,6 +123,8 @@ class Planner:
 
         Raises DoesNotFit when not even the rest of the model fits, UserError for settings that cannot be.
         """
+        if lacks_stage_layers(self):
+            return with_stage_layers(self, hardware).fill(hardware)
         if self.config.gpu.max_num_seqs is None:
             return with_num_seqs(self, hardware, fill=True).fill(hardware)
         residency = self._residency(hardware, self.kept_tokens(hardware), fill=True)
@@ -127,7 +134,10 @@ class Planner:
             # A share of all: a start that knows what is chosen divides it among layers.
             chosen = {"gpu_experts_ratio": each / self.geometry.num_experts}
         placement = self._with_kept(hardware, residency).config.placement
-        return Filled(placement.model_copy(update=chosen), self.seqs_beside_experts)
+        assert hardware.gpu is not None
+        parallel = self.config.parallel
+        reason = stages_note(parallel, hardware.gpu) if parallel.pipeline_layers else ""
+        return Filled(placement.model_copy(update=chosen), self.seqs_beside_experts, parallel, reason)
 
     def _with_kept(self, hardware: Hardware, residency: Residency) -> Planner:
         """Returns the same with what `drop_resident` auto becomes."""
@@ -195,6 +205,7 @@ class Planner:
         budgets[RAM] = hardware.ram_bytes
         self.check_ram(hardware, components, kv_tokens, fill, explain)
         work = self.work(residency, hardware)
+        paced = in_turn(self, hardware, work) if self.on_gpu else hardware
         streamed = self._streamed_tokens(hardware, residency)
         return CapacityPlan(
             model=model_name(self.config),
@@ -207,8 +218,8 @@ class Planner:
             kv=kv,
             expert_kernels=ASSUMED if work.expert_times is None else MEASURED_HERE,
             context=context,
-            decode=predict_decode(work, hardware, wish.streams, context),
-            prefill=predict_prefill(work, hardware, self.config.gpu.num_batched_tokens, context, streamed),
+            decode=predict_decode(work, paced, wish.streams, context),
+            prefill=predict_prefill(work, paced, self.config.gpu.num_batched_tokens, context, streamed),
             drop_resident=self.config.placement.drop_resident,
             cold=self.cold,
             max_num_seqs=self.seqs_beside_experts,
@@ -237,8 +248,7 @@ class Planner:
         """Returns the same, with as many tokens in a step as an engine would choose."""
         if self.config.gpu.max_num_batched_tokens is not None:
             return self
-        assert hardware.gpu is not None
-        memory = hardware.gpu.memory_bytes
+        memory = self._memory(hardware)
         tokens = self.forecast.batched_tokens(self.config, memory, self.all_held(residency, hardware))
         return self.with_gpu(max_num_batched_tokens=tokens)
 
@@ -275,8 +285,7 @@ class Planner:
         """Returns every rank's plan. Raises DoesNotFit in the ledger's words, if asked with what would do."""
         from gpu_service.memory.plan import MemoryShort
 
-        assert hardware.gpu is not None
-        memory = hardware.gpu.memory_bytes
+        memory = self._memory(hardware)
         held = self.all_held(residency, hardware)
         try:
             return self.forecast.device_plans(self.config, memory, held)
@@ -296,12 +305,11 @@ class Planner:
         mode, serves = self.config.gpu.prefill_experts, self.config.experts.expert_transport == "mailbox"
         if mode == "cpu" or not serves:
             return held
-        assert hardware.gpu is not None
         rings = [self._ring_bytes(rank, residency, hardware) for rank in range(len(held))]
         for fetches in (True, False):
             sizes = [ring + fetch if fetches else ring for ring, fetch in rings]
             with_rings = [replace(found, ring_bytes=size) for found, size in zip(held, sizes, strict=True)]
-            if not any(sizes) or self.forecast.has_room(self.config, hardware.gpu.memory_bytes, with_rings):
+            if not any(sizes) or self.forecast.has_room(self.config, self._memory(hardware), with_rings):
                 return with_rings
         return with_rings if mode == "stream" else held
 
@@ -327,22 +335,31 @@ class Planner:
             parts = served_parts(divided, self.geometry, stored, group, resident)
         except ValueError as error:
             raise UserError(str(error)) from error
-        assert hardware.gpu is not None
-        memory = hardware.gpu.memory_bytes
+        memory = self._memory(hardware)[rank]
         layout = ring_of(parts, self.config.parallel.tensor_parallel_size, memory)
         if layout is None:
             return 0, 0
         fetch = plan_fetching(divided, self.geometry, parts, "cuda", memory)
         return layout.nbytes, 0 if fetch is None else fetch.nbytes
 
+    def _memory(self, hardware: Hardware) -> list[int]:
+        """Returns the bytes of memory of each rank's GPU."""
+        return hardware.rank_bytes(len(self.forecast.ranks))
+
+    def resident_bytes(
+        self, residency: Residency, layers: Sequence[int], tp_rank: int = 0
+    ) -> tuple[int, int]:
+        """Returns the number of resident experts of these layers, and the bytes that a rank has of them."""
+        widest = "bfloat16" if self.model.dtype == "bfloat16" else "float32"
+        experts = self.config, self.geometry, self.stored, residency.resident
+        return resident_bytes(*experts, layers, tp_rank, widest)
+
     def held(self, rank: int, residency: Residency) -> ExpertMemory:
         """Returns what a rank holds of resident experts."""
         from gpu_service.memory.plan import ExpertMemory
 
         found = self.forecast.ranks[rank]
-        widest = "bfloat16" if self.model.dtype == "bfloat16" else "float32"
-        experts = self.config, self.geometry, self.stored, residency.resident
-        count, total = resident_bytes(*experts, found.moe_layers, found.tp_rank, widest)
+        count, total = self.resident_bytes(residency, found.moe_layers, found.tp_rank)
         each = total // count if count else 0
         return ExpertMemory(count, each, is_everything=residency.is_everything)
 
@@ -423,9 +440,8 @@ class Planner:
         """Returns the number of tokens of a step whose experts are streamed; 0: there are no such steps."""
         if not self.on_gpu:
             return 0
-        assert hardware.gpu is not None
-        memory = hardware.gpu.memory_bytes
-        return self.forecast.prefill_chunk(self.config, memory, self.all_held(residency, hardware)) or 0
+        held = self.all_held(residency, hardware)
+        return self.forecast.prefill_chunk(self.config, self._memory(hardware), held) or 0
 
     def _dense_bytes(self) -> int:
         return sum(rank.dense_bytes for rank in self.forecast.ranks)
@@ -435,12 +451,14 @@ class Planner:
         formats = {layer.gate_up or "no packed format" for layer in self.stored.values()}
         stored = ", ".join(sorted(formats)) or "none"
         parallel = self.config.parallel
+        layers = parallel.pipeline_layers
         return {
             "experts": REQUANTISED.get(self.config.experts.expert_dtype, stored),
             "experts stored": stored,
             "dense weights": self.model.dtype,
             "tensor_parallel_size": str(parallel.tensor_parallel_size),
             "pipeline_parallel_size": str(parallel.pipeline_parallel_size),
+            **({"pipeline_layers": ",".join(map(str, layers))} if layers else {}),
             "gpu_expert_split": parallel.gpu_expert_split,
             "max_num_seqs": str(self.config.gpu.num_seqs),
             "max_num_batched_tokens": str(self.config.gpu.num_batched_tokens),
@@ -449,7 +467,7 @@ class Planner:
 
 def make_planner(config: MoebiusConfig, hardware: Hardware, fill: bool = True) -> Planner:
     """Returns a planner of these settings. With `fill` all GPUs that the model allows are tensor-parallel
-    ranks, where no setting says how many.
+    ranks, or pipeline stages where they are unequal, where no setting says how many.
 
     Raises UserError for more ranks than GPUs.
     """
@@ -463,6 +481,9 @@ def make_planner(config: MoebiusConfig, hardware: Hardware, fill: bool = True) -
         raise UserError(f"{ranks} ranks need as many GPUs, there are {hardware.gpus}")
     if ranks > 1 or not fill:
         return Planner(config, on_gpu)
+    if hardware.gpu is not None and hardware.gpu.is_mixed:
+        with suppress(ConfigError):  # Layers that one stage has to have together.
+            return Planner(with_all_gpus(config, hardware), on_gpu)
     for count in range(hardware.gpus, 1, -1):
         parallel = config.parallel.model_copy(update={"tensor_parallel_size": count})
         try:

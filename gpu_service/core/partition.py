@@ -51,8 +51,8 @@ def check_divisible(config: ModelConfig, parallel: ParallelContext) -> None:
     sizes = parallel.stage_sizes
     if sizes and sum(sizes) != config.num_layers:
         raise ConfigError(
-            f"pipeline_layers: {','.join(map(str, sizes))} are {sum(sizes)} layers together; allowed: numbers "
-            f"whose sum is {config.num_layers}, the model's layers"
+            f"pipeline_layers: {','.join(map(str, sizes))} are {sum(sizes)} layers together; allowed: "
+            f"numbers whose sum is {config.num_layers}, the model's layers"
         )
     for stage in range(num_stages):
         check_stage(config, stage_layers(config, replace(parallel, stage=stage)), num_stages)
