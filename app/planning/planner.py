@@ -493,15 +493,19 @@ def make_planner(config: MoebiusConfig, hardware: Hardware, fill: bool = True) -
     return Planner(config, on_gpu)
 
 
-def plan_capacity(config: MoebiusConfig, hardware: Hardware, wish: Wish, fill: bool) -> CapacityPlan:
-    """Returns the capacity, as `Planner.plan`; a refusal names how many GPUs, up to 8, would do."""
+def plan_capacity(
+    config: MoebiusConfig, hardware: Hardware, wish: Wish, fill: bool, explain: bool = True
+) -> CapacityPlan:
+    """Returns the capacity, as `Planner.plan`; a refusal names how many GPUs, up to 8, would do, if asked to
+    `explain`.
+    """
     planner = make_planner(config, hardware, fill)
     if not planner.on_gpu:
         hardware = replace(hardware, gpus=0, gpu=None)
     try:
-        return planner.plan(hardware, wish, fill)
+        return planner.plan(hardware, wish, fill, explain)
     except DoesNotFit as error:
-        more = _enough_gpus(config, hardware, wish, fill)
+        more = _enough_gpus(config, hardware, wish, fill) if explain else None
         if more is None:
             raise
         raise DoesNotFit(f"{error}; {more} such GPUs with tensor_parallel_size {more} would do") from error
