@@ -139,6 +139,7 @@ def install(monkeypatch: pytest.MonkeyPatch, machine: Machine, directory: Path) 
         "get_device_properties",
         lambda device: SimpleNamespace(total_memory=sizes[device.index]),
     )
+    monkeypatch.setattr("gpu_service.experts.streaming.make.may_be_limited", lambda: False)
     # Files of text are other tests' concern; nothing is started.
     monkeypatch.setattr(serve_command, "check_files", lambda *_, **__: None)
 
