@@ -57,7 +57,8 @@ class Hardware:
     def rank_gpus(self, ranks: int) -> tuple[GpuModel, ...]:
         """Returns the GPU of each of so many ranks, which take them in order."""
         assert self.gpu is not None
-        return self.gpu.kinds[:ranks] or (self.gpu,) * ranks
+        kinds = self.gpu.kinds
+        return kinds[:ranks] if len(kinds) >= ranks else (self.gpu,) * ranks
 
     def rank_bytes(self, ranks: int) -> list[int]:
         """Returns the bytes of memory of each of these GPUs."""

@@ -513,7 +513,7 @@ def plan_capacity(
 
 def _enough_gpus(config: MoebiusConfig, hardware: Hardware, wish: Wish, fill: bool) -> int | None:
     parallel = config.parallel
-    if hardware.gpu is None or parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1:
+    if hardware.gpu is None or hardware.gpu.is_mixed or parallel.num_ranks > 1:
         return None
     for count in (2, 4, 8):
         if count <= hardware.gpus:

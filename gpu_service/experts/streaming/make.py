@@ -228,8 +228,8 @@ def with_pinned_limit(plan: StreamingPlan, registrar: Registrar) -> StreamingPla
     plan = replace(plan, pinned_bytes=limit)
     _log.warning(
         f"at most {limit / 2**30:.2f} GiB can be page-locked: {len(plan.layers_in_place)} of "
-        f"{len(plan.parts)} layers are copied to the GPU from where they are; the others go through a small page-locked "
-        "buffer, which takes the host's time, and decode steps fetch none of their experts",
+        f"{len(plan.parts)} layers are copied to the GPU from where they are; the others go through a small "
+        "page-locked buffer, which takes the host's time, and decode steps fetch none of their experts",
         of_gib=round(total / 2**30, 2),
         remedy=MORE_PINNED,
     )

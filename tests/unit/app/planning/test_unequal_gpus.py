@@ -122,6 +122,14 @@ def test_any_two_gpus_hold_what_equal_numbers_would(seed: int, qwen: Path) -> No
         assert all(found.total_of(place) <= found.budgets[place] for place in found.places)
 
 
+def test_a_refusal_on_unequal_gpus_names_no_more_such_gpus(qwen: Path) -> None:
+    """There are none such; it says what is missing."""
+    host = replace(hardware("4060", 2), gpu=least_of([GPU_MODELS["RTX 4060"], GPU_MODELS["RTX 2070"]]))
+    with quiet(), pytest.raises(DoesNotFit) as refused:
+        plan_capacity(settings(qwen), host, Wish(32768, 64), fill=True)
+    assert "such GPUs" not in str(refused.value)
+
+
 @pytest.mark.parametrize(
     ("names", "layers"),
     [(("RTX 4090", "RTX 3060"), 2), (("RTX 4090", "RTX 4090"), 0), (("RTX 5090", "RTX 3060"), 0)],

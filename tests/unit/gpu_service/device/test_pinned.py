@@ -47,7 +47,7 @@ def test_some_memory_stays_free() -> None:
 def test_reasons_for_a_limit(
     version: str, is_windows: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Windows below Linux, or locked memory that is limited; trying takes time and is left out without one."""
+    """Windows below Linux, or a limit of locked memory; trying takes time and is left out without one."""
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/version").write_text(version)
     for soft in (resource.RLIM_INFINITY, 8 * MIB):
