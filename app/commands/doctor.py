@@ -276,17 +276,16 @@ def _measured_gpus(facts: Facts) -> list[Finding]:
     """How much of the memory that is free can be page-locked, tried as an engine tries it."""
     if not facts.num_gpus:
         return []
-    import torch
-
     from app.doctor.checks import Finding
     from app.doctor.machine_checks import check_pinned
-    from gpu_service.device.pinned import pinned_limit, registrar
+    from gpu_service.device.pinned import limit_of_first_gpu
     from moebius.process.limits import available_memory
 
-    if not torch.cuda.is_available():
-        return [Finding("page-locked memory", "warning", "not tried: torch sees no CUDA device")]
     wanted = available_memory() * 3 // 4
-    return [check_pinned(pinned_limit(registrar(torch.device("cuda", 0)), wanted), wanted)]
+    try:
+        return [check_pinned(limit_of_first_gpu(wanted), wanted)]
+    except RuntimeError as error:
+        return [Finding("page-locked memory", "warning", f"not tried: {error}")]
 
 
 def _measured(config: MoebiusConfig) -> list[Finding]:

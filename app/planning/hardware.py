@@ -55,7 +55,7 @@ class Hardware:
     origin: Mapping[str, str] = field(default_factory=dict)
 
     def rank_gpus(self, ranks: int) -> tuple[GpuModel, ...]:
-        """Returns the GPU of each of so many ranks, which take them in order."""
+        """Returns the GPU of each of this number of ranks, which take them in order."""
         assert self.gpu is not None
         kinds = self.gpu.kinds
         return kinds[:ranks] if len(kinds) >= ranks else (self.gpu,) * ranks
@@ -65,7 +65,7 @@ class Hardware:
         return [gpu.memory_bytes for gpu in self.rank_gpus(ranks)]
 
     def with_gpu_memory(self, nbytes: Sequence[int]) -> Hardware:
-        """Returns the same host with so much memory on each of its GPUs."""
+        """Returns the same host with other sizes of memory, of each of its GPUs."""
         gpus = [
             replace(gpu, memory_bytes=each)
             for gpu, each in zip(self.rank_gpus(self.gpus), nbytes, strict=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import copy
@@ -37,14 +36,13 @@ from app.planning.memory import (
     filled_residency,
     has_placement,
     nothing_resident,
-    num_servers,
-    packed_formats,
     ram_components,
     resident_bytes,
     stored_experts,
     total_bytes,
     with_split,
 )
+from app.planning.rings import ring_bytes
 from app.planning.sequences import with_num_seqs
 from app.planning.speed import (
     ColdReads,
@@ -305,42 +303,13 @@ class Planner:
         mode, serves = self.config.gpu.prefill_experts, self.config.experts.expert_transport == "mailbox"
         if mode == "cpu" or not serves:
             return held
-        rings = [self._ring_bytes(rank, residency, hardware) for rank in range(len(held))]
+        rings = [ring_bytes(self, rank, residency, hardware) for rank in range(len(held))]
         for fetches in (True, False):
             sizes = [ring + fetch if fetches else ring for ring, fetch in rings]
             with_rings = [replace(found, ring_bytes=size) for found, size in zip(held, sizes, strict=True)]
             if not any(sizes) or self.forecast.has_room(self.config, self._memory(hardware), with_rings):
                 return with_rings
         return with_rings if mode == "stream" else held
-
-    def _ring_bytes(self, rank: int, residency: Residency, hardware: Hardware) -> tuple[int, int]:
-        """Returns the bytes of the ring, and of slots that decode steps fetch to."""
-        from gpu_service.experts.fetching.make import plan_fetching
-        from gpu_service.experts.streaming.make import StoredFormats, ring_of, served_parts
-
-        passed = self.geometry.passed_layers
-        layers = [layer for layer in self.forecast.ranks[rank].moe_layers if layer in passed]
-        dtype = self.config.experts.expert_dtype
-        stored = {
-            layer: StoredFormats(*packed_formats(self.stored[layer], dtype), self.stored[layer].has_bias)
-            for layer in layers
-        }
-        group = math.lcm(*(found.group for found in self.stored.values()))
-        resident = {layer: range(len(residency.resident[layer])) for layer in layers}
-        # As the servers that will be started divide them.
-        count = num_servers(self.config, hardware.sockets)
-        experts = self.config.experts.model_copy(update={"split_count": count})
-        divided = self.config.model_copy(update={"experts": experts})
-        try:
-            parts = served_parts(divided, self.geometry, stored, group, resident)
-        except ValueError as error:
-            raise UserError(str(error)) from error
-        memory = self._memory(hardware)[rank]
-        layout = ring_of(parts, self.config.parallel.tensor_parallel_size, memory)
-        if layout is None:
-            return 0, 0
-        fetch = plan_fetching(divided, self.geometry, parts, "cuda", memory)
-        return layout.nbytes, 0 if fetch is None else fetch.nbytes
 
     def _memory(self, hardware: Hardware) -> list[int]:
         """Returns the bytes of memory of each rank's GPU."""

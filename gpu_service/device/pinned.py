@@ -113,6 +113,13 @@ def pinned_limit(registrar: Registrar, wanted: int) -> int | None:
     return found[0] if found else 0
 
 
+def limit_of_first_gpu(wanted: int) -> int | None:
+    """Returns the same of the first GPU's driver. Raises RuntimeError where torch sees none."""
+    if not torch.cuda.is_available():
+        raise RuntimeError("torch sees no CUDA device")
+    return pinned_limit(registrar(torch.device("cuda", 0)), wanted)
+
+
 def _tried(registrar: Registrar, wanted: int) -> int | None:
     step = -(-max(wanted // _STEPS, _LEAST_STEP) // mmap.PAGESIZE) * mmap.PAGESIZE
     locked: list[torch.Tensor] = []

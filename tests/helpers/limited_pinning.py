@@ -1,4 +1,4 @@
-"""A driver that page-locks so many bytes and no more."""
+"""A driver with a limit to the bytes that it page-locks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from gpu_service.device.pinned import Registrar
 
 
 class Limited(Registrar):
-    """A driver with a limit to the bytes that it page-locks."""
+    """Refuses what would be more than `limit` bytes together."""
 
     def __init__(self, limit: int) -> None:
         self.limit, self.locked, self.refused = limit, dict[int, int](), 0
