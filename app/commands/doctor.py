@@ -48,7 +48,11 @@ def doctor(
     ] = None,
     measure: Annotated[
         bool,
-        typer.Option("--measure", help="Measure again what each NUMA node's memory gives, and remember it"),
+        typer.Option(
+            "--measure",
+            help="Measure again what each NUMA node's memory gives, and remember it; try how much memory can "
+            "be page-locked for a GPU",
+        ),
     ] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Warnings end with status 1, too")] = False,
     json_file: JsonFile = None,
@@ -65,7 +69,7 @@ def doctor(
         facts = read_facts()
     except (RuntimeError, ValueError) as error:
         raise UserError(str(error)) from None
-    measured = _measured(config) if measure else []
+    measured = [*_measured(config), *_measured_gpus(facts)] if measure else []
     findings = [*check_host(facts), *_machine_findings(config, facts), _limits(role), *measured]
     if kubernetes:
         expected, checkpoint = _expectation(config, role, expect_gpus, expect_weights_mib)
@@ -266,6 +270,22 @@ def _pod_findings(
     if kubelet_config is not None:
         findings += check_kubelet(read_yaml(kubelet_config), expected)
     return findings
+
+
+def _measured_gpus(facts: Facts) -> list[Finding]:
+    """How much of the memory that is free can be page-locked, tried as an engine tries it."""
+    if not facts.num_gpus:
+        return []
+    from app.doctor.checks import Finding
+    from app.doctor.machine_checks import check_pinned
+    from gpu_service.device.pinned import limit_of_first_gpu
+    from moebius.process.limits import available_memory
+
+    wanted = available_memory() * 3 // 4
+    try:
+        return [check_pinned(limit_of_first_gpu(wanted), wanted)]
+    except RuntimeError as error:
+        return [Finding("page-locked memory", "warning", f"not tried: {error}")]
 
 
 def _measured(config: MoebiusConfig) -> list[Finding]:

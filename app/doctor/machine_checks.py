@@ -44,9 +44,25 @@ def check_machine(facts: Facts, bandwidth: Mapping[int, float]) -> Iterator[Find
             "WSL2",
             "warning",
             "Linux below Windows",
-            "its driver pins half of the RAM at most, often less, so that experts are copied to the GPU more "
-            "slowly: native Linux, or more memory in %UserProfile%/.wslconfig ([wsl2] memory=)",
+            "its driver pins half of the RAM at most, often less (--measure tries it), so that experts are "
+            "copied to the GPU more slowly: native Linux, or more memory in %UserProfile%/.wslconfig ([wsl2] "
+            "memory=)",
         )
+
+
+def check_pinned(limit: int | None, wanted: int) -> Finding:
+    """Returns how much can be page-locked, bytes, as it was tried up to `wanted`; `limit` None: all of it."""
+    if limit is None:
+        return Finding("page-locked memory", "ok", f"{wanted / GIB:.1f} GiB, as much as was tried")
+    from gpu_service.device.pinned import MORE_PINNED
+
+    return Finding(
+        "page-locked memory",
+        "warning",
+        f"at most {limit / GIB:.2f} GiB",
+        "experts beyond it are copied to the GPU through a small buffer, which takes the host's time, and "
+        f"decode steps fetch none of them: {MORE_PINNED}",
+    )
 
 
 def _nodes_of_socket(facts: Facts) -> Finding:

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from app.planning.gpu_models import GpuModel
 from app.planning.hardware import Hardware
 from app.planning.measured_hosts import origins
 from app.planning.memory import Component, Residency, total_bytes
 from app.planning.speed import Speed, Work
 from moebius.checkpoint.index import has_weights
-from moebius.config import MoebiusConfig, PlacementConfig
+from moebius.config import MoebiusConfig, ParallelConfig, PlacementConfig
 from moebius.errors import UserError
 
 if TYPE_CHECKING:
@@ -84,6 +85,8 @@ class Filled:
 
     placement: PlacementConfig
     max_num_seqs: int | None  # None: the engine chooses.
+    parallel: ParallelConfig
+    reason: str  # Why the stages have these layers; empty: there is one.
 
 
 MEASURED_HERE, ASSUMED = "measured on this host", "assumed"
@@ -171,9 +174,25 @@ class CapacityPlan:
         """Options that let `moebius serve` do what was planned, in addition to those that were given."""
         ranks = self.settings["tensor_parallel_size"]
         parts = [f"--tensor-parallel-size {ranks}"] if ranks != "1" else []
+        if "pipeline_layers" in self.settings:
+            stages = self.settings["pipeline_parallel_size"]
+            parts.append(
+                f"--pipeline-parallel-size {stages} --pipeline-layers {self.settings['pipeline_layers']}"
+            )
         if self.max_num_seqs is not None:
             parts.append(f"--max-num-seqs {self.max_num_seqs}")
         return " ".join([*parts, self.residency.flags]).strip()
+
+
+def stages_note(parallel: ParallelConfig, gpu: GpuModel) -> str:
+    """Returns what is made of unequal GPUs, and why."""
+    layers = parallel.pipeline_layers
+    if not layers:
+        return "ranks share every layer evenly: each GPU counts with the least that one of them has"
+    return (
+        f"pipeline stages of {' and '.join(map(str, layers))} layers, by memory and speed of {gpu.name}: "
+        f"tensor_parallel_size {len(gpu.kinds)} would use as much of each GPU as the least of them has"
+    )
 
 
 def make_notes(
@@ -198,7 +217,7 @@ def make_notes(
             f"of {hardware.gpus} GPUs {ranks} are used: tensor_parallel_size has to divide the model's heads"
         )
     if hardware.gpu is not None and hardware.gpu.is_mixed:
-        notes.append("ranks share every layer evenly: each GPU counts with the least that one of them has")
+        notes.append(stages_note(config.parallel, hardware.gpu))
     if kv.tokens < context:
         notes.append(f"the KV cache holds {kv.tokens} tokens, less than one stream of {context}")
     notes += origins(hardware, work.expert_times is not None or not work.moe_layers)

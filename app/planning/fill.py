@@ -9,21 +9,26 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 
 import structlog
 
 from app.planning.capacity import DoesNotFit, Filled
-from app.planning.gpu_models import GpuModel
-from app.planning.hardware import Hardware
+from app.planning.gpu_models import GpuModel, find_gpu_model, least_of
+from app.planning.hardware import Hardware, HardwareOptions, gpu_names, hardware
 from app.planning.memory import has_placement
+from app.planning.stages import with_all_gpus
 from moebius.config import GpuConfig, MoebiusConfig
+from moebius.errors import ConfigError
 from moebius.process.limits import available_memory
 
 _log = structlog.get_logger(__name__)
 _MIB = 2**20
 _NVIDIA_SMI_S = 20.0
+# Of a GPU whose name says nothing: as fast as any other such.
+_UNKNOWN = GpuModel("GPU", 0, 1e12, 32e9, 100e12)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,21 +63,21 @@ def parse_gpu_memory(text: str) -> tuple[DeviceUse, ...]:
     return tuple(found)
 
 
-def as_empty(memory: Sequence[DeviceUse], gpu: GpuConfig) -> int:
-    """Returns the bytes of an empty GPU that leaves an engine as much as the one with least of these:
-    displays and other processes may hold some.
+def as_empty(memory: Sequence[DeviceUse], gpu: GpuConfig) -> list[int]:
+    """Returns the bytes of empty GPUs that leave an engine as much as these: displays and other processes
+    may hold some.
     """
     share = gpu.gpu_memory_utilization if gpu.gpu_memory_gib is None else 1.0
-    return min(min(use.total, int(use.free / share)) for use in memory)
+    return [min(use.total, int(use.free / share)) for use in memory]
 
 
 def with_free_memory(host: Hardware, settings: GpuConfig) -> Hardware:
     """Returns this host as its driver describes it now; as it is where the driver does not answer."""
     memory = gpu_memory()[: host.gpus]
-    if host.gpu is None or not memory:
+    if host.gpu is None or len(memory) < host.gpus:
         return host
-    gpu = replace(host.gpu, memory_bytes=as_empty(memory, settings))
-    return replace(host, gpu=gpu, origin={**host.origin, "gpu": "memory that is free now, the rest table"})
+    origin = {**host.origin, "gpu": "memory that is free now, the rest table"}
+    return replace(host.with_gpu_memory(as_empty(memory, settings)), origin=origin)
 
 
 def with_filled_gpus(config: MoebiusConfig) -> MoebiusConfig:
@@ -87,17 +92,21 @@ def with_filled_gpus(config: MoebiusConfig) -> MoebiusConfig:
         return config
     if not runs_on_gpus(config, find_gpus()):
         return _dropped(config)
-    if has_placement(config) and config.placement.drop_resident != "auto":
+    parallel = config.parallel
+    has_layers = parallel.pipeline_parallel_size == 1 or parallel.pipeline_layers
+    if has_placement(config) and config.placement.drop_resident != "auto" and has_layers:
         return config
-    ranks = config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size
-    memory = gpu_memory()[:ranks]
-    if config.parallel.rank_hosts > 1 or not memory:
+    memory = gpu_memory()
+    if parallel.rank_hosts > 1 or len(memory) < parallel.num_ranks:
         return config
     context = get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context) as pool:
-        found = pool.submit(filled, config, memory).result()
+        found = pool.submit(filled, config, memory, tuple(gpu_names())).result()
     if found is None:
         return config
+    if found.parallel != config.parallel:
+        _log.info(found.reason, pipeline_layers=",".join(map(str, found.parallel.pipeline_layers)))
+        config = config.model_copy(update={"parallel": found.parallel})
     placement = found.placement
     _log.info(
         "experts on GPUs are chosen by what fits",
@@ -121,29 +130,32 @@ def _dropped(config: MoebiusConfig) -> MoebiusConfig:
     return config.model_copy(update={"placement": placement})
 
 
-def filled(config: MoebiusConfig, memory: tuple[DeviceUse, ...]) -> Filled | None:
-    """Returns what GPUs hold of which so much is free; None: the model does not fit there, whatever is
-    resident.
+def filled(
+    config: MoebiusConfig, memory: tuple[DeviceUse, ...], names: tuple[str, ...] = ()
+) -> Filled | None:
+    """Returns what GPUs of these names hold of which so much is free; None: the model does not fit there,
+    whatever is resident.
 
-    Raises UserError for a setting that cannot be.
+    All of them are used where they are of several kinds, no setting says how many, and the first alone does
+    not hold every expert. Raises UserError for a setting that cannot be.
     """
     from app.planning.planner import Planner
-    from moebius.host.topology import Topology
 
-    usable = as_empty(memory, config.gpu)
-    topology = Topology.detect()
-    hardware = Hardware(
-        gpus=len(memory),
-        gpu=GpuModel("GPU", usable, 0.0, 0.0, 0.0),
-        ram_bytes=available_memory(),
-        sockets=max(1, len(topology.server_nodes())),
-        cores=topology.recommended_threads(),
-        bandwidth=0.0,
-        cpu_flops=0.0,
-        isa="scalar",
-        origin={"cores": "detected"},
-    )
+    gpus = [(find_gpu_model(name) if name else None) or _UNKNOWN for name in names[: len(memory)]]
+    gpus += [_UNKNOWN] * (len(memory) - len(gpus))
+    host = replace(hardware(HardwareOptions(gpus="none")), gpus=len(gpus), ram_bytes=available_memory())
+    host = replace(host, gpu=least_of(gpus), sockets=max(1, host.sockets))
+    host = host.with_gpu_memory(as_empty(memory, config.gpu))
+    assert host.gpu is not None
     try:
-        return Planner(config, on_gpu=True).fill(hardware)
+        if config.parallel.num_ranks == config.parallel.data_parallel_size == 1 and host.gpu.is_mixed:
+            planner = Planner(config, on_gpu=True)
+            first = planner.fill(host)
+            if first.placement.gpu_experts_ratio == 1.0:
+                return first
+            with suppress(ConfigError):  # Layers that one stage has to have together.
+                return Planner(with_all_gpus(config, host), on_gpu=True).fill(host)
+            return first
+        return Planner(config, on_gpu=True).fill(host)
     except DoesNotFit:
         return None

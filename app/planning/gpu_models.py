@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from moebius.errors import UserError
@@ -28,7 +28,13 @@ class GpuModel:
     bandwidth: float
     link: float
     flops: float  # Operations per second, a multiplication and an addition being two.
-    is_mixed: bool = False  # Whether it stands for several kinds, with the least of each figure.
+    # The unequal GPUs of a host, in their order, that it stands for with the least of each figure.
+    kinds: tuple[GpuModel, ...] = ()
+
+    @property
+    def is_mixed(self) -> bool:
+        """Returns whether it stands for GPUs of several names."""
+        return len({kind.name for kind in self.kinds}) > 1
 
 
 # Name | other names, each as people write it | MiB | GB/s | TFLOP/s | link, GB/s.
@@ -161,8 +167,8 @@ def parse_gpus(text: str) -> tuple[int, GpuModel | None]:
     """Returns number and kind of `h200`, `2xh200`, `4090+3090`, `4` or `none`; None where there is only a
     number.
 
-    Ranks share every layer evenly, so GPUs of several kinds count as that many of what the least of them has.
-    Raises UserError naming what is not known, and the names that are nearest.
+    GPUs of several kinds are one that stands for them, as `least_of` has it. Raises UserError naming what is
+    not known, and the names that are nearest.
     """
     plain = text.strip()
     if plain.lower() == "none":
@@ -176,7 +182,7 @@ def parse_gpus(text: str) -> tuple[int, GpuModel | None]:
         if model is None or not 0 < count + number <= _MOST_GPUS:
             raise UserError(_refusal(text, name))
         count += number
-        models.append(model)
+        models += [model] * number
     return count, least_of(models)
 
 
@@ -187,18 +193,17 @@ def _counted(part: str) -> tuple[int, str]:
     return 1, part
 
 
-def least_of(models: list[GpuModel]) -> GpuModel:
-    """Returns the kind that all are, or one with the least of each figure."""
-    kinds = list(dict.fromkeys(models))
-    if len(kinds) == 1:
-        return kinds[0]
+def least_of(gpus: Sequence[GpuModel]) -> GpuModel:
+    """Returns what all of them are, or one with the least of each figure."""
+    if len(set(gpus)) == 1:
+        return gpus[0]
     return GpuModel(
-        " + ".join(kind.name for kind in kinds),
-        min(kind.memory_bytes for kind in kinds),
-        min(kind.bandwidth for kind in kinds),
-        min(kind.link for kind in kinds),
-        min(kind.flops for kind in kinds),
-        is_mixed=True,
+        " + ".join(dict.fromkeys(gpu.name for gpu in gpus)),
+        min(gpu.memory_bytes for gpu in gpus),
+        min(gpu.bandwidth for gpu in gpus),
+        min(gpu.link for gpu in gpus),
+        min(gpu.flops for gpu in gpus),
+        tuple(gpus),
     )
 
 

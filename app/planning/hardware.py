@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -53,6 +53,24 @@ class Hardware:
     kernel_times: tuple[PanelTimes, ...] = ()
     # Field -> "given", "detected", "measured", "table" or "assumed".
     origin: Mapping[str, str] = field(default_factory=dict)
+
+    def rank_gpus(self, ranks: int) -> tuple[GpuModel, ...]:
+        """Returns the GPU of each of this number of ranks, which take them in order."""
+        assert self.gpu is not None
+        kinds = self.gpu.kinds
+        return kinds[:ranks] if len(kinds) >= ranks else (self.gpu,) * ranks
+
+    def rank_bytes(self, ranks: int) -> list[int]:
+        """Returns the bytes of memory of each of these GPUs."""
+        return [gpu.memory_bytes for gpu in self.rank_gpus(ranks)]
+
+    def with_gpu_memory(self, nbytes: Sequence[int]) -> Hardware:
+        """Returns the same host with other sizes of memory, of each of its GPUs."""
+        gpus = [
+            replace(gpu, memory_bytes=each)
+            for gpu, each in zip(self.rank_gpus(self.gpus), nbytes, strict=True)
+        ]
+        return replace(self, gpu=least_of(gpus))
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +139,8 @@ def _gpus(options: HardwareOptions, root: Path, origin: dict[str, str]) -> tuple
         kind = f"GPU {names[0]!r}" if names else "the GPU's kind"
         raise UserError(f"{kind} is not in the table of known ones; needed: {', '.join(missing)}")
     origin["gpu"] = "table" if len(missing) == len(given) else "given"
+    if model is not None and model.kinds:
+        return count, least_of([_with_given(kind, options) for kind in model.kinds])
     return count, _with_given(model, options)
 
 

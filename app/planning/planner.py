@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -21,6 +21,7 @@ from app.planning.capacity import (
     model_name,
     node_refusal,
     ram_refusal,
+    stages_note,
 )
 from app.planning.cold import ColdExperts, cold_parts, with_cold_experts
 from app.planning.engine_memory import engine_parts
@@ -35,14 +36,13 @@ from app.planning.memory import (
     filled_residency,
     has_placement,
     nothing_resident,
-    num_servers,
-    packed_formats,
     ram_components,
     resident_bytes,
     stored_experts,
     total_bytes,
     with_split,
 )
+from app.planning.rings import ring_bytes
 from app.planning.sequences import with_num_seqs
 from app.planning.speed import (
     ColdReads,
@@ -53,6 +53,7 @@ from app.planning.speed import (
     server_threads,
     windows_of,
 )
+from app.planning.stages import in_turn, lacks_stage_layers, with_all_gpus, with_stage_layers
 from app.planning.start import predict_start
 from app.planning.tables import with_tables
 from moebius.config import MoebiusConfig, Section
@@ -100,6 +101,8 @@ class Planner:
         Raises DoesNotFit when the hardware is too small, UserError for settings that cannot be. Without
         `explain` it does not look for settings that would fit, which takes longer than the plan.
         """
+        if lacks_stage_layers(self):
+            return with_stage_layers(self, hardware, wish, fill).plan(hardware, wish, fill, explain)
         if self.config.gpu.max_num_seqs is None:
             return with_num_seqs(self, hardware, fill).plan(hardware, wish, fill, explain)
         wish = wish or Wish()
@@ -118,6 +121,8 @@ class Planner:
 
         Raises DoesNotFit when not even the rest of the model fits, UserError for settings that cannot be.
         """
+        if lacks_stage_layers(self):
+            return with_stage_layers(self, hardware).fill(hardware)
         if self.config.gpu.max_num_seqs is None:
             return with_num_seqs(self, hardware, fill=True).fill(hardware)
         residency = self._residency(hardware, self.kept_tokens(hardware), fill=True)
@@ -127,7 +132,10 @@ class Planner:
             # A share of all: a start that knows what is chosen divides it among layers.
             chosen = {"gpu_experts_ratio": each / self.geometry.num_experts}
         placement = self._with_kept(hardware, residency).config.placement
-        return Filled(placement.model_copy(update=chosen), self.seqs_beside_experts)
+        assert hardware.gpu is not None
+        parallel = self.config.parallel
+        reason = stages_note(parallel, hardware.gpu) if parallel.pipeline_layers else ""
+        return Filled(placement.model_copy(update=chosen), self.seqs_beside_experts, parallel, reason)
 
     def _with_kept(self, hardware: Hardware, residency: Residency) -> Planner:
         """Returns the same with what `drop_resident` auto becomes."""
@@ -195,6 +203,7 @@ class Planner:
         budgets[RAM] = hardware.ram_bytes
         self.check_ram(hardware, components, kv_tokens, fill, explain)
         work = self.work(residency, hardware)
+        paced = in_turn(self, hardware, work) if self.on_gpu else hardware
         streamed = self._streamed_tokens(hardware, residency)
         return CapacityPlan(
             model=model_name(self.config),
@@ -207,8 +216,8 @@ class Planner:
             kv=kv,
             expert_kernels=ASSUMED if work.expert_times is None else MEASURED_HERE,
             context=context,
-            decode=predict_decode(work, hardware, wish.streams, context),
-            prefill=predict_prefill(work, hardware, self.config.gpu.num_batched_tokens, context, streamed),
+            decode=predict_decode(work, paced, wish.streams, context),
+            prefill=predict_prefill(work, paced, self.config.gpu.num_batched_tokens, context, streamed),
             drop_resident=self.config.placement.drop_resident,
             cold=self.cold,
             max_num_seqs=self.seqs_beside_experts,
@@ -237,8 +246,7 @@ class Planner:
         """Returns the same, with as many tokens in a step as an engine would choose."""
         if self.config.gpu.max_num_batched_tokens is not None:
             return self
-        assert hardware.gpu is not None
-        memory = hardware.gpu.memory_bytes
+        memory = self._memory(hardware)
         tokens = self.forecast.batched_tokens(self.config, memory, self.all_held(residency, hardware))
         return self.with_gpu(max_num_batched_tokens=tokens)
 
@@ -275,8 +283,7 @@ class Planner:
         """Returns every rank's plan. Raises DoesNotFit in the ledger's words, if asked with what would do."""
         from gpu_service.memory.plan import MemoryShort
 
-        assert hardware.gpu is not None
-        memory = hardware.gpu.memory_bytes
+        memory = self._memory(hardware)
         held = self.all_held(residency, hardware)
         try:
             return self.forecast.device_plans(self.config, memory, held)
@@ -296,53 +303,32 @@ class Planner:
         mode, serves = self.config.gpu.prefill_experts, self.config.experts.expert_transport == "mailbox"
         if mode == "cpu" or not serves:
             return held
-        assert hardware.gpu is not None
-        rings = [self._ring_bytes(rank, residency, hardware) for rank in range(len(held))]
+        rings = [ring_bytes(self, rank, residency, hardware) for rank in range(len(held))]
         for fetches in (True, False):
             sizes = [ring + fetch if fetches else ring for ring, fetch in rings]
             with_rings = [replace(found, ring_bytes=size) for found, size in zip(held, sizes, strict=True)]
-            if not any(sizes) or self.forecast.has_room(self.config, hardware.gpu.memory_bytes, with_rings):
+            if not any(sizes) or self.forecast.has_room(self.config, self._memory(hardware), with_rings):
                 return with_rings
         return with_rings if mode == "stream" else held
 
-    def _ring_bytes(self, rank: int, residency: Residency, hardware: Hardware) -> tuple[int, int]:
-        """Returns the bytes of the ring, and of slots that decode steps fetch to."""
-        from gpu_service.experts.fetching.make import plan_fetching
-        from gpu_service.experts.streaming.make import StoredFormats, ring_of, served_parts
+    def _memory(self, hardware: Hardware) -> list[int]:
+        """Returns the bytes of memory of each rank's GPU."""
+        return hardware.rank_bytes(len(self.forecast.ranks))
 
-        passed = self.geometry.passed_layers
-        layers = [layer for layer in self.forecast.ranks[rank].moe_layers if layer in passed]
-        dtype = self.config.experts.expert_dtype
-        stored = {
-            layer: StoredFormats(*packed_formats(self.stored[layer], dtype), self.stored[layer].has_bias)
-            for layer in layers
-        }
-        group = math.lcm(*(found.group for found in self.stored.values()))
-        resident = {layer: range(len(residency.resident[layer])) for layer in layers}
-        # As the servers that will be started divide them.
-        count = num_servers(self.config, hardware.sockets)
-        experts = self.config.experts.model_copy(update={"split_count": count})
-        divided = self.config.model_copy(update={"experts": experts})
-        try:
-            parts = served_parts(divided, self.geometry, stored, group, resident)
-        except ValueError as error:
-            raise UserError(str(error)) from error
-        assert hardware.gpu is not None
-        memory = hardware.gpu.memory_bytes
-        layout = ring_of(parts, self.config.parallel.tensor_parallel_size, memory)
-        if layout is None:
-            return 0, 0
-        fetch = plan_fetching(divided, self.geometry, parts, "cuda", memory)
-        return layout.nbytes, 0 if fetch is None else fetch.nbytes
+    def resident_bytes(
+        self, residency: Residency, layers: Sequence[int], tp_rank: int = 0
+    ) -> tuple[int, int]:
+        """Returns the number of resident experts of these layers, and the bytes that a rank has of them."""
+        widest = "bfloat16" if self.model.dtype == "bfloat16" else "float32"
+        experts = self.config, self.geometry, self.stored, residency.resident
+        return resident_bytes(*experts, layers, tp_rank, widest)
 
     def held(self, rank: int, residency: Residency) -> ExpertMemory:
         """Returns what a rank holds of resident experts."""
         from gpu_service.memory.plan import ExpertMemory
 
         found = self.forecast.ranks[rank]
-        widest = "bfloat16" if self.model.dtype == "bfloat16" else "float32"
-        experts = self.config, self.geometry, self.stored, residency.resident
-        count, total = resident_bytes(*experts, found.moe_layers, found.tp_rank, widest)
+        count, total = self.resident_bytes(residency, found.moe_layers, found.tp_rank)
         each = total // count if count else 0
         return ExpertMemory(count, each, is_everything=residency.is_everything)
 
@@ -423,9 +409,8 @@ class Planner:
         """Returns the number of tokens of a step whose experts are streamed; 0: there are no such steps."""
         if not self.on_gpu:
             return 0
-        assert hardware.gpu is not None
-        memory = hardware.gpu.memory_bytes
-        return self.forecast.prefill_chunk(self.config, memory, self.all_held(residency, hardware)) or 0
+        held = self.all_held(residency, hardware)
+        return self.forecast.prefill_chunk(self.config, self._memory(hardware), held) or 0
 
     def _dense_bytes(self) -> int:
         return sum(rank.dense_bytes for rank in self.forecast.ranks)
@@ -435,12 +420,14 @@ class Planner:
         formats = {layer.gate_up or "no packed format" for layer in self.stored.values()}
         stored = ", ".join(sorted(formats)) or "none"
         parallel = self.config.parallel
+        layers = parallel.pipeline_layers
         return {
             "experts": REQUANTISED.get(self.config.experts.expert_dtype, stored),
             "experts stored": stored,
             "dense weights": self.model.dtype,
             "tensor_parallel_size": str(parallel.tensor_parallel_size),
             "pipeline_parallel_size": str(parallel.pipeline_parallel_size),
+            **({"pipeline_layers": ",".join(map(str, layers))} if layers else {}),
             "gpu_expert_split": parallel.gpu_expert_split,
             "max_num_seqs": str(self.config.gpu.num_seqs),
             "max_num_batched_tokens": str(self.config.gpu.num_batched_tokens),
@@ -449,7 +436,7 @@ class Planner:
 
 def make_planner(config: MoebiusConfig, hardware: Hardware, fill: bool = True) -> Planner:
     """Returns a planner of these settings. With `fill` all GPUs that the model allows are tensor-parallel
-    ranks, where no setting says how many.
+    ranks, or pipeline stages where they are unequal, where no setting says how many.
 
     Raises UserError for more ranks than GPUs.
     """
@@ -463,6 +450,9 @@ def make_planner(config: MoebiusConfig, hardware: Hardware, fill: bool = True) -
         raise UserError(f"{ranks} ranks need as many GPUs, there are {hardware.gpus}")
     if ranks > 1 or not fill:
         return Planner(config, on_gpu)
+    if hardware.gpu is not None and hardware.gpu.is_mixed:
+        with suppress(ConfigError):  # Layers that one stage has to have together.
+            return Planner(with_all_gpus(config, hardware), on_gpu)
     for count in range(hardware.gpus, 1, -1):
         parallel = config.parallel.model_copy(update={"tensor_parallel_size": count})
         try:
@@ -472,15 +462,19 @@ def make_planner(config: MoebiusConfig, hardware: Hardware, fill: bool = True) -
     return Planner(config, on_gpu)
 
 
-def plan_capacity(config: MoebiusConfig, hardware: Hardware, wish: Wish, fill: bool) -> CapacityPlan:
-    """Returns the capacity, as `Planner.plan`; a refusal names how many GPUs, up to 8, would do."""
+def plan_capacity(
+    config: MoebiusConfig, hardware: Hardware, wish: Wish, fill: bool, explain: bool = True
+) -> CapacityPlan:
+    """Returns the capacity, as `Planner.plan`; a refusal names how many GPUs, up to 8, would do, if asked to
+    `explain`.
+    """
     planner = make_planner(config, hardware, fill)
     if not planner.on_gpu:
         hardware = replace(hardware, gpus=0, gpu=None)
     try:
-        return planner.plan(hardware, wish, fill)
+        return planner.plan(hardware, wish, fill, explain)
     except DoesNotFit as error:
-        more = _enough_gpus(config, hardware, wish, fill)
+        more = _enough_gpus(config, hardware, wish, fill) if explain else None
         if more is None:
             raise
         raise DoesNotFit(f"{error}; {more} such GPUs with tensor_parallel_size {more} would do") from error
@@ -488,7 +482,7 @@ def plan_capacity(config: MoebiusConfig, hardware: Hardware, wish: Wish, fill: b
 
 def _enough_gpus(config: MoebiusConfig, hardware: Hardware, wish: Wish, fill: bool) -> int | None:
     parallel = config.parallel
-    if hardware.gpu is None or parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1:
+    if hardware.gpu is None or hardware.gpu.is_mixed or parallel.num_ranks > 1:
         return None
     for count in (2, 4, 8):
         if count <= hardware.gpus:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -65,11 +66,12 @@ def hardware_line(plan: CapacityPlan) -> str:
     found, of = plan.hardware, plan.hardware.origin
     parts = []
     if found.gpu is not None:
-        gpu = found.gpu
-        parts.append(
-            f"{found.gpus} x {gpu.name} ({gpu.memory_bytes / GIB:.1f} GiB, {gpu.bandwidth / 1e9:.0f} GB/s, "
+        each = Counter(found.rank_gpus(found.gpus))
+        parts += [
+            f"{count} x {gpu.name} ({gpu.memory_bytes / GIB:.1f} GiB, {gpu.bandwidth / 1e9:.0f} GB/s, "
             f"{gpu.flops / 1e12:.0f} TFLOP/s, link {gpu.link / 1e9:.0f} GB/s; {of.get('gpu', 'given')})"
-        )
+            for gpu, count in each.items()
+        ]
     parts.append(f"{found.ram_bytes / GIB:.1f} GiB RAM ({of.get('ram', 'given')})")
     parts.append(f"{found.sockets} NUMA node(s), {found.cores} cores, {found.isa}")
     parts.append(f"{found.bandwidth / 1e9:.0f} GB/s ({of.get('bandwidth', 'given')})")

@@ -41,9 +41,8 @@ def with_num_seqs(planner: Planner, hardware: Hardware, fill: bool) -> Planner:
 
 def _engine_num_seqs(planner: Planner, hardware: Hardware) -> int:
     """Returns as many as an engine on such GPUs would choose."""
-    assert hardware.gpu is not None
     held = planner.all_held(chosen_residency(planner.config, planner.geometry), hardware)
-    return planner.forecast.num_seqs(planner.config, hardware.gpu.memory_bytes, held)
+    return planner.forecast.num_seqs(planner.config, hardware.rank_bytes(len(held)), held)
 
 
 def _holds_everything(planner: Planner, hardware: Hardware) -> bool:

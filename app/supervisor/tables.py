@@ -26,9 +26,7 @@ def with_tables(config: MoebiusConfig, given: MoebiusConfig, model: MoeGeometry)
     from gpu_service.assembly import tables
     from gpu_service.core.parallel import ParallelContext
 
-    settings = config.parallel
-    tp, stages = settings.tensor_parallel_size, settings.pipeline_parallel_size
-    ranks = [ParallelContext(rank, tp, stage, stages) for stage in range(stages) for rank in range(tp)]
+    ranks = [ParallelContext.place(config.parallel, rank) for rank in range(config.parallel.num_ranks)]
     device = torch.device("meta" if runs_on_gpus(config, find_gpus()) else "cpu")
     free = available_memory() - _others_bytes(given, config, model)
     return tables.with_tables(config, read_served_model(config), ranks, device, free)

@@ -71,7 +71,8 @@ def expert_memory(
 
 def _fetch_plan(config: MoebiusConfig, moe: RankMoe, streaming: StreamingPlan) -> FetchPlan | None:
     device_type = "cpu" if streaming.device_bytes is None else "cuda"
-    return plan_fetching(config, moe.geometry, streaming.parts, device_type, streaming.device_bytes)
+    sizes = device_type, streaming.device_bytes, streaming.layers_in_place
+    return plan_fetching(config, moe.geometry, streaming.parts, *sizes)
 
 
 def _fetch_bytes(config: MoebiusConfig, moe: RankMoe, streaming: StreamingPlan) -> int:

@@ -5,8 +5,10 @@ Weights are those that layers declare, and the same functions plan with them as 
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -70,6 +72,22 @@ class RankForecast:
         return sum(self.layer_elements.values()) + sum(self.head_elements.values())
 
 
+@dataclass(frozen=True, slots=True)
+class LayerForecast:
+    """One layer on the first rank of its stage; filled by `Forecast.layers`. Bytes."""
+
+    index: int
+    stage: int
+    is_moe: bool
+    dense_bytes: int
+    read_bytes: int  # Of them, what a decode step reads.
+    page_bytes: int
+    state_bytes: int
+
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+
 class Forecast:
     """All ranks of a configuration. Raises what the configuration of a model or of ranks may raise."""
 
@@ -80,14 +98,10 @@ class Forecast:
         # Of every rank: towers are not divided.
         self._vision = vision_memory(config, self.model_config)
         self.vision_bytes = self._vision.total
-        tp, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
         # Sizes do not depend on which GPU it is.
         device = torch.device("meta" if on_gpu else "cpu")
-        # The caller has decided `auto`, as an engine does before ranks meet.
-        whole = tp > 1 and parallel.gpu_expert_split == "expert"
-        contexts = [
-            ParallelContext(rank, tp, stage, stages, whole) for stage in range(stages) for rank in range(tp)
-        ]
+        # The caller has decided `gpu_expert_split` auto, as an engine does before ranks meet.
+        contexts = [ParallelContext.place(parallel, rank) for rank in range(parallel.num_ranks)]
         for context in contexts:
             check_divisible(self.model_config, context)
         self._held = [plan_weights(chosen, self.model_config, context, device) for context in contexts]
@@ -103,29 +117,43 @@ class Forecast:
         )
 
     def device_plans(
-        self, config: MoebiusConfig, total_bytes: int, experts: Sequence[ExpertMemory]
+        self, config: MoebiusConfig, total_bytes: Sequence[int], experts: Sequence[ExpertMemory]
     ) -> tuple[MemoryPlan, ...]:
-        """Returns each rank's ledger on an empty GPU of `total_bytes`. Raises MemoryShort: it cannot fit."""
+        """Returns each rank's ledger on an empty GPU of its part of `total_bytes`. Raises MemoryShort: it
+        cannot fit.
+        """
         return tuple(rank.make(config) for rank in self._on_device(config, total_bytes, experts))
 
-    def has_room(self, config: MoebiusConfig, total_bytes: int, experts: Sequence[ExpertMemory]) -> bool:
+    def has_room(
+        self, config: MoebiusConfig, total_bytes: Sequence[int], experts: Sequence[ExpertMemory]
+    ) -> bool:
         """Returns whether everything fits such GPUs, with as few outputs in a step as may be."""
         return all(rank.fits() for rank in self._on_device(config, total_bytes, experts))
 
-    def num_seqs(self, config: MoebiusConfig, total_bytes: int, experts: Sequence[ExpertMemory]) -> int:
+    def num_seqs(
+        self, config: MoebiusConfig, total_bytes: Sequence[int], experts: Sequence[ExpertMemory]
+    ) -> int:
         """What an engine on such GPUs would choose for `max_num_seqs` where it is unset."""
         return min(rank.num_seqs() for rank in self._on_device(config, total_bytes, experts))
 
-    def batched_tokens(self, config: MoebiusConfig, total_bytes: int, experts: Sequence[ExpertMemory]) -> int:
+    def batched_tokens(
+        self, config: MoebiusConfig, total_bytes: Sequence[int], experts: Sequence[ExpertMemory]
+    ) -> int:
         """What they would choose for `max_num_batched_tokens` where it is unset."""
         return min(rank.batched_tokens(config) for rank in self._on_device(config, total_bytes, experts))
 
-    def prefill_chunk(self, config: MoebiusConfig, total_bytes: int, experts: Sequence[ExpertMemory]) -> int:
+    def prefill_chunk(
+        self, config: MoebiusConfig, total_bytes: Sequence[int], experts: Sequence[ExpertMemory]
+    ) -> int:
         """What they would choose for `prefill_chunk_max` where it is unset; 0: no experts are streamed."""
         return min(rank.prefill_chunk(config) for rank in self._on_device(config, total_bytes, experts))
 
     def refusal(
-        self, config: MoebiusConfig, total_bytes: int, experts: Sequence[ExpertMemory], error: MemoryShort
+        self,
+        config: MoebiusConfig,
+        total_bytes: Sequence[int],
+        experts: Sequence[ExpertMemory],
+        error: MemoryShort,
     ) -> UserError:
         """`error` of the first rank that does not fit, with what would make it fit."""
         for rank in self._on_device(config, total_bytes, experts):
@@ -136,13 +164,22 @@ class Forecast:
         return error
 
     def _on_device(
-        self, config: MoebiusConfig, total_bytes: int, experts: Sequence[ExpertMemory]
+        self, config: MoebiusConfig, total_bytes: Sequence[int], experts: Sequence[ExpertMemory]
     ) -> list[RankPlan]:
-        empty = MemoryUse(total_bytes, total_bytes, 0, 0, 0, 0)
+        ranks = zip(self._held, total_bytes, experts, strict=True)
         return [
-            RankPlan(config, held, empty, memory, self._vision)
-            for held, memory in zip(self._held, experts, strict=True)
+            RankPlan(config, held, MemoryUse(total, total, 0, 0, 0, 0), memory, self._vision)
+            for held, total, memory in ranks
         ]
+
+    def layers(self, config: MoebiusConfig) -> tuple[LayerForecast, ...]:
+        """Returns what each layer of the model takes on the first rank of its stage."""
+        return tuple(
+            layer
+            for held, shape in zip(self._held, self._shapes, strict=True)
+            if not held.parallel.tp_rank
+            for layer in _layers(config, held, shape)
+        )
 
     def shared_num_seqs(self, config: MoebiusConfig) -> int:
         """Returns what engines on a CPU choose for `max_num_seqs` where it is unset."""
@@ -193,6 +230,29 @@ def _forecast(config: MoebiusConfig, rank: int, held: HeldWeights, shape: CacheS
         table_bytes=held.table_bytes,
         drafting_bytes=draft_model_bytes(config, model, torch.device("cpu" if held.on_cpu else "meta")),
     )
+
+
+def _layers(config: MoebiusConfig, held: HeldWeights, shape: CacheShape) -> list[LayerForecast]:
+    model, stage = held.config, held.parallel.stage
+    own = dict(zip(stage_layers(model, held.parallel), held.rank_layers, strict=True))
+    dense, read = Counter[int](), Counter[int]()
+    for one in held.parameters:
+        found = _LAYER.match(one.weights[0].parameter)
+        if found and not one.on_host:
+            dense[int(found[1])] += one.nbytes
+            read[int(found[1])] += 0 if one.use == "lookup" else one.nbytes
+    return [
+        LayerForecast(
+            index=index,
+            stage=stage,
+            is_moe=index in model.moe_layer_ids,
+            dense_bytes=dense[index],
+            read_bytes=read[index],
+            page_bytes=replace(shape, layers=(layer,), beside=()).page_bytes,
+            state_bytes=all_states_bytes(config.gpu, (layer,), TORCH_DTYPES[model.dtype]),
+        )
+        for index, layer in own.items()
+    ]
 
 
 def _is_head(held: HeldParameter, tied: bool) -> bool:

@@ -87,6 +87,8 @@ def make_tiers(
     if group.parallel.size > 1:
         parallel = group.parallel
         place = f"rank {parallel.rank}, {parallel.tp_size} x {parallel.num_stages}"
+        if parallel.stage_sizes:
+            place += f" of {parallel.stage_sizes}"
         named = _keyed(config, rank_identity(chosen, f"{place}\n{form}"))
         return _make_rank_tiers(config, cache, payloads, named, stream, group, inbox)
     named = _keyed(config, identity_digest(f"{chosen}\n{form}"))

@@ -51,6 +51,8 @@ def resolve_device(gpu: GpuConfig, local_rank: int = 0) -> torch.device:
     """
     if gpu.device == "cpu":
         return torch.device("cpu")
+    # As drivers number GPUs: CUDA's own order begins with the fastest, and plans are for GPUs by number.
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count == 0:
         if gpu.device == "auto":

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from moebius.config import ParallelConfig
+from moebius.errors import ConfigError
+
 
 class Collectives(ABC):
     """Operations of one group of ranks. All ranks call them in the same order; may be captured in a graph."""
@@ -67,6 +70,29 @@ class ParallelContext:
     holds_whole_experts: bool = False
     tensor_group: Collectives = field(default_factory=SoloCollectives)  # Over the ranks of this stage.
     world_group: Collectives = field(default_factory=SoloCollectives)  # Over all ranks.
+    stage_sizes: tuple[int, ...] = ()  # Layers of each stage; empty: nearly equal numbers.
+
+    @staticmethod
+    def place(settings: ParallelConfig, rank: int) -> ParallelContext:
+        """Returns the place of a rank, without collectives yet.
+
+        Raises ConfigError where `pipeline_layers` are not one number for each stage.
+        """
+        stage, tp_rank = divmod(rank, settings.tensor_parallel_size)
+        stages, sizes = settings.pipeline_parallel_size, settings.pipeline_layers
+        if sizes and (len(sizes) != stages or min(sizes) < 1):
+            raise ConfigError(
+                f"pipeline_layers: {','.join(map(str, sizes))} is not allowed; allowed: a number from 1 "
+                f"on for each of {stages} stages (pipeline_parallel_size)"
+            )
+        return ParallelContext(
+            tp_rank=tp_rank,
+            tp_size=settings.tensor_parallel_size,
+            stage=stage,
+            num_stages=stages,
+            holds_whole_experts=settings.gpu_expert_split == "expert" and settings.tensor_parallel_size > 1,
+            stage_sizes=sizes,
+        )
 
     @property
     def rank(self) -> int:

@@ -20,6 +20,10 @@ _MOST_RANKS = 128
 
 def stage_layers(config: ModelConfig, parallel: ParallelContext) -> range:
     """Returns decoder layers of a pipeline stage, by their index in the checkpoint."""
+    sizes = parallel.stage_sizes
+    if sizes:
+        begin = sum(sizes[: parallel.stage])
+        return range(begin, begin + sizes[parallel.stage])
     shard = even_shard(config.num_layers, parallel.stage, parallel.num_stages)
     return range(shard.begin, shard.end)
 
@@ -44,11 +48,17 @@ def check_divisible(config: ModelConfig, parallel: ParallelContext) -> None:
             f"pipeline_parallel_size: {num_stages} stages for {config.num_layers} layers; "
             f"allowed: 1 to {config.num_layers}"
         )
+    sizes = parallel.stage_sizes
+    if sizes and sum(sizes) != config.num_layers:
+        raise ConfigError(
+            f"pipeline_layers: {','.join(map(str, sizes))} are {sum(sizes)} layers together; allowed: "
+            f"numbers whose sum is {config.num_layers}, the model's layers"
+        )
     for stage in range(num_stages):
-        _check_stage(config, stage_layers(config, replace(parallel, stage=stage)), num_stages)
+        check_stage(config, stage_layers(config, replace(parallel, stage=stage)), num_stages)
 
 
-def _check_stage(config: ModelConfig, stage: range, num_stages: int) -> None:
+def check_stage(config: ModelConfig, stage: range, num_stages: int) -> None:
     """Raises ConfigError where a stage would have no cache of tokens, or attend to what an earlier one chose
     or cached.
     """
@@ -82,7 +92,7 @@ def rank_layers(config: ModelConfig, parallel: ParallelContext) -> tuple[Layer, 
 
     The vocabulary stays whole: every rank's sampler needs all of it. Raises ConfigError as `check_divisible`.
     """
-    _check_divisible(config, parallel.tp_size, parallel.num_stages)
+    _check_divisible(config, parallel.tp_size, parallel.num_stages, parallel.stage_sizes)
     return all_stages_layers(config, parallel)[stage_slice(config, parallel)]
 
 
@@ -98,8 +108,8 @@ def _all_layers(config: ModelConfig, tp_rank: int, tp_size: int) -> tuple[Layer,
 
 
 @lru_cache(maxsize=32)
-def _check_divisible(config: ModelConfig, tp_size: int, num_stages: int) -> None:
-    check_divisible(config, ParallelContext(tp_size=tp_size, num_stages=num_stages))
+def _check_divisible(config: ModelConfig, tp_size: int, num_stages: int, sizes: tuple[int, ...]) -> None:
+    check_divisible(config, ParallelContext(tp_size=tp_size, num_stages=num_stages, stage_sizes=sizes))
 
 
 def stage_slice(config: ModelConfig, parallel: ParallelContext) -> slice:

@@ -226,14 +226,7 @@ def place_of(settings: ParallelConfig) -> ParallelContext:
         raise ConfigError(f"rank: {settings.rank} is not allowed; allowed: 0 to {size - 1}")
     if size > 1 and not settings.rank_address:
         raise ConfigError(f"rank_address: empty, but {size} ranks have to meet; allowed: host:port")
-    stage, tp_rank = divmod(settings.rank, settings.tensor_parallel_size)
-    return ParallelContext(
-        tp_rank=tp_rank,
-        tp_size=settings.tensor_parallel_size,
-        stage=stage,
-        num_stages=settings.pipeline_parallel_size,
-        holds_whole_experts=settings.gpu_expert_split == "expert" and settings.tensor_parallel_size > 1,
-    )
+    return ParallelContext.place(settings, settings.rank)
 
 
 def check_hosts(settings: ParallelConfig) -> None:

@@ -16,6 +16,11 @@ class ParallelConfig(Section):
 
     tensor_parallel_size: int = Field(default=1, ge=1, le=64, description="GPUs that share every layer")
     pipeline_parallel_size: int = Field(default=1, ge=1, le=64, description="Stages of consecutive layers")
+    pipeline_layers: tuple[int, ...] = Field(
+        default=(),
+        description="Layers of each stage, as in 30,18; empty: by memory and speed of its GPUs where the "
+        "driver names them, else nearly equal numbers",
+    )
     data_parallel_size: int = Field(
         default=1,
         ge=1,

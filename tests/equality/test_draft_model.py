@@ -166,7 +166,7 @@ def test_its_memory_is_planned(target: Path, tmp_path: Path) -> None:
     assert cache.beside is not None
     assert cache.nbytes == 4 * shape.page_bytes > cache.beside.nbytes > 0
     everything = [ExpertMemory(is_everything=True)]
-    (ledger,) = Forecast(config, on_gpu=True).device_plans(config, 2**35, everything)
+    (ledger,) = Forecast(config, on_gpu=True).device_plans(config, [2**35], everything)
     assert ledger.of(DRAFTING) == taken
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
+from gpu_service.device.pinned import NullRegistrar
 from gpu_service.experts.client import ExpertUnavailable
 from gpu_service.experts.costs import ExpertCosts
 from gpu_service.experts.fetching import metrics
@@ -19,7 +20,7 @@ from gpu_service.experts.fetching.fetcher import ExpertFetcher
 from gpu_service.experts.fetching.kernels import TorchFetchKernels
 from gpu_service.experts.resident.experts import LayerSlots, ResidentExperts, TorchResidentKernels
 from gpu_service.experts.streaming.segments import ExpertSegments
-from gpu_service.experts.streaming.source import NullRegistrar, SegmentSource
+from gpu_service.experts.streaming.source import SegmentSource
 from gpu_service.experts.streaming.step import StreamedExperts
 from gpu_service.layers.asked_experts import ask_experts
 from gpu_service.layers.deferral import late_choices

@@ -52,7 +52,9 @@ def truth(tmp_path_factory: pytest.TempPathFactory) -> Truth:
         pytest.param("qwen3_bias_tied", 4, 1, {"gpu_experts_ratio": 0.5}, marks=pytest.mark.full),
         pytest.param("qwen3_bias_tied", 4, 1, WHOLE, marks=pytest.mark.full),
         pytest.param("qwen3_bias_tied", 1, 2, {}, marks=pytest.mark.full),
-        ("qwen3_bias_tied", 2, 2, {"overlap_scheduling": False}),
+        # Stages of one layer and of three, as unequal GPUs have.
+        ("qwen3_bias_tied", 2, 2, {"overlap_scheduling": False, "pipeline_layers": (1, 3)}),
+        pytest.param("qwen3_bias_tied", 1, 2, {"pipeline_layers": (3, 1)}, marks=pytest.mark.full),
         pytest.param("glm4_shared", 2, 2, {"gpu_experts_ratio": 0.5}, marks=pytest.mark.full),
         pytest.param("gpt_oss", 2, 2, {}, marks=pytest.mark.full),
         pytest.param("step_differing_heads", 2, 2, {}, marks=pytest.mark.full),
@@ -80,7 +82,8 @@ def truth(tmp_path_factory: pytest.TempPathFactory) -> Truth:
 def test_ranks_do_not_show(truth: Truth, name: str, tp: int, pp: int, changes: dict[str, Any]) -> None:
     """Chunked batches, prefix hits, penalties, constraints, scores, aborts and flushes: as on one rank.
 
-    Also where half of the experts are on the ranks' devices, channels of each or whole ones.
+    Also where stages have unequal numbers of layers, and where half of the experts are on the ranks' devices,
+    channels of each or whole ones.
     """
     directory, expected = truth(name)
     assert_same(run_group(rank_config(directory, tp, pp, **changes)), expected)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from gpu_service.device.pinned import CudaRegistrar
 from gpu_service.experts.costs import ExpertCosts
 from gpu_service.experts.fetching.fetcher import ExpertFetcher
 from gpu_service.experts.fetching.kernels import FetchKernels
@@ -17,7 +18,7 @@ from gpu_service.experts.fetching.step import FetchedExperts
 from gpu_service.experts.fetching.triton_kernels import TritonFetchKernels
 from gpu_service.experts.resident.make import make_kernels
 from gpu_service.experts.streaming.segments import ExpertSegments
-from gpu_service.experts.streaming.source import CudaRegistrar, SegmentSource
+from gpu_service.experts.streaming.source import SegmentSource
 from tests import tolerances
 from tests.gpu.test_streaming_gpu import on_gpu
 from tests.helpers.built_engine import running_engine

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from gpu_service.device.pinned import CudaRegistrar, Registrar
 from gpu_service.experts.resident.experts import TorchResidentKernels
 from gpu_service.experts.resident.make import make_kernels
 from gpu_service.experts.streaming.plan import SHARES
 from gpu_service.experts.streaming.ring import CudaTransfers
 from gpu_service.experts.streaming.segments import ExpertSegments
-from gpu_service.experts.streaming.source import CudaRegistrar, Registrar, SegmentSource
+from gpu_service.experts.streaming.source import SegmentSource
 from gpu_service.layers.asked_experts import ask_experts
 from tests import tolerances
 from tests.helpers.built_engine import RunningEngine, running_engine

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -20,7 +21,7 @@ from app.commands import serve as serve_command
 from app.doctor.facts import Volume
 from app.planning import fill
 from app.planning.fill import DeviceUse
-from app.supervisor import core_division, placement, plan, shortages
+from app.supervisor import cold_experts, core_division, placement, plan, shortages, tables
 from app.supervisor.expert_placement import NodeCores
 from app.supervisor.placement import Gpu
 from app.supervisor.plan import ServePlan
@@ -38,18 +39,42 @@ from tests.helpers.fake_memory import FakeMemory
 class Machine:
     """What a driver, the kernel and the processor say; bytes."""
 
-    num_gpus: int
-    gpu_bytes: int  # Of each GPU, what processes may have together.
+    gpu_bytes: tuple[int, ...]  # Of each GPU, what processes may have together.
     ram_bytes: int
     nodes: int
     cores: int  # Of each node.
+    gpu_names: tuple[str, ...] = ()  # Empty: the driver does not say.
+
+    @property
+    def num_gpus(self) -> int:
+        return len(self.gpu_bytes)
+
+
+class Numbers:
+    """What ranks in threads agree on."""
+
+    def __init__(self, count: int) -> None:
+        self.barrier = threading.Barrier(count)
+        self._values = [0] * count
+
+    def minimum(self, rank: int, value: int) -> int:
+        """Returns the smallest of all ranks' values, once all have called it."""
+        self._values[rank] = value
+        self.barrier.wait()
+        found = min(self._values)
+        self.barrier.wait()
+        return found
 
 
 class Rank(SoloGroup):
-    """A rank that agrees with all others: they are alike."""
+    """A rank in a thread of its own, without collectives."""
 
-    def __init__(self, parallel: ParallelContext) -> None:
+    def __init__(self, parallel: ParallelContext, numbers: Numbers) -> None:
         self.parallel = parallel
+        self._numbers = numbers
+
+    def minimum(self, what: str, value: int) -> int:
+        return self._numbers.minimum(self.parallel.rank, value)
 
 
 class InThisProcess:
@@ -85,12 +110,13 @@ def install(monkeypatch: pytest.MonkeyPatch, machine: Machine, directory: Path) 
         )
         for node in range(machine.nodes)
     }
-    uses = (DeviceUse(machine.gpu_bytes, machine.gpu_bytes),) * machine.num_gpus
+    uses = tuple(DeviceUse(nbytes, nbytes) for nbytes in machine.gpu_bytes)
     shared = Volume(Path("/dev/shm"), True, True, "tmpfs", machine.ram_bytes // 2, machine.ram_bytes // 2)
     monkeypatch.setattr(cli_options, "DEVICES", devices)
-    for module in (placement, plan):
+    for module in (placement, plan, cold_experts, tables):
         monkeypatch.setattr(module, "find_gpus", lambda root=None: gpus)
     monkeypatch.setattr(fill, "gpu_memory", lambda: uses)
+    monkeypatch.setattr(fill, "gpu_names", lambda: list(machine.gpu_names))
     monkeypatch.setattr(fill, "available_memory", lambda: machine.ram_bytes)
     monkeypatch.setattr(fill, "ProcessPoolExecutor", InThisProcess)
     topology = SimpleNamespace(
@@ -103,14 +129,17 @@ def install(monkeypatch: pytest.MonkeyPatch, machine: Machine, directory: Path) 
     monkeypatch.setattr(shortages, "read_volume", lambda path: replace(shared, path=path))
     monkeypatch.setattr(shortages, "read_memory_limit", lambda root: None)
     monkeypatch.setattr(shortages, "total_memory", lambda root: machine.ram_bytes)
-    total = machine.gpu_bytes
+    sizes = machine.gpu_bytes
     monkeypatch.setattr(
         "gpu_service.assembly.rank_plan.make_device_memory",
-        lambda device: FakeMemory(total) if device.type == "cuda" else None,
+        lambda device: FakeMemory(sizes[device.index]) if device.type == "cuda" else None,
     )
     monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=total)
+        torch.cuda,
+        "get_device_properties",
+        lambda device: SimpleNamespace(total_memory=sizes[device.index]),
     )
+    monkeypatch.setattr("gpu_service.experts.streaming.make.may_be_limited", lambda: False)
     # Files of text are other tests' concern; nothing is started.
     monkeypatch.setattr(serve_command, "check_files", lambda *_, **__: None)
 
@@ -153,28 +182,42 @@ def _serve_command() -> Any:
 
 
 def _engines(serve_plan: ServePlan, directory: Path, has_gpus: bool) -> list[MoebiusConfig]:
-    found = []
+    ranks = []
     for path, text in serve_plan.plan.files:
         file = directory / path.name
         file.write_text(text)
         config = load_config(file)
         if path.stem.startswith("gpu"):
-            found.append(_chosen(config, has_gpus))
-    return found
+            ranks.append(config)
+    numbers = Numbers(len(ranks))
+
+    def chosen(config: MoebiusConfig) -> MoebiusConfig:
+        try:
+            return _chosen(config, has_gpus, numbers)
+        except BaseException:
+            numbers.barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(max(1, len(ranks))) as pool:
+        done = [pool.submit(chosen, config) for config in ranks]
+    problems = [problem for each in done if (problem := each.exception()) is not None]
+    # Ranks that waited for one that refuses have no reason of their own.
+    own = [problem for problem in problems if not isinstance(problem, threading.BrokenBarrierError)]
+    for problem in own or problems:
+        raise problem
+    return [each.result() for each in done]
 
 
-def _chosen(config: MoebiusConfig, has_gpus: bool) -> MoebiusConfig:
+def _chosen(config: MoebiusConfig, has_gpus: bool, numbers: Numbers) -> MoebiusConfig:
     """Returns the settings as `build_engine` has them before it loads."""
     config = with_drafts(config)
-    tp_size, stages = config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size
-    rank = config.parallel.rank
-    parallel = ParallelContext(rank % tp_size, tp_size, rank // tp_size, stages)
-    model_config, group = read_served_model(config), Rank(parallel)
+    parallel = ParallelContext.place(config.parallel, config.parallel.rank)
+    model_config, group = read_served_model(config), Rank(parallel, numbers)
     on_gpu = has_gpus and config.gpu.device != "cpu"
     moe = rank_moe(config, model_config, group)
     # Without CUDA no tensor can be named one of a GPU's: the composed model has no memory until it is loaded.
     model = build._shaped_model(config, model_config, torch.device("meta" if on_gpu else "cpu"), group)
-    model.device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+    model.device = torch.device("cuda", parallel.rank) if on_gpu else torch.device("cpu")
     memory, config, _ = build._plan_memory(config, model, moe, group)
     if not on_gpu:
         memory.num_pages(model, None, None)

@@ -58,6 +58,7 @@ def rank_config(
     pp: int,
     gpu_experts_ratio: float | None = None,
     gpu_expert_split: Any = "tensor",
+    pipeline_layers: tuple[int, ...] = (),
     **gpu: Any,
 ) -> MoebiusConfig:
     """Returns a small pool, chunked prompts, experts in process; ranks meet at a free port."""
@@ -76,6 +77,7 @@ def rank_config(
         parallel=ParallelConfig(
             tensor_parallel_size=tp,
             pipeline_parallel_size=pp,
+            pipeline_layers=pipeline_layers,
             rank_address=f"127.0.0.1:{free_port()}",
             rank_timeout_s=60,
             gpu_expert_split=gpu_expert_split,

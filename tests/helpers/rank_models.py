@@ -10,6 +10,7 @@ MODELS = {
     "qwen3_bias_tied": TinyModel(
         "qwen3_moe",
         {
+            "num_hidden_layers": 4,
             "num_experts": 7,
             "num_experts_per_tok": 3,
             "norm_topk_prob": True,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -56,17 +56,19 @@ def plan_fetching(
     parts: Mapping[int, Sequence[ServedPart]],
     device_type: str,
     device_bytes: int | None,
+    layers: Collection[int] | None = None,
 ) -> FetchPlan | None:
     """Known before anything is loaded. None: nothing is fetched, or too few slots have room.
 
-    `parts`: as servers divide the layers; `device_bytes`: of the GPU's memory, None: no limit.
+    `parts`: as servers divide the layers; `device_bytes`: of the GPU's memory, None: no limit. `layers`:
+    whose experts kernels may read where they are; None: all.
     """
     if not fetches(config, device_type):
         return None
     kinds = {}
     for layer in geometry.passed_layers:
         held = [part.kind for part in parts.get(layer, ()) if part.num_experts]
-        if held:
+        if held and (layers is None or layer in layers):
             # Servers that have whole experts have them in one format.
             kinds[layer] = tuple(held if config.experts.expert_split == "tensor" else held[:1])
     each = FetchPlan(kinds, 1).nbytes

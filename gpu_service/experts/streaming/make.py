@@ -12,6 +12,15 @@ import structlog
 import torch
 
 from gpu_service.core.parallel import ParallelContext
+from gpu_service.device.pinned import (
+    LEFT_BYTES,
+    MORE_PINNED,
+    Registrar,
+    in_place,
+    may_be_limited,
+    pinned_limit,
+    registrar,
+)
 from gpu_service.device.stream import DeviceStream
 from gpu_service.experts.client import ExpertClient
 from gpu_service.experts.costs import ExpertCosts
@@ -28,7 +37,7 @@ from gpu_service.experts.streaming.plan import RingLayout, ring_layout
 from gpu_service.experts.streaming.ring import BufferRing, transfer_device
 from gpu_service.experts.streaming.segments import ExpertSegments, SegmentsUnusable, identity_problem
 from gpu_service.experts.streaming.share import ShareChooser
-from gpu_service.experts.streaming.source import SegmentSource, registrar
+from gpu_service.experts.streaming.source import SegmentSource
 from gpu_service.experts.streaming.step import StreamedExperts
 from gpu_service.experts.streaming.streamer import ExpertStreamer
 from moebius.config import MoebiusConfig
@@ -156,6 +165,21 @@ class StreamingPlan:
     parts: Mapping[int, Sequence[ServedPart]]
     layout: RingLayout
     device_bytes: int | None = None  # of the GPU's memory; None: it is not limited
+    pinned_bytes: int | None = None  # That may be page-locked; None: all that is streamed.
+
+    @property
+    def layer_bytes(self) -> dict[int, int]:
+        """Bytes of each layer's experts in the segments of all servers."""
+        return {
+            layer: sum(part.num_experts * part.kind.expert_bytes for part in found)
+            for layer, found in self.parts.items()
+        }
+
+    @property
+    def layers_in_place(self) -> frozenset[int]:
+        """Layers that the device copies from where they are; the others go through a buffer."""
+        sizes = self.layer_bytes
+        return frozenset(list(sizes)[: in_place(list(sizes.values()), self.pinned_bytes)])
 
     @property
     def kinds(self) -> frozenset[LayerFormat]:
@@ -185,7 +209,31 @@ def plan_streaming(
         total = torch.cuda.get_device_properties(device).total_memory
     parts = read_parts(config, geometry, layers)
     layout = ring_of(parts, config.parallel.tensor_parallel_size, total)
-    return None if layout is None else StreamingPlan(tuple(layers), parts, layout, total)
+    if layout is None:
+        return None
+    plan = StreamingPlan(tuple(layers), parts, layout, total)
+    # Trying takes as long as registering all of it, so it is left out where nothing speaks for a limit; where
+    # there is one nevertheless, registering ends at it.
+    if device.type != "cuda" or not may_be_limited():
+        return plan
+    return with_pinned_limit(plan, registrar(device))
+
+
+def with_pinned_limit(plan: StreamingPlan, registrar: Registrar) -> StreamingPlan:
+    """Returns the plan with what may be page-locked, as it is tried here; logs what a limit means."""
+    total = sum(plan.layer_bytes.values())
+    limit = pinned_limit(registrar, total + LEFT_BYTES)
+    if limit is None:
+        return plan
+    plan = replace(plan, pinned_bytes=limit)
+    _log.warning(
+        f"at most {limit / 2**30:.2f} GiB can be page-locked: {len(plan.layers_in_place)} of "
+        f"{len(plan.parts)} layers are copied to the GPU from where they are; the others go through a small "
+        "page-locked buffer, which takes the host's time, and decode steps fetch none of their experts",
+        of_gib=round(total / 2**30, 2),
+        remedy=MORE_PINNED,
+    )
+    return plan
 
 
 def make_streamer(
@@ -289,7 +337,12 @@ def open_streamer(
 
     device = streamer.device
     source = SegmentSource(
-        lambda: _open(paths, plan.layers, fingerprint), device, registrar(device.device), on_ready, on_release
+        lambda: _open(paths, plan.layers, fingerprint),
+        device,
+        registrar(device.device),
+        on_ready,
+        on_release,
+        plan.pinned_bytes,
     )
     streamer.open(source)
     undo.callback(streamer.close)

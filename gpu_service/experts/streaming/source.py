@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import structlog
 import torch
 
+from gpu_service.device.pinned import LEFT_BYTES, MORE_PINNED, Registrar, in_place
 from gpu_service.experts.streaming.plan import CopyRun, Piece, StoredExperts
 from gpu_service.experts.streaming.ring import TransferDevice
 from gpu_service.experts.streaming.segments import ExpertSegments, SegmentsUnusable
+from moebius.errors import brief
 from moebius.process.progress import phase
 
 _log = structlog.get_logger(__name__)
@@ -25,66 +25,6 @@ _log = structlog.get_logger(__name__)
 _POLL_S = 0.2
 # Page-locked memory through which unregistered experts go.
 _STAGING_BUFFERS, _STAGING_BYTES = 4, 16 * 2**20
-# What is left of page-locked memory where the driver has a limit to it (WSL2: half of RAM or less), for these
-# buffers and for those through which the engine's steps get their inputs.
-LEFT_BYTES = 256 * 2**20
-
-
-class Registrar(ABC):
-    """Makes the host's memory one that a GPU copies from without the host."""
-
-    @abstractmethod
-    def register(self, address: int, nbytes: int) -> str:
-        """Returns why it cannot be registered; empty: it is.
-
-        Called by one thread, the same as `unregister`.
-        """
-
-    @abstractmethod
-    def unregister(self, address: int) -> None:
-        """Takes it back; copies from it must have ended."""
-
-    def active(self) -> AbstractContextManager[Any]:
-        """Returns the context in which the thread that opens segments works."""
-        return nullcontext()
-
-
-class NullRegistrar(Registrar):
-    """The registrar of a device that reads any memory."""
-
-    def register(self, address: int, nbytes: int) -> str:
-        return ""
-
-    def unregister(self, address: int) -> None:
-        """Nothing was registered."""
-
-
-_PORTABLE, _MAPPED = 1, 2
-
-
-class CudaRegistrar(Registrar):
-    """By cudaHostRegister, for all contexts of the process, whose kernels read it at the host's addresses."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        cuda: Any = torch.cuda
-        self._runtime = cuda.cudart()
-
-    def register(self, address: int, nbytes: int) -> str:
-        status = self._runtime.cudaHostRegister(address, nbytes, _PORTABLE | _MAPPED)
-        return "" if int(status) == 0 else str(self._runtime.cudaGetErrorString(status))
-
-    def unregister(self, address: int) -> None:
-        self._runtime.cudaHostUnregister(address)
-
-    def active(self) -> AbstractContextManager[Any]:
-        """Or the thread would make a context on the first GPU, whose memory it takes."""
-        return torch.cuda.device(self._device)
-
-
-def registrar(device: torch.device) -> Registrar:
-    """Returns the registrar of the device that computes."""
-    return CudaRegistrar(device) if device.type == "cuda" else NullRegistrar()
 
 
 class SegmentSource:
@@ -97,16 +37,19 @@ class SegmentSource:
         registrar: Registrar,
         on_ready: Callable[[SegmentSource, ExpertSegments], None] = lambda source, segments: None,
         on_release: Callable[[], None] = lambda: None,
+        limit: int | None = None,
     ) -> None:
         """`open_segments` raises SegmentsUnusable or OSError while servers load, and is then called again.
 
         `on_ready` is called by the thread, before the first copy, when segments are ready for the first time,
-        `on_release` before any are given up: it returns when nothing but copies may read them.
+        `on_release` before any are given up: it returns when nothing but copies may read them. `limit`: bytes
+        that may be page-locked, as they were tried; None: as many as the driver registers.
         """
         self._open = open_segments
         self._device = device
         self._registrar = registrar
         self._on_release = on_release
+        self._limit = limit
         self._on_ready: Callable[[SegmentSource, ExpertSegments], None] | None = on_ready
         self._ready: ExpertSegments | None = None
         # What the thread has open, ready or not; addresses of its registered parts; those that are not.
@@ -175,8 +118,7 @@ class SegmentSource:
     def _stage(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Waits for the oldest staging buffer: streaming waits only where memory is not registered."""
         if len(self._staging) < _STAGING_BUFFERS:
-            is_cuda = self._device.device.type == "cuda"
-            buffer = torch.empty(_STAGING_BYTES, dtype=torch.uint8, pin_memory=is_cuda)
+            buffer = self._staging_buffer()
         else:
             buffer, event = self._staging.pop(0)
             self._device.wait(event)
@@ -184,6 +126,15 @@ class SegmentSource:
         staged.copy_(source)
         self._device.copy(target, staged)
         self._staging.append((buffer, self._device.record_copied()))
+
+    def _staging_buffer(self) -> torch.Tensor:
+        """Returns a page-locked buffer, or another one where nothing more can be: it is copied twice then."""
+        try:
+            is_cuda = self._device.device.type == "cuda"
+            return torch.empty(_STAGING_BYTES, dtype=torch.uint8, pin_memory=is_cuda)
+        except RuntimeError as error:
+            _log.warning("no buffer for experts can be page-locked", because=brief(error))
+            return torch.empty(_STAGING_BYTES, dtype=torch.uint8)
 
     def _run(self) -> None:
         try:
@@ -230,14 +181,15 @@ class SegmentSource:
         parts = [part for stored in segments.stored.values() for part in stored]
         total = sum(part.nbytes for part in parts)
         is_possible, problem = True, ""
+        allowed = in_place([part.nbytes for part in parts], self._limit)
         with phase("registering experts with CUDA", total, "GB") as progress:
-            for part in parts:
+            for number, part in enumerate(parts):
                 if self._stopping.is_set():
                     return
-                if is_possible:
+                if is_possible and number < allowed:
                     problem = self._register_part(segments, part)
                     is_possible = not problem
-                if not is_possible:
+                if not is_possible or number >= allowed:
                     self._staged.add((part.segment, part.layer))
                 progress.advance(part.nbytes)
         if problem:
@@ -283,10 +235,7 @@ class SegmentSource:
             page_locked_gib=_gib(locked),
             of_gib=_gib(total),
             because=problem,
-            remedy="raise the locked-memory limit: `ulimit -l unlimited`, LimitMEMLOCK=infinity of a "
-            "systemd unit, `--ulimit memlock=-1` of a container; WSL2's is a part of its memory: more in "
-            "%UserProfile%/.wslconfig; expert_weights_dir must be in a tmpfs: no file of a disk can be "
-            "registered",
+            remedy=f"{MORE_PINNED}; expert_weights_dir must be in a tmpfs: no file of a disk can be locked",
         )
 
     def _release(self) -> None:

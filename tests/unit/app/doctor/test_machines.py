@@ -13,6 +13,7 @@ from app.doctor.machine_checks import (
     SMALL_PAGES_COST,
     Versions,
     check_machine,
+    check_pinned,
     check_versions,
     read_versions,
     seen_link,
@@ -94,6 +95,15 @@ def test_versions_are_those_that_are_installed() -> None:
     found = read_versions()
     assert found.torch == torch.__version__ or found.torch in torch.__version__
     assert found.cuda == (torch.version.cuda or "")
+
+
+def test_a_limit_of_page_locked_memory_is_named() -> None:
+    """With what it means and what raises it; as much as was tried is no limit."""
+    whole, limited = check_pinned(None, 48 * 2**30), check_pinned(700 * 2**20, 48 * 2**30)
+    assert (whole.status, whole.found) == ("ok", "48.0 GiB, as much as was tried")
+    assert (limited.status, limited.found) == ("warning", "at most 0.68 GiB")
+    assert "through a small buffer" in limited.fix
+    assert ".wslconfig" in limited.fix
 
 
 def test_findings_say_what_they_cost(tmp_path: Path) -> None:

@@ -180,9 +180,7 @@ def test_every_gpu_is_found_by_its_own_name() -> None:
     assert all(parse_gpus(name) == (1, model) for name, model in GPU_MODELS.items())
 
 
-@pytest.mark.parametrize(
-    ("gpus", "note"), [("4090+3090", "ranks share every layer evenly"), ("3x4090", "of 3 GPUs 2")]
-)
+@pytest.mark.parametrize(("gpus", "note"), [("4090+3090", "pipeline stages of"), ("3x4090", "of 3 GPUs 2")])
 def test_a_plan_says_what_it_makes_of_such_gpus(
     capsys: pytest.CaptureFixture[str], model: Path, gpus: str, note: str
 ) -> None:
@@ -198,8 +196,8 @@ def test_numbers_of_gpus() -> None:
     assert parse_gpus("4") == (4, None)
 
 
-def test_unequal_gpus_count_with_the_least() -> None:
-    """Ranks share layers evenly: two cards of which one is smaller are planned as two of the smaller."""
+def test_unequal_gpus_stand_for_the_least() -> None:
+    """Ranks that share layers evenly have what the smaller of two cards has; stages have their own cards."""
     count, mixed = parse_gpus("5090+3090")
     assert mixed is not None
     first, second = GPU_MODELS["RTX 5090"], GPU_MODELS["RTX 3090"]
@@ -207,6 +205,7 @@ def test_unequal_gpus_count_with_the_least() -> None:
     assert mixed.memory_bytes == second.memory_bytes
     assert mixed.bandwidth == min(first.bandwidth, second.bandwidth)
     assert mixed.flops == min(first.flops, second.flops)
+    assert mixed.kinds == (first, second)
 
 
 @pytest.mark.parametrize(

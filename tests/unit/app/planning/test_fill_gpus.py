@@ -108,8 +108,8 @@ def test_a_display_and_a_bound_leave_less(monkeypatch: pytest.MonkeyPatch, qwen:
         assert found is not None
         ratios.append(found.placement.gpu_experts_ratio or 0)
     assert ratios[0] > max(ratios[1:]) > 0
-    assert fill.as_empty((whole, display), config.gpu) == int(16 * GIB / 0.9)
-    assert fill.as_empty((whole, display), bounded.gpu) == 16 * GIB
+    assert fill.as_empty((whole, display), config.gpu) == [24 * GIB, int(16 * GIB / 0.9)]
+    assert fill.as_empty((whole, display), bounded.gpu) == [24 * GIB, 16 * GIB]
     monkeypatch.setattr(fill, "gpu_memory", lambda: (display,))
     host = hardware("4090")
     seen = fill.with_free_memory(host, config.gpu)
@@ -184,7 +184,7 @@ def test_steps_are_long_where_nothing_is_computed_elsewhere(
     """
     planner = Planner(settings(qwen, max_num_seqs="16"), on_gpu=True)
     held = ExpertMemory(is_everything=is_everything)
-    memory = int(gpu_gib * GIB)
+    memory = [int(gpu_gib * GIB)]
     assert planner.forecast.batched_tokens(planner.config, memory, [held]) == tokens
     chosen = settings(qwen, max_num_batched_tokens="777")
     assert planner.forecast.batched_tokens(chosen, memory, [held]) == 777

@@ -18,6 +18,7 @@ from gpu_service.models.common import CausalLM
 from gpu_service.models.compose import build_model
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.reader import SliceReader
+from moebius.config import ParallelConfig
 from moebius.errors import ConfigError
 from moebius.models.layers.layer import routed
 from moebius.models.read import read_model_config
@@ -172,6 +173,23 @@ def test_models_that_can_not_be_divided_are_refused(checkpoint: Path) -> None:
     (checkpoint / "config.json").write_text(json.dumps(CONFIG | {"intermediate_size": 3}))
     with pytest.raises(ConfigError, match="4 ranks cannot share an MLP of width 3"):
         load(checkpoint, tp=4)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "refusal"),
+    [
+        ((1, 2), "1,2 are 3 layers together; allowed: numbers whose sum is 2, the model's layers"),
+        ((2,), "2 is not allowed; allowed: a number from 1 on for each of 2 stages"),
+        ((2, 0), "2,0 is not allowed; allowed: a number from 1 on"),
+    ],
+)
+def test_layers_of_stages_are_all_of_the_models(
+    checkpoint: Path, sizes: tuple[int, ...], refusal: str
+) -> None:
+    """Explicit numbers are one for each stage, and together the model's; each refusal says so."""
+    settings = ParallelConfig(pipeline_parallel_size=2, pipeline_layers=sizes)
+    with pytest.raises(ConfigError, match=f"pipeline_layers: {refusal}"):
+        rank_layers(read_model_config(checkpoint), ParallelContext.place(settings, 1))
 
 
 def test_a_ranks_layers_are_its_own(checkpoint: Path) -> None:

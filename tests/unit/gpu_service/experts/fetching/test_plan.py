@@ -41,6 +41,14 @@ def test_slots_hold_whole_experts(split: str, groups: int) -> None:
     assert plan.nbytes == 2 * groups * plan.num_slots * KIND.expert_bytes
 
 
+def test_layers_that_are_copied_by_the_host_have_no_slots() -> None:
+    """Beyond the limit of page-locked memory kernels read no experts: slots would only take memory."""
+    plan = plan_fetching(config(), GEOMETRY, PARTS, "cuda", None, layers=[1])
+    assert plan is not None
+    assert list(plan.kinds) == [1]
+    assert plan_fetching(config(), GEOMETRY, PARTS, "cuda", None, layers=[]) is None
+
+
 def test_a_small_part_of_the_memory_is_taken() -> None:
     """Slots take at most a 24th of the memory, of small GPUs a 48th; where less than four have room there are
     none.

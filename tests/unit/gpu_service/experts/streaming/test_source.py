@@ -9,31 +9,17 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
+from gpu_service.device import pinned
 from gpu_service.experts.streaming import source as source_module
 from gpu_service.experts.streaming.plan import CopyRun, Piece, StoredExperts
 from gpu_service.experts.streaming.ring import HostTransfers
-from gpu_service.experts.streaming.source import Registrar, SegmentSource
+from gpu_service.experts.streaming.source import SegmentSource
+from tests.helpers.limited_pinning import Limited
 
 if TYPE_CHECKING:
     from gpu_service.experts.streaming.segments import ExpertSegments
 
 LAYER_BYTES, LAYERS = 4096, 6
-
-
-class Limited(Registrar):
-    """A driver with a limit to the bytes that it page-locks."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit, self.locked = limit, dict[int, int]()
-
-    def register(self, address: int, nbytes: int) -> str:
-        if sum(self.locked.values()) + nbytes > self.limit:
-            return "out of memory"
-        self.locked[address] = nbytes
-        return ""
-
-    def unregister(self, address: int) -> None:
-        del self.locked[address]
 
 
 def segments() -> ExpertSegments:
@@ -45,6 +31,22 @@ def segments() -> ExpertSegments:
     data = [torch.arange(LAYERS * LAYER_BYTES, dtype=torch.int32).to(torch.uint8)]
     found = SimpleNamespace(stored=stored, data=data, problem=lambda: "", close=lambda: None)
     return cast("ExpertSegments", found)
+
+
+def test_a_limit_that_is_known_is_not_run_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers beyond it are staged, though the driver is never asked for more than it has, and nothing is said
+    a second time.
+    """
+    monkeypatch.setattr(pinned, "LEFT_BYTES", LAYER_BYTES)
+    opened, registrar = segments(), Limited(4 * LAYER_BYTES)
+    with capture_logs() as lines:
+        source = SegmentSource(lambda: opened, HostTransfers(), registrar, limit=4 * LAYER_BYTES)
+        assert source.wait_ready(60.0)
+    assert (len(registrar.locked), registrar.refused) == (3, 0)
+    of_layers = [stored for (stored,) in opened.stored.values()]
+    assert [source.address(opened, stored) is not None for stored in of_layers] == [True] * 3 + [False] * 3
+    source.close()
+    assert not [line for line in lines if line["log_level"] == "warning"]
 
 
 @pytest.mark.parametrize(("limit", "locked"), [(LAYERS, 6), (LAYERS - 1, 3), (3, 1), (1, 0), (0, 0)])
