@@ -145,7 +145,12 @@ def _assemble(
     undo: ExitStack,
 ) -> Built:
     device, dtype, fingerprint = stream.device, TORCH_DTYPES[model_config.dtype], identity.experts
-    compiler = make_compiler(Path(config.model.model), model_config.vocab_size, model_config.eos_token_ids)
+    compiler = make_compiler(
+        Path(config.model.model),
+        model_config.vocab_size,
+        model_config.eos_token_ids,
+        confirm=None if _is_gpu(device) else identity.confirm,
+    )
     model, moe = _shaped_model(config, model_config, device, group), rank_moe(config, model_config, group)
     memory, config, streaming = _plan_memory(config, model, moe, group)
     gpu, shape = config.gpu, cache_shape(config.gpu, model.config, model.rank_layers, device)
