@@ -104,8 +104,9 @@ class EarlyChildren:
         # What the services import first, and all of them.
         import moebius.telemetry  # noqa: F401
 
+        # A collection would write to pages that the forks share; now it would find nothing, in 0.1 s.
+        gc.freeze()
         give_back_memory()
-        gc.freeze()  # a collection would write to pages that the forks share
         sys.stdout.flush()
         sys.stderr.flush()
         for role in ROLES:

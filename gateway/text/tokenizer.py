@@ -146,6 +146,7 @@ class Tokenizer:
         self.is_byte_level = isinstance(backend.decoder, decoders.ByteLevel)
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self._bytes: dict[int, bytes] = {}  # cache: answers repeat a few thousand tokens
+        self._fits = 0  # rows of a model that it is known to fit
         controls = [token for token in added.values() if is_control(token.content, token.special)]
         # A mark is removed before added tokens are searched for in normalised text: there it splits words.
         self._seamless = not any(token.normalized for token in controls)
@@ -200,6 +201,7 @@ class Tokenizer:
                     f"the tokenizer is another model's: its token {text!r} has the id {token_id}, but the "
                     f"model's vocab_size is {vocab_size}"
                 )
+        self._fits = vocab_size
 
     def encode(self, text: str | MarkedText, add_special_tokens: bool = True) -> list[int]:
         """Returns the token ids of `text`; `add_special_tokens` applies the checkpoint's post-processor.
