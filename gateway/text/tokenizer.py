@@ -49,15 +49,15 @@ class TextSize:
     @classmethod
     def of(cls, backend: BackendTokenizer) -> TextSize:
         """Reads vocabulary, normaliser, pre-tokeniser and added tokens."""
-        described: dict[str, Any] = json.loads(backend.to_str())
-        shrinking = 1
-        for stage in _stages(described["normalizer"], "normalizers"):
+        shrinking, normalizer = 1, _state(backend.normalizer)
+        for stage in _stages(normalizer, "normalizers"):
             factor = _shrinking(stage)
             if factor is None:
                 return cls(None, True)
             shrinking *= factor
-        counts_space = not any(token["lstrip"] or token["rstrip"] for token in described["added_tokens"])
-        splits = _stages(described["pre_tokenizer"], "pretokenizers")
+        added = backend.get_added_tokens_decoder().values()
+        counts_space = not any(token.lstrip or token.rstrip for token in added)
+        splits = _stages(_state(backend.pre_tokenizer), "pretokenizers")
         for stage in splits:
             if stage["type"] in _DROPPING_SPACE:
                 counts_space = False
@@ -65,11 +65,11 @@ class TextSize:
                 return cls(None, True)
         pieces = backend.get_vocab(with_added_tokens=False)
         in_bytes = any(stage["type"] == "ByteLevel" for stage in splits)
-        lacking = _lacking(pieces, in_bytes, bool(described["model"].get("byte_fallback")))
-        if lacking is None or (lacking and not (counts_space and described["normalizer"] is None)):
+        lacking = _lacking(pieces, in_bytes, _falls_back(backend.model))
+        if lacking is None or (lacking and not (counts_space and normalizer is None)):
             return cls(None, True)  # unknown text becomes one token, or none
         lengths = [len(piece) if in_bytes else len(piece.encode()) for piece in pieces]
-        lengths += [len(token["content"].encode()) for token in described["added_tokens"]]
+        lengths += [len(token.content.encode()) for token in added]
         return cls(max(lengths) * shrinking, counts_space, lacking)
 
     def least_tokens(self, text: str) -> int:
@@ -84,6 +84,18 @@ class TextSize:
         else:
             size = sum(len(word.encode()) for word in text.split())
         return -(-size // self.longest)
+
+
+def _state(part: Any) -> dict[str, Any] | None:
+    """Returns how tokenizer.json describes a part; to describe the whole takes a hundred times as long."""
+    described: dict[str, Any] | None = None if part is None else json.loads(part.__getstate__())
+    return described
+
+
+def _falls_back(model: Any) -> bool:
+    """Returns whether bytes without a piece have tokens of their own, which Unigram says only in whole."""
+    found = getattr(model, "byte_fallback", None)
+    return bool((_state(model) or {}).get("byte_fallback") if found is None else found)
 
 
 def _stages(described: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
