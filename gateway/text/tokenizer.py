@@ -205,6 +205,8 @@ class Tokenizer:
         Models may have more rows than there are tokens. A token that was added to the tokenizer alone
         (fine-tunes add one for padding) is refused when a request contains it, unless chats need it.
         """
+        if 0 < self._fits <= vocab_size:
+            return  # found out before this process was forked
         template = "" if self.chat_template is None else self.chat_template.source
         for text, token_id in self._backend.get_vocab(with_added_tokens=True).items():
             is_idle = token_id in self._added_text and text not in template
