@@ -41,6 +41,6 @@ def test_a_tokenizer_that_may_wait_is_read_for_the_first_constraint(tmp_path: Pa
 
 
 def test_without_a_tokenizer_there_is_no_compiler(tmp_path: Path) -> None:
-    """Whether it may wait or not: what a request is told does not depend on the device."""
+    """Whether it may wait or not: what a request is answered does not depend on the device."""
     assert make_compiler(tmp_path, 300, {2}) is None
     assert make_compiler(tmp_path, 300, {2}, lambda: None) is None
