@@ -169,7 +169,7 @@ def check_files(config: MoebiusConfig, needs_weights: bool = True) -> None:
     Without `needs_weights` a directory with nothing but a configuration will do. Raises UserError or
     CheckpointError naming the file.
     """
-    from gateway.text.tokenizer import Tokenizer
+    from gateway.text.model_files import keep_tokenizer
     from moebius.checkpoint.index import has_weights
     from moebius.models.checkpoint import open_index
     from moebius.models.expert_checkpoint import ExpertCheckpoint
@@ -184,7 +184,7 @@ def check_files(config: MoebiusConfig, needs_weights: bool = True) -> None:
         geometry = read_served_geometry(config)
         ExpertCheckpoint.open(str(model), geometry, config.model.expert_checkpoint)
     try:
-        tokenizer = Tokenizer.from_dir(model, config.gateway.chat_template)
+        tokenizer = keep_tokenizer(str(model), config.gateway.chat_template)
     except UserError:
         raise
     except Exception as error:

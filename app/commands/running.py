@@ -17,6 +17,7 @@ from app.supervisor.early import EarlyChildren
 from app.supervisor.placement import find_gpus, runs_on_gpus
 from app.supervisor.plan import ServePlan, process_names
 from app.supervisor.supervisor import State, Supervisor
+from gateway.text.model_files import forget_tokenizer
 from moebius.errors import ConfigError, StartupError
 from moebius.host.instruction_sets import cpu_flags, what_it_costs
 from moebius.kernels import isa_level
@@ -40,6 +41,7 @@ def running(serve_plan: ServePlan, early: EarlyChildren | None = None) -> Iterat
     When a signal came first, the supervisor that is yielded is already `stopping`. Raises ConfigError for
     certificates that cannot be used.
     """
+    forget_tokenizer()  # `early` has been forked
     configure_tls(serve_plan.config.security)  # the supervisor asks its processes for their health
     with _start_view(serve_plan) as view:
         view.on_processor(*_processor(serve_plan))

@@ -14,12 +14,15 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from app.demo_model import recipe
 from app.demo_model.recipe import SOURCE_GGUF, SOURCE_GGUF_SHA256, SOURCE_PACKAGE, SOURCE_VERSION
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
 
 
 class DemoModelError(RuntimeError):
@@ -38,19 +41,26 @@ def silent(stage: str, done: int, total: int) -> None:
 @contextmanager
 def rich_progress() -> Iterator[ProgressCallback]:
     """Show one bar per stage on stderr (stdout stays free for the path) while the context is open."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description:<28}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bars:
+    with ExitStack() as stack:
         tasks: dict[str, TaskID] = {}
+        shown: list[Progress] = []
 
         def update(stage: str, done: int, total: int) -> None:
+            if not shown:  # most calls find that there is nothing to do, without rich
+                shown.append(stack.enter_context(_bars()))
             if stage not in tasks:
-                tasks[stage] = bars.add_task(stage, total=None)
-            bars.update(tasks[stage], completed=done, total=total or None)
+                tasks[stage] = shown[0].add_task(stage, total=None)
+            shown[0].update(tasks[stage], completed=done, total=total or None)
 
         yield update
+
+
+def _bars() -> Progress:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description:<28}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=Console(stderr=True))
 
 
 CHUNK = 4 << 20

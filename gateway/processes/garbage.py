@@ -11,9 +11,8 @@ _YOUNG_ROUNDS, _OLD_ROUNDS = 20, 20
 
 
 def collect_rarely() -> None:
-    """Excludes all objects that exist so far and collects the others less often: at most a millisecond at a
-    time for the youngest generation."""
-    gc.collect()
+    """Excludes all objects that exist so far, of which a start leaves no garbage, and collects the others
+    less often: at most a millisecond at a time for the youngest generation."""
     gc.freeze()
     gc.enable()
     gc.set_threshold(_YOUNG, _YOUNG_ROUNDS, _OLD_ROUNDS)

@@ -36,6 +36,7 @@ from gateway.prompts.process import (
     packed_answer,
     too_much_memory,
 )
+from gateway.text.model_files import read_tokenizer
 from gateway.text.tokenizer import Tokenizer
 from moebius.errors import WRONG_IDENTITY_EXIT
 from moebius.grammar.compile import GrammarError, OverBudget
@@ -155,7 +156,7 @@ def _read_files(files: ModelFiles) -> Tokenizer | OtherFiles:
     """Returns the tokenizer, of the files that the gateway has read."""
     tokenizer = None
     if not _changes(files):  # fast; and files that are half written may not be readable
-        tokenizer = Tokenizer.from_dir(Path(files.tokenizer_dir), files.template_file)
+        tokenizer = read_tokenizer(files.tokenizer_dir, files.template_file, files.parts)
         _ = tokenizer.text_size  # now, not at the first request's expense
     # Checked again: the files that were read are the present ones, unless they are written at this moment.
     changed = _changes(files)
@@ -206,8 +207,9 @@ def main(control: socket.socket) -> int:
         return 0
     files: ModelFiles = pickle.loads(data)
     read = _read_files(files)
+    # Collections would write to pages that the forks share; one now would find nothing, in 0.1 s.
+    gc.freeze()
     give_back_memory()
-    gc.freeze()  # collections would write to pages that the forks share
     serve_forks(control, lambda channel: _run(channel, files, read))
     return 0
 

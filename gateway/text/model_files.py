@@ -23,6 +23,35 @@ class ModelFilesError(Exception):
     """Tokenizer or chat template cannot be read; the message names the file."""
 
 
+# What `keep_tokenizer` read last: directory, template and digests of the files, and the tokenizer.
+_kept: list[tuple[str, str, Parts, Tokenizer]] = []
+
+
+def keep_tokenizer(directory: str, template: str) -> Tokenizer:
+    """Reads a model's tokenizer for this process and its forks, in which `read_tokenizer` then finds it: what
+    checks a model before its processes start has read it already.
+
+    Raises what `Tokenizer.from_dir` does, and CheckpointError naming a file that cannot be read.
+    """
+    parts = text_parts(directory, template)
+    tokenizer = Tokenizer.from_dir(Path(directory), template)
+    _kept[:] = [(directory, template, parts, tokenizer)]
+    return tokenizer
+
+
+def forget_tokenizer() -> None:
+    """Frees what `keep_tokenizer` has read, once there will be no forks."""
+    _kept.clear()
+
+
+def read_tokenizer(directory: str, template: str, parts: Parts) -> Tokenizer:
+    """Returns the tokenizer of files that have these digests. Raises what `Tokenizer.from_dir` does."""
+    for kept in _kept:
+        if kept[:3] == (directory, template, parts):
+            return kept[3]
+    return Tokenizer.from_dir(Path(directory), template)
+
+
 @dataclass(frozen=True)
 class ReadFiles:
     """The files that were read; filled by `read_files`."""
@@ -61,7 +90,7 @@ def read_files(directory: str, template: str, record: str, expected: Parts) -> R
         raise WrongIdentity(f"{found} since the gateway was started: {REMEDY}")
     IdentityRecord(record).check(parts)
     try:
-        tokenizer = Tokenizer.from_dir(Path(directory), template)
+        tokenizer = read_tokenizer(directory, template, parts)
     except Exception as error:
         # The libraries that read these files raise any kind of error, often without a file name.
         text, named = str(error) or type(error).__name__, (directory, template)

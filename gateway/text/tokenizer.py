@@ -54,15 +54,15 @@ class TextSize:
     @classmethod
     def of(cls, backend: BackendTokenizer) -> TextSize:
         """Reads vocabulary, normaliser, pre-tokeniser and added tokens."""
-        described: dict[str, Any] = json.loads(backend.to_str())
-        shrinking = 1
-        for stage in _stages(described["normalizer"], "normalizers"):
+        shrinking, normalizer = 1, _state(backend.normalizer)
+        for stage in _stages(normalizer, "normalizers"):
             factor = _shrinking(stage)
             if factor is None:
                 return cls(None, True)
             shrinking *= factor
-        counts_space = not any(token["lstrip"] or token["rstrip"] for token in described["added_tokens"])
-        splits = _stages(described["pre_tokenizer"], "pretokenizers")
+        added = backend.get_added_tokens_decoder().values()
+        counts_space = not any(token.lstrip or token.rstrip for token in added)
+        splits = _stages(_state(backend.pre_tokenizer), "pretokenizers")
         for stage in splits:
             if stage["type"] in _DROPPING_SPACE:
                 counts_space = False
@@ -70,11 +70,11 @@ class TextSize:
                 return cls(None, True)
         pieces = backend.get_vocab(with_added_tokens=False)
         in_bytes = any(stage["type"] == "ByteLevel" for stage in splits)
-        lacking = _lacking(pieces, in_bytes, bool(described["model"].get("byte_fallback")))
-        if lacking is None or (lacking and not (counts_space and described["normalizer"] is None)):
+        lacking = _lacking(pieces, in_bytes, _falls_back(backend.model))
+        if lacking is None or (lacking and not (counts_space and normalizer is None)):
             return cls(None, True)  # unknown text becomes one token, or none
         lengths = [len(piece) if in_bytes else len(piece.encode()) for piece in pieces]
-        lengths += [len(token["content"].encode()) for token in described["added_tokens"]]
+        lengths += [len(token.content.encode()) for token in added]
         return cls(max(lengths) * shrinking, counts_space, lacking)
 
     def least_tokens(self, text: str) -> int:
@@ -89,6 +89,18 @@ class TextSize:
         else:
             size = sum(len(word.encode()) for word in text.split())
         return -(-size // self.longest)
+
+
+def _state(part: Any) -> dict[str, Any] | None:
+    """Returns how tokenizer.json describes a part; to describe the whole takes a hundred times as long."""
+    described: dict[str, Any] | None = None if part is None else json.loads(part.__getstate__())
+    return described
+
+
+def _falls_back(model: Any) -> bool:
+    """Returns whether bytes without a piece have tokens of their own, which Unigram says only in whole."""
+    found = getattr(model, "byte_fallback", None)
+    return bool((_state(model) or {}).get("byte_fallback") if found is None else found)
 
 
 def _stages(described: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
@@ -151,6 +163,7 @@ class Tokenizer:
         self.is_byte_level = isinstance(backend.decoder, decoders.ByteLevel)
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self._bytes: dict[int, bytes] = {}  # cache: answers repeat a few thousand tokens
+        self._fits = 0  # rows of a model that it is known to fit
         controls = [token for token in added.values() if is_control(token.content, token.special)]
         # A mark is removed before added tokens are searched for in normalised text: there it splits words.
         self._seamless = not any(token.normalized for token in controls)
@@ -197,6 +210,8 @@ class Tokenizer:
         Models may have more rows than there are tokens. A token that was added to the tokenizer alone
         (fine-tunes add one for padding) is refused when a request contains it, unless chats need it.
         """
+        if 0 < self._fits <= vocab_size:
+            return  # found out before this process was forked
         template = "" if self.chat_template is None else self.chat_template.source
         for text, token_id in self._backend.get_vocab(with_added_tokens=True).items():
             is_idle = token_id in self._added_text and text not in template
@@ -205,6 +220,7 @@ class Tokenizer:
                     f"the tokenizer is another model's: its token {text!r} has the id {token_id}, but the "
                     f"model's vocab_size is {vocab_size}"
                 )
+        self._fits = vocab_size
 
     def encode(self, text: str | MarkedText, add_special_tokens: bool = True) -> list[int]:
         """Returns the token ids of `text`; `add_special_tokens` applies the checkpoint's post-processor.

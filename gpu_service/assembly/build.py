@@ -145,7 +145,7 @@ def _assemble(
     undo: ExitStack,
 ) -> Built:
     device, dtype, fingerprint = stream.device, TORCH_DTYPES[model_config.dtype], identity.experts
-    compiler = make_compiler(Path(config.model.model), model_config.vocab_size, model_config.eos_token_ids)
+    compiler = _compiler(model_config, identity, device)
     model, moe = _shaped_model(config, model_config, device, group), rank_moe(config, model_config, group)
     memory, config, streaming = _plan_memory(config, model, moe, group)
     gpu, shape = config.gpu, cache_shape(config.gpu, model.config, model.rank_layers, device)
@@ -195,6 +195,13 @@ def _assemble(
         *(self_test, vision, streamer, adaptive, resident, check, runner.watch, compiler),
         *(fetcher, kv_cache.nbytes),
     )
+
+
+def _compiler(
+    model: ModelConfig, identity: EngineIdentity, device: torch.device
+) -> ConstraintCompiler | None:
+    confirm = None if _is_gpu(device) else identity.confirm
+    return make_compiler(Path(identity.model), model.vocab_size, model.eos_token_ids, confirm)
 
 
 def _shaped_model(

@@ -17,6 +17,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ import structlog
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
 
-from moebius.checkpoint.tokenizer import read_backend
+from moebius.checkpoint.tokenizer import has_tokenizer, read_backend
 from moebius.errors import brief
 from moebius.grammar.compile import GrammarError, grammar_of, limits, reason
 from moebius.process.progress import phase
@@ -219,20 +220,31 @@ class ConstraintCompiler:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        read: Callable[[], Tokenizer],
         vocab_size: int,
         eos_token_ids: frozenset[int],
         remembered: int = _REMEMBERED,
     ) -> None:
-        """`vocab_size`: columns of the logits, which may be more than there are tokens, or fewer."""
-        described = tokenizer.to_str()
-        size = max(vocab_size, tokenizer.get_vocab_size(with_added_tokens=True))
-        self._eos = eos_token_ids
-        self._tokenizer = LLTokenizer(described, n_vocab=size, eos_token=sorted(eos_token_ids) or None)
+        """`read` is called for the first constraint, which waits for it, or by `load`. `vocab_size`: columns
+        of the logits, which may be more than there are tokens, or fewer."""
+        self._read, self._vocab_size, self._eos = read, vocab_size, eos_token_ids
         self._remembered = remembered
         self._compiled: OrderedDict[bytes, Future[LLMatcher]] = OrderedDict()
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="constraints")
+
+    def load(self) -> None:
+        """Reads the tokenizer now. Raises GrammarError saying why it cannot be read."""
+        _ = self._tokenizer
+
+    @cached_property
+    def _tokenizer(self) -> LLTokenizer:
+        try:
+            tokenizer = self._read()
+            size = max(self._vocab_size, tokenizer.get_vocab_size(with_added_tokens=True))
+            return LLTokenizer(tokenizer.to_str(), n_vocab=size, eos_token=sorted(self._eos) or None)
+        except Exception as error:  # of a file, or of a library that does not know this kind of tokenizer
+            raise GrammarError(f"constraints of outputs are refused: no tokenizer: {brief(error)}") from error
 
     @property
     def num_words(self) -> int:
@@ -291,11 +303,30 @@ class ConstraintCompiler:
         return matcher
 
 
-def make_compiler(model: Path, vocab_size: int, eos_token_ids: Iterable[int]) -> ConstraintCompiler | None:
-    """Returns the compiler for a checkpoint; None, with a warning, where it has no tokenizer."""
+def make_compiler(
+    model: Path, vocab_size: int, eos_token_ids: Iterable[int], confirm: Callable[[], None] | None = None
+) -> ConstraintCompiler | None:
+    """Returns the compiler for a checkpoint; None, with a warning, where it has no tokenizer.
+
+    With `confirm` the tokenizer, half a second and 50 MB of a start on a CPU alone, waits for the first
+    constraint, and `confirm` raises when the files have changed by then. Without, it is read now: llguidance
+    holds Python's lock meanwhile, which would stop a GPU's steps.
+    """
+
+    def read() -> Tokenizer:
+        tokenizer = read_backend(model)
+        if confirm is not None:
+            confirm()
+        return tokenizer
+
+    compiler = ConstraintCompiler(read, vocab_size, frozenset(eos_token_ids))
     try:
-        with phase("reading the tokenizer"):
-            return ConstraintCompiler(read_backend(model), vocab_size, frozenset(eos_token_ids))
-    except Exception as error:  # of a file, or of a library that meets a kind of tokenizer it does not know
-        _log.warning("constraints of outputs are refused: no tokenizer", error=brief(error))
+        if confirm is None:
+            with phase("reading the tokenizer"):
+                compiler.load()
+        elif not has_tokenizer(model):
+            raise GrammarError(f"constraints of outputs are refused: {model} has no tokenizer")
+    except GrammarError as error:
+        _log.warning(str(error))
         return None
+    return compiler

@@ -187,4 +187,4 @@ def random_vocabulary(vocab_size: int) -> ConstraintCompiler:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<end>"])
-    return ConstraintCompiler(tokenizer, vocab_size, frozenset({0}))
+    return ConstraintCompiler(lambda: tokenizer, vocab_size, frozenset({0}))

@@ -6,6 +6,7 @@ A leaf is one field of one section. Its name is unique over all sections, so it 
 
 from __future__ import annotations
 
+import functools
 import re
 import types
 import typing
@@ -113,6 +114,7 @@ def sections() -> dict[str, type[Section]]:
     return {name: typing.cast(type[Section], field.annotation) for name, field in _tree_fields()}
 
 
+@functools.cache
 def leaves() -> tuple[Leaf, ...]:
     """Returns every leaf of the tree, in order."""
     return tuple(

@@ -137,7 +137,7 @@ def test_no_step_asks_the_device(name: str, tmp_path: Path, monkeypatch: pytest.
         Request(f"r{i}", [3 + (i * 37 + k * 5) % 200 for k in range(4 + 15 * i)], params)
         for i, params in enumerate((greedy, everything, plain, everything))
     ]
-    compiler = ConstraintCompiler(byte_level_tokenizer(300), model.config.vocab_size, frozenset({2}))
+    compiler = ConstraintCompiler(lambda: byte_level_tokenizer(300), model.config.vocab_size, frozenset({2}))
     masked = Request("masked", [3, 4, 5], everything)
     (masked.constraint,) = compiler.make(Constraint(regex="[a-z]{3,9}"))
     with tiny_engine(model, experts, HostDeviceStream(), make_capturable_attention, Setup()) as engine:

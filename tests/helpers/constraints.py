@@ -36,7 +36,7 @@ def character_tokenizer() -> Tokenizer:
 
 def new_compiler() -> ConstraintCompiler:
     """For the fake model; it has compiled nothing, and a test may set its attributes."""
-    return ConstraintCompiler(character_tokenizer(), VOCAB, frozenset({EOS}))
+    return ConstraintCompiler(character_tokenizer, VOCAB, frozenset({EOS}))
 
 
 @functools.cache
@@ -65,7 +65,7 @@ def constrained(name: str, prompt: list[int], constraint: Constraint, **params: 
 @functools.cache
 def byte_compiler(vocab_size: int) -> ConstraintCompiler:
     """For a tiny model, whose tokens are bytes and a few words."""
-    return ConstraintCompiler(byte_level_tokenizer(300), vocab_size, frozenset({2}))
+    return ConstraintCompiler(lambda: byte_level_tokenizer(300), vocab_size, frozenset({2}))
 
 
 def constrain_some(requests: Sequence[Request], vocab_size: int) -> list[Request]:
