@@ -84,7 +84,7 @@ def low_rank(base: dict[str, torch.Tensor], module: str) -> dict[str, torch.Tens
 def test_products_are_added_and_all_else_stays(
     model: Path, tmp_path: Path, config: dict[str, Any], scales: tuple[float, float]
 ) -> None:
-    """Of attention and of an expert, each rounded once; the other file is the same one."""
+    """Products for attention and for an expert are each rounded once; the other file is the same one."""
     base = values_of(model)
     tensors = low_rank(base, QUERY) | low_rank(base, EXPERT)
     done = merge_adapter(model, write_adapter(tmp_path / "adapter", tensors, **config), tmp_path / "merged")
