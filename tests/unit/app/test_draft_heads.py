@@ -38,10 +38,14 @@ def test_a_head_is_found_from_the_working_directory(
 
 
 def test_a_directory_without_a_head_is_refused(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(
-        UserError, match=r"speculative_model .*: no config.json in it; allowed: the directory"
-    ):
-        with_checkpoint(config_of(model, str(tmp_path)))
+    """So is a file that is not there; a GGUF file that is becomes an absolute path."""
+    message = "no GGUF file, and no config.json in it; allowed: the directory"
+    file = tmp_path / "small.gguf"
+    for given in (tmp_path, file):
+        with pytest.raises(UserError, match=rf"speculative_model .*: {message}"):
+            with_checkpoint(config_of(model, str(given)))
+    file.touch()
+    assert with_checkpoint(config_of(model, str(file))).gpu.speculative_model == str(file)
 
 
 def test_an_engine_without_drafts_is_compared_without_the_head(model: Path) -> None:
