@@ -28,6 +28,7 @@ from moebius.checkpoint.gguf.files import is_gguf
 from moebius.checkpoint.index import CheckpointIndex, TensorInfo, open_safetensors, read_header
 from moebius.checkpoint.reader import SliceReader
 from moebius.checkpoint.stored_values import as_float32, to_bfloat16
+from moebius.checkpoint.weight_schemes import FLOATS
 from moebius.errors import UserError
 from moebius.models.read import read_config
 from moebius.models.registry import family_of
@@ -38,7 +39,6 @@ _PREFIX = "base_model.model."
 _PART = re.compile(
     r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<which>[AB])(?:\.default)?(?:\.weight)?"
 )
-_FLOATS = ("BF16", "F16", "F32")
 # What trainers save beside an adapter that differs from the base model's.
 _TOKENIZER = (
     "tokenizer.json",
@@ -143,9 +143,9 @@ def _low_rank(name: str, parts: Mapping[str, TensorInfo], config: Any, is_embedd
     if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[1] or a.shape[0] == 0:
         raise UserError(f"{a.file}: lora_A {list(a.shape)} and lora_B {list(b.shape)} of {name} do not fit")
     for info in (a, b):
-        if info.dtype not in _FLOATS:
+        if info.dtype not in FLOATS:
             raise UserError(
-                f"{info.file}: tensor {info.name!r} is {info.dtype}; allowed: {', '.join(_FLOATS)}"
+                f"{info.file}: tensor {info.name!r} is {info.dtype}; allowed: {', '.join(FLOATS)}"
             )
     rank = a.shape[0]
     alpha = _of_module(config.get("alpha_pattern"), name, config.get("lora_alpha"))
@@ -223,9 +223,9 @@ class _Names:
                 f"{info.file}: {name!r} is not in {self._index.directory}; allowed: adapters of single "
                 "matrices that this checkpoint has in floats (not quantised, and no experts in one tensor)"
             )
-        if place.dtype not in _FLOATS:
+        if place.dtype not in FLOATS:
             raise UserError(
-                f"{place.file}: tensor {place.name!r} is {place.dtype}; allowed: {', '.join(_FLOATS)}: merge "
+                f"{place.file}: tensor {place.name!r} is {place.dtype}; allowed: {', '.join(FLOATS)}: merge "
                 "into the checkpoint that is not quantised"
             )
         return place

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate, pairwise
+from itertools import accumulate
+
+from moebius.models.layers.ranks import even_shard
 
 # How much longer a token may take for the sake of the KV cache, and how exactly that is made the longest.
 LONGER, _EXACT_TOKENS = 1.05, 64
@@ -44,8 +46,7 @@ MayBe = Callable[[range], bool]
 
 def equal_division(layers: int, stages: int) -> Division:
     """Returns nearly equal numbers, as an engine that is given none has them."""
-    bounds = [stage * layers // stages for stage in range(stages + 1)]
-    return tuple(end - begin for begin, end in pairwise(bounds))
+    return tuple(len(even_shard(layers, stage, stages).indices) for stage in range(stages))
 
 
 def divide_layers(

@@ -13,7 +13,6 @@ import grpc
 import torch
 
 from gpu_service.experts.client import (
-    ExpertClient,
     ExpertClientStats,
     ExpertComputeFailed,
     ExpertUnavailable,
@@ -22,6 +21,7 @@ from gpu_service.experts.client import (
     checked_inputs,
 )
 from gpu_service.experts.grpc_servers import GrpcServers
+from gpu_service.experts.servers import ServedClient
 from moebius.mailbox.plan import INSTANCE_METADATA, MOST_GRPC_ROWS
 from moebius.models.geometry import MoeGeometry
 from moebius.network.grpc_channels import open_channel
@@ -52,7 +52,7 @@ class GrpcTicket(Ticket):
     generation: int = 0
 
 
-class GrpcExpertClient(ExpertClient):
+class GrpcExpertClient(ServedClient[GrpcServers]):
     """Sends every record to all servers and adds their partial sums in server order."""
 
     def __init__(
@@ -68,7 +68,7 @@ class GrpcExpertClient(ExpertClient):
         self._dtype = dtype
         self._deadline_s = deadline_ms / 1000
         self._channels = [open_channel(address, _OPTIONS) for address in addresses]
-        self._servers = GrpcServers(self._channels, fingerprint)
+        super().__init__(GrpcServers(self._channels, fingerprint))
         # Processes that were found ready and right, by server; empty: no others may be asked.
         self._instances: list[int] = []
         self._streams: list[ComputeStream] = []
@@ -154,22 +154,6 @@ class GrpcExpertClient(ExpertClient):
     def wait_ready(self, timeout_s: float) -> None:
         """Waits as `GrpcServers.wait_ready`."""
         self._instances = self._servers.wait_ready(timeout_s)
-
-    def newcomers(self) -> tuple[int, ...]:
-        return self._servers.newcomers.unconfirmed()
-
-    def confirm(self) -> None:
-        self._servers.newcomers.confirm()
-
-    def reject(self, reason: str) -> None:
-        """No record is sent to their processes any more."""
-        self._servers.reject_newcomers(reason)
-
-    def problem(self) -> str:
-        return self._servers.problem()
-
-    def interrupt(self) -> None:
-        self._servers.interrupt()
 
     def recover(self, timeout_s: float) -> None:
         """Opens new streams, so that late answers cannot be mistaken."""

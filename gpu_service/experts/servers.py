@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from typing import Generic, Protocol, TypeVar
 
 import structlog
 import torch
@@ -141,17 +142,32 @@ class MailboxServers:
         return ""
 
 
-class MailboxClient(ExpertClient):
-    """What the clients of a mailbox have in common, whether a host or a device drives them: its servers."""
+class Servers(Protocol):
+    """The servers of one client, over a mailbox or gRPC."""
 
-    def __init__(self, servers: MailboxServers) -> None:
+    newcomers: Newcomers
+
+    def problem(self) -> str:
+        """Returns as `ExpertClient.problem`."""
+
+    def interrupt(self) -> None:
+        """Ends waits, as `ExpertClient.interrupt`."""
+
+    def reject_newcomers(self, reason: str) -> None:
+        """Sends the unconfirmed ones away."""
+
+
+ServersT = TypeVar("ServersT", bound=Servers)
+
+
+class ServedClient(ExpertClient, Generic[ServersT]):
+    """What clients have in common, whatever drives them: the servers that they ask."""
+
+    def __init__(self, servers: ServersT) -> None:
         self._servers = servers
 
     def problem(self) -> str:
         return self._servers.problem()
-
-    def damages(self) -> int:
-        return self._servers.damages()
 
     def interrupt(self) -> None:
         self._servers.interrupt()
@@ -163,8 +179,14 @@ class MailboxClient(ExpertClient):
         self._servers.newcomers.confirm()
 
     def reject(self, reason: str) -> None:
-        """Their processes leave the mailbox and end."""
         self._servers.reject_newcomers(reason)
+
+
+class MailboxClient(ServedClient[MailboxServers]):
+    """A client of a mailbox, which a host or a device drives."""
+
+    def damages(self) -> int:
+        return self._servers.damages()
 
 
 _log = structlog.get_logger(__name__)
