@@ -184,7 +184,7 @@ class HostLayers:
 
     def make(self, rows: int) -> Callable[[], None]:
         """Returns the launches of one layer."""
-        from gpu_service.experts.doorbell import driver
+        from gpu_service.device import cuda_driver as driver
 
         there, here = Inputs(rows, DEVICE), Inputs(rows, "cpu", pinned=True)
         answer = torch.zeros_like(there.output)
@@ -237,12 +237,13 @@ DEADLINE_NS = 30_000_000_000
 
 def pci_round_trip_us(jit_cache_dir: str) -> float:
     """Mean of some thousand rounds. Raises UserError when the other process keeps silent."""
-    from gpu_service.experts.doorbell import driver
-    from gpu_service.experts.doorbell.program import compiled
+    from gpu_service.device import cuda_driver as driver
+    from gpu_service.device.cuda_program import compiled
+    from gpu_service.experts.doorbell.program import program
 
     nanoseconds = torch.zeros(1, dtype=torch.int64, device="cuda")
     major, minor = torch.cuda.get_device_capability()
-    kernel = driver.Module(compiled(f"sm_{major}{minor}", jit_cache_dir)).kernel(
+    kernel = driver.Module(compiled(program(), "doorbell", f"sm_{major}{minor}", jit_cache_dir)).kernel(
         "ping_pong", ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_uint64, ctypes.c_uint64
     )
     with tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="moebius-bench-") as file:

@@ -247,7 +247,7 @@ def test_no_step_makes_the_host_wait(directory: Path, largest_graph: int, attent
 @pytest.mark.parametrize("largest_graph", [0, 6], ids=["eager", "graphs"])
 def test_the_host_runs_ahead_of_the_device(directory: Path, largest_graph: int) -> None:
     """With the device held up, a step and the one after it are launched before anything is computed."""
-    from gpu_service.experts.doorbell import driver
+    from gpu_service.device import cuda_driver as driver
 
     with gpu_engine(directory, Setup(largest_graph=largest_graph)) as engine:
         engine.run(requests(1, GREEDY))

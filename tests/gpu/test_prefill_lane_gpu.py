@@ -112,7 +112,7 @@ def test_few_pages_change_hands_between_lanes(directory: Path) -> None:
 
 def test_decoding_goes_on_while_the_lane_is_held(directory: Path) -> None:
     """With the lane's stream held by a word, a running stream gets its tokens; the prompt is right then."""
-    from gpu_service.experts.doorbell import driver
+    from gpu_service.device import cuda_driver as driver
 
     with engine_with_lane(directory) as (engine, lane):
         (expected,) = on_cpu(directory, [long_prompt()])
@@ -138,7 +138,7 @@ def test_decoding_goes_on_while_the_lane_is_held(directory: Path) -> None:
 
 def test_an_abort_in_the_lane_keeps_its_pages_until_the_end(directory: Path) -> None:
     """The client hears of it at once and others are computed; no page is given away before the step's end."""
-    from gpu_service.experts.doorbell import driver
+    from gpu_service.device import cuda_driver as driver
 
     with engine_with_lane(directory) as (engine, lane):
         expected = on_cpu(directory, requests(6, {"temperature": 0.0}, 9))

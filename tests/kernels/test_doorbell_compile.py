@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from gpu_service.device import cuda_program
 from gpu_service.experts.doorbell import program as doorbell_program
 from gpu_service.experts.doorbell.crossover import Crossover, crossing
 from gpu_service.experts.doorbell.program import ClientFailure, program  # type: ignore[attr-defined]
@@ -35,7 +36,7 @@ def test_nvcc_compiles_the_kernels_for_every_architecture(tmp_path: Path) -> Non
 def test_nvrtc_compiles_the_kernels(arch: str) -> None:
     """Both kernels are in the machine code."""
     pytest.importorskip("cuda.core")
-    code = doorbell_program.compile_source(program(), arch)
+    code = cuda_program.compile_source(program(), "doorbell", arch)
     assert b"pack_and_ring" in code
     assert b"wait_and_add" in code
 
@@ -44,27 +45,26 @@ def test_compiled_code_is_kept_by_its_source(tmp_path: Path, monkeypatch: pytest
     """A second start compiles nothing; another architecture or source does."""
     compiled: list[str] = []
 
-    def fake(source: str, arch: str) -> bytes:
+    def fake(source: str, name: str, arch: str) -> bytes:
         compiled.append(arch)
         return f"code of {arch} {len(compiled)}".encode()
 
-    monkeypatch.setattr(doorbell_program, "compile_source", fake)
-    first = doorbell_program.compiled("sm_90", str(tmp_path))
-    assert doorbell_program.compiled("sm_90", str(tmp_path)) == first
-    assert doorbell_program.compiled("sm_80", str(tmp_path)) != first
+    monkeypatch.setattr(cuda_program, "compile_source", fake)
+    first = cuda_program.compiled(program(), "doorbell", "sm_90", str(tmp_path))
+    assert cuda_program.compiled(program(), "doorbell", "sm_90", str(tmp_path)) == first
+    assert cuda_program.compiled(program(), "doorbell", "sm_80", str(tmp_path)) != first
     assert compiled == ["sm_90", "sm_80"]
-    monkeypatch.setattr(doorbell_program, "program", lambda: "another source")
-    assert doorbell_program.compiled("sm_90", str(tmp_path)) != first
+    assert cuda_program.compiled("another source", "doorbell", "sm_90", str(tmp_path)) != first
     assert len(list(tmp_path.rglob("*.cubin"))) == 3
 
 
 def test_unwritable_cache_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The setting and the place are in the message."""
-    monkeypatch.setattr(doorbell_program, "compile_source", lambda *_: b"code")
+    monkeypatch.setattr(cuda_program, "compile_source", lambda *_: b"code")
     occupied = tmp_path / "file"
     occupied.write_text("")
     with pytest.raises(UserError, match=r"jit_cache_dir.*file"):
-        doorbell_program.compiled("sm_90", str(occupied))
+        cuda_program.compiled(program(), "doorbell", "sm_90", str(occupied))
 
 
 def test_failures_have_the_numbers_of_the_layout() -> None:

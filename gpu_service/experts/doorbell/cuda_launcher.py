@@ -10,7 +10,8 @@ import structlog
 import torch
 
 from gpu_service.device import TORCH_DTYPES
-from gpu_service.experts.doorbell import driver
+from gpu_service.device import cuda_driver as driver
+from gpu_service.device.cuda_program import compiled
 from gpu_service.experts.doorbell.client import DoorbellLauncher
 from gpu_service.experts.doorbell.crossover import Crossover, crossing
 from gpu_service.experts.doorbell.program import (
@@ -21,8 +22,8 @@ from gpu_service.experts.doorbell.program import (
     WAIT_ANSWERS,
     Box,
     State,
-    compiled,
     make_box,
+    program,
 )
 from moebius.mailbox import DTYPE_CODES, Mailbox, field_offsets, row_begin
 
@@ -69,7 +70,7 @@ class CudaLauncher(DoorbellLauncher):
         _cuda.set_device(device)
         self.state = torch.zeros(State.END, dtype=torch.int64, device=device)
         major, minor = _cuda.get_device_capability(device)
-        module = driver.Module(compiled(f"sm_{major}{minor}", jit_cache_dir))
+        module = driver.Module(compiled(program(), "doorbell", f"sm_{major}{minor}", jit_cache_dir))
         rows = (*(U32,) * 6,)
         self._pack = module.kernel("pack_and_ring", Box, POINTER, POINTER, POINTER, *rows, U32)
         self._add = module.kernel("wait_and_add", Box, POINTER, POINTER, *rows[:5])

@@ -1,18 +1,11 @@
-"""`doorbell.cu` as seen from the host: launch arguments, words in GPU memory, constants, and its compilation.
-
-NVRTC compiles it at the first start on a machine, which needs no compiler installed, and the result is kept.
-"""
+"""`doorbell.cu` as seen from the host: launch arguments, words in GPU memory, and constants."""
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
 from enum import IntEnum
 from pathlib import Path
 
-from moebius.errors import UserError
-from moebius.host.kernel_times import cache_directory
 from moebius.mailbox import ClientFailure, Mailbox, field_offsets
 
 SOURCE = Path(__file__).with_name("doorbell.cu")
@@ -88,51 +81,3 @@ def preamble() -> str:
 def program() -> str:
     """Returns the complete source of the kernels."""
     return preamble() + SOURCE.read_text(encoding="utf-8")
-
-
-def compiled(arch: str, directory: str) -> bytes:
-    """Returns machine code for `arch` (as in sm_90), from `directory` when it has it; empty: the user's
-    cache.
-
-    Raises UserError when NVRTC is not installed or the directory cannot be written.
-    """
-    source = program()
-    try:
-        place = cache_file(source, arch, directory)
-    except FileNotFoundError as error:
-        raise UserError(f"jit_cache_dir: empty, and {error.strerror}") from error
-    if place.exists():
-        return place.read_bytes()
-    code = compile_source(source, arch)
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = place.with_suffix(f".{os.getpid()}")
-        unfinished.write_bytes(code)
-        unfinished.replace(place)
-    except OSError as error:
-        raise UserError(f"jit_cache_dir: cannot keep compiled kernels in {place.parent}: {error}") from error
-    return code
-
-
-def cache_file(source: str, arch: str, directory: str) -> Path:
-    """Returns the file that keeps the machine code of `source` for `arch`, named after a digest of the
-    source.
-    """
-    root = Path(directory).expanduser() if directory else cache_directory()
-    digest = hashlib.sha256(source.encode()).hexdigest()[:16]
-    return root / "doorbell" / f"{arch}-{digest}.cubin"
-
-
-def compile_source(source: str, arch: str) -> bytes:
-    """Returns a cubin. Raises UserError when NVRTC is not installed."""
-    try:
-        try:
-            from cuda.core import Program, ProgramOptions
-        except ImportError:  # its place before version 1
-            from cuda.core.experimental import Program, ProgramOptions
-    except ImportError as error:
-        raise UserError(
-            f"the doorbell kernels need cuda-core and NVRTC: pip install '.[gpu]' ({error})"
-        ) from error
-    code = Program(source, "c++", ProgramOptions(arch=arch, std="c++17")).compile("cubin").code
-    return bytes(code)

@@ -15,10 +15,13 @@ import triton
 
 from gpu_service.device.graphs import is_capturing
 from gpu_service.experts.resident.experts import LayerSlots, ResidentKernels
-from gpu_service.experts.resident.panels import LayerFormat, pair_bytes
+from gpu_service.experts.resident.grouped import GroupedExperts
+from gpu_service.experts.resident.panels import LayerFormat
 from gpu_service.experts.resident.triton_kernels import dense, gemm, launch, routing
+from gpu_service.experts.resident.triton_kernels.pairs import align, combine_choices, pair_memory, row_parts
 from gpu_service.experts.resident.triton_kernels.rows import down_rows, gate_up_rows
 from gpu_service.experts.resident.triton_kernels.unpacked import places, unpack_experts
+from gpu_service.ops.grouped_panels import TILE_ROWS
 from gpu_service.ops.panels import PanelFormat
 from gpu_service.ops.triton import panel_sizes
 from gpu_service.ops.triton.jit import launch_fitting, next_power_of_2, overlap
@@ -28,9 +31,6 @@ from moebius.models.geometry import MoeGeometry
 from moebius.process.progress import counted
 
 _IDS_BLOCK = 256
-_COMBINE_BLOCK = 512
-# Pairs that a program of the routing kernels looks at together; more of them where there are many.
-_CHUNK, _LARGE_CHUNK, _MANY_PAIRS = 1024, 4096, 16384
 
 
 class TritonResidentKernels(ResidentKernels):
@@ -42,6 +42,7 @@ class TritonResidentKernels(ResidentKernels):
         """`few_rows`: as `launch.few_rows`; None: what that says of a layer's format."""
         self._geometry = geometry
         self._most_few_rows = few_rows
+        self._grouped = GroupedExperts(geometry)
 
     def _few_rows(self, kind: LayerFormat) -> int:
         if self._most_few_rows is not None:
@@ -87,7 +88,7 @@ class TritonResidentKernels(ResidentKernels):
         is_few = num_rows <= self._few_rows(slots.kind) or not slots.backed
         is_captured = slots.memory is not None and is_capturing(hidden_states.device)
         if is_few or is_captured or not launch.unpacks(slots.kind, hidden_states.dtype, pairs, experts):
-            for rows in _row_parts(slots, hidden_states, topk_ids.shape[1]):
+            for rows in row_parts(slots, hidden_states, topk_ids.shape[1]):
                 before = None if partial is None else partial[rows]
                 x, ids, weights = (tensor[rows] for tensor in inputs)
                 self._packed(slots, x, ids, weights, before, result[rows])
@@ -112,17 +113,25 @@ class TritonResidentKernels(ResidentKernels):
             self._by_rows(slots, hidden_states, topk_ids, topk_weights, partial, result)
             return
         pairs = topk_ids.numel()
-        intermediate, outputs = _pair_memory(slots, hidden_states, pairs)
-        by_parts = launch.by_parts(hidden_states.dtype, slots.kind.gate, slots.kind.gate_up)
-        tile = launch.tile(pairs, self._geometry.num_experts, by_parts)
-        launch_fitting(
-            "resident experts",
-            (tile, slots.kind, hidden_states.dtype),
-            hidden_states.device,
-            launch.with_smaller(tile),
-            functools.partial(self._by_tiles, slots, hidden_states, topk_ids, intermediate, outputs),
-        )
-        _combine(slots, 0, slots.count, outputs, topk_ids, topk_weights, partial, result)
+        intermediate, outputs = pair_memory(slots, hidden_states, pairs)
+        grouped = self._grouped.of(slots, hidden_states.dtype)
+        if grouped is not None:
+            height = TILE_ROWS * launch.row_tiles(pairs, self._geometry.num_experts)
+            placed = align(slots, topk_ids, height, 0, slots.count)
+            limits = self._geometry.alpha, slots.limit
+            grouped.gate_up(hidden_states, slots.weights, *placed, intermediate, *limits)
+            grouped.down(intermediate, slots.weights, *placed, outputs)
+        else:
+            by_parts = launch.by_parts(hidden_states.dtype, slots.kind.gate, slots.kind.gate_up)
+            tile = launch.tile(pairs, self._geometry.num_experts, by_parts)
+            launch_fitting(
+                "resident experts",
+                (tile, slots.kind, hidden_states.dtype),
+                hidden_states.device,
+                launch.with_smaller(tile),
+                functools.partial(self._by_tiles, slots, hidden_states, topk_ids, intermediate, outputs),
+            )
+        combine_choices(slots, 0, slots.count, outputs, topk_ids, topk_weights, partial, result)
 
     def _unpacked(
         self,
@@ -137,9 +146,9 @@ class TritonResidentKernels(ResidentKernels):
     ) -> None:
         """Computes `count` slots from `first`, whose weights are unpacked before all rows meet them."""
         matrices = unpack_experts(slots, first, count, hidden_states.dtype)
-        for rows in _row_parts(slots, hidden_states, topk_ids.shape[1]):
+        for rows in row_parts(slots, hidden_states, topk_ids.shape[1]):
             x, ids = hidden_states[rows], topk_ids[rows]
-            intermediate, outputs = _pair_memory(slots, x, ids.numel())
+            intermediate, outputs = pair_memory(slots, x, ids.numel())
             tiles = launch.dense_tiles(ids.numel(), self._geometry.num_experts)
             launch_fitting(
                 "unpacked experts",
@@ -151,7 +160,7 @@ class TritonResidentKernels(ResidentKernels):
                 ),
             )
             before = None if partial is None else partial[rows]
-            _combine(slots, first, count, outputs, ids, topk_weights[rows], before, result[rows])
+            combine_choices(slots, first, count, outputs, ids, topk_weights[rows], before, result[rows])
 
     def warm_up(self, slots: LayerSlots, max_rows: int, dtype: torch.dtype) -> None:
         """A call for each kind of tile, and one for few rows. No id is chosen."""
@@ -402,83 +411,3 @@ def _parts(dtype: torch.dtype, *panels: PanelFormat) -> dict[str, Any]:
         "PART": PART if launch.by_parts(dtype, *panels) else 0,
         "BY_PAIRS": not triton.knobs.runtime.interpret,
     }
-
-
-def _row_parts(slots: LayerSlots, hidden_states: torch.Tensor, top_k: int) -> list[slice]:
-    """Returns the rows that are computed together: all of them, or equal parts of many."""
-    rows, kind = hidden_states.shape[0], slots.kind
-    per_pair = pair_bytes(kind.intermediate_columns, kind.hidden_size, hidden_states.dtype.itemsize)
-    parts = launch.parts_of(rows, top_k * per_pair)
-    return [slice(rows * part // parts, rows * (part + 1) // parts) for part in range(parts)]
-
-
-def _pair_memory(
-    slots: LayerSlots, hidden_states: torch.Tensor, pairs: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns what lies between the two products, and in float32 what comes of them."""
-    intermediate = hidden_states.new_empty((pairs, slots.kind.intermediate_columns))
-    return intermediate, hidden_states.new_empty((pairs, slots.kind.hidden_size), dtype=torch.float32)
-
-
-def _combine(
-    slots: LayerSlots,
-    first: int,
-    count: int,
-    outputs: torch.Tensor,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    partial: torch.Tensor | None,
-    result: torch.Tensor,
-) -> None:
-    rows, hidden = result.shape
-    block = min(_COMBINE_BLOCK, next_power_of_2(hidden))
-    routing.combine[(rows, -(-hidden // block))](
-        outputs,
-        result if partial is None else partial,
-        result,
-        topk_ids,
-        slots.slot_of_expert,
-        topk_weights,
-        first,
-        first + count,
-        TOP_K=topk_ids.shape[1],
-        HIDDEN=hidden,
-        HAS_PARTIAL=partial is not None,
-        BLOCK=block,
-    )
-
-
-def align(
-    slots: LayerSlots, topk_ids: torch.Tensor, rows_per_block: int, first: int, num_slots: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the pairs by slot, each slot's padded to whole blocks; int32 `[blocks * rows_per_block]` and
-    `[blocks]`.
-
-    Of `num_slots` slots from `first`. A pair is row * K + choice; padding is their number, a block without a
-    slot -1.
-    """
-    count = topk_ids.numel()
-    blocks = launch.max_blocks(count, num_slots, rows_per_block)
-    pairs = topk_ids.new_full((blocks * rows_per_block,), count)
-    block_slots = topk_ids.new_full((blocks,), -1)
-    counts = topk_ids.new_empty((num_slots,))
-    chunk = _LARGE_CHUNK if count >= _MANY_PAIRS else _CHUNK
-    grid, warps = (num_slots,), chunk // 256
-    routing.count_pairs[grid](
-        topk_ids, slots.slot_of_expert, counts, count, first, CHUNK=chunk, num_warps=warps
-    )
-    routing.place_pairs[grid](
-        topk_ids,
-        slots.slot_of_expert,
-        counts,
-        pairs,
-        block_slots,
-        count,
-        num_slots,
-        first,
-        MAX_SLOTS=next_power_of_2(slots.slot_of_expert.shape[0]),
-        BLOCK=rows_per_block,
-        CHUNK=chunk,
-        num_warps=warps,
-    )
-    return pairs, block_slots

@@ -63,6 +63,12 @@ def tile(pairs: int, num_experts: int, by_parts: bool) -> Tile:
     return _TILES[1] if mean <= 128 else _TILES[0]
 
 
+def row_tiles(pairs: int, num_experts: int) -> int:
+    """Returns of how many tiles of eight rows blocks of grouped rows are, when routing is even."""
+    mean = pairs / num_experts
+    return 1 if mean <= 6 else 2 if mean <= 12 else 4
+
+
 def with_smaller(chosen: Tile) -> tuple[Tile, ...]:
     """The tile, then those for devices that it does not fit on."""
     return chosen, *(tile for tile in _TILES if tile.rows * tile.columns < chosen.rows * chosen.columns)

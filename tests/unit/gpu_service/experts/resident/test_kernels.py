@@ -26,7 +26,8 @@ from gpu_service.experts.resident.experts import (
 from gpu_service.experts.resident.make import warmed_up
 from gpu_service.experts.resident.panels import layer_format, pair_bytes
 from gpu_service.experts.resident.triton_kernels import backend, launch
-from gpu_service.experts.resident.triton_kernels.backend import TritonResidentKernels, align
+from gpu_service.experts.resident.triton_kernels.backend import TritonResidentKernels
+from gpu_service.experts.resident.triton_kernels.pairs import align
 from gpu_service.experts.resident.unpack import unpack_expert
 from gpu_service.ops.triton import panel_sizes
 from moebius.kernels.weight_formats import WEIGHT_FORMATS

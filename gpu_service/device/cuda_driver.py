@@ -68,8 +68,9 @@ class Kernel:
     def __init__(self, name: str, function: Any, types: Sequence[type[Any]]) -> None:
         self._name, self._function, self._types = name, function, types
 
-    def launch(self, stream: int, grid: int, block: int, *values: Any) -> None:
+    def launch(self, stream: int, grid: int | tuple[int, int], block: int, *values: Any) -> None:
         """Queues it; `values` in the order of its parameters, structures as they are, pointers as numbers."""
+        columns, rows = grid if isinstance(grid, tuple) else (grid, 1)
         held = [
             value if isinstance(value, kind) else kind(value)
             for kind, value in zip(self._types, values, strict=True)
@@ -78,7 +79,7 @@ class Kernel:
         checked(
             self._name,
             driver.cuLaunchKernel(
-                self._function, grid, 1, 1, block, 1, 1, 0, stream, ctypes.addressof(pointers), 0
+                self._function, columns, rows, 1, block, 1, 1, 0, stream, ctypes.addressof(pointers), 0
             ),
         )
 

@@ -1,0 +1,65 @@
+"""Which layers' rows are multiplied by `ops/grouped_panels`, and its kernels for them."""
+
+from __future__ import annotations
+
+import structlog
+import torch
+
+from gpu_service.experts.resident.experts import LayerSlots
+from gpu_service.experts.resident.panels import LayerFormat
+from gpu_service.ops.grouped_panels import GroupedPanels, GroupedShape, is_available, multiplies
+from moebius.errors import UserError
+from moebius.models.geometry import MoeGeometry
+
+_log = structlog.get_logger(__name__)
+
+
+class GroupedExperts:
+    """The kernels of each kind of layer, compiled when a kind is first met: when a service warms up."""
+
+    def __init__(self, geometry: MoeGeometry) -> None:
+        self._geometry = geometry
+        self._found: dict[tuple[LayerFormat, torch.device], GroupedPanels | None] = {}
+
+    def of(self, slots: LayerSlots, rows: torch.dtype) -> GroupedPanels | None:
+        """Returns the kernels for rows of this type and a layer's experts; None: Triton's compute them."""
+        if rows != torch.bfloat16 or not can_group(slots.kind):
+            return None
+        key = slots.kind, slots.weights.device
+        if key not in self._found:
+            self._found[key] = self._compiled(*key)
+        return self._found[key]
+
+    def _compiled(self, kind: LayerFormat, device: torch.device) -> GroupedPanels | None:
+        if not is_available(device):
+            return None
+        try:
+            return GroupedPanels(grouped_shape(kind, self._geometry), device)
+        except UserError as error:
+            _log.warning("expert kernels of grouped rows are left out", error=str(error))
+            return None
+
+
+def can_group(kind: LayerFormat) -> bool:
+    """Returns whether the kernels take experts packed in this way."""
+    both = multiplies(kind.gate_up, kind.hidden_size) and multiplies(kind.down, kind.intermediate_columns)
+    return both and not kind.layout.mixed and kind.hidden_size % 4 == 0
+
+
+def grouped_shape(kind: LayerFormat, geometry: MoeGeometry) -> GroupedShape:
+    """Returns a layer's experts as constants of the kernels."""
+    layout = kind.layout
+    return GroupedShape(
+        gate_up=kind.gate_up,
+        down=kind.down,
+        expert_bytes=kind.expert_bytes,
+        gate_step=layout.gate_step,
+        up_at=layout.up_offset,
+        up_step=layout.up_step,
+        down_at=layout.down_offset,
+        hidden=kind.hidden_size,
+        intermediate_columns=kind.intermediate_columns,
+        top_k=geometry.top_k,
+        gated=layout.gated,
+        activation=geometry.activation,
+    )

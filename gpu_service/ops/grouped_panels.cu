@@ -1,0 +1,471 @@
+// Products of blocks of rows that share an expert with its packed 4-bit panels, on tensor cores.
+//
+// Compiled at run time by NVRTC, after a preamble of constants (grouped_panels.py): ACTIVATION_*, EXPERT_BYTES, TOP_K,
+// sizes, and `struct GateUp` and `struct Down`, which say how panels lie in memory (kernels/format/panel_layout.h).
+// Tests compile the very same file with a host compiler, after a shim of what it takes from CUDA.
+//
+// Weights are the matrix A of mma.m16n8k16, whose 16 rows are columns of panels, and rows of activations are B, so that
+// eight rows of an expert fill a tile. A word of a panel's line holds eight k of one column, in pairs that a shift and a
+// mask bring to the two halves of a register (panel_layout.h): two registers of A for each of two products. Which k a
+// product calls its first is free as long as A and B agree: a lane takes from memory 16 bytes of four neighbouring
+// columns and of eight neighbouring k, and of a row of activations those same eight k, 16 bytes. Nothing is exchanged
+// between lanes, and nothing is shuffled.
+//
+// A warp computes 32 columns: 16 of a panel P in lanes whose group (lane / 4) is below 4, 16 of a panel Q in the others.
+// P is gate's and Q up's of the same channels, or they are neighbours. What a lane loads it loads kAhead steps before it
+// multiplies, into registers: there is no shared memory, and no barrier.
+//
+// Codes are multiplied as they are, which bfloat16 holds exactly, and the sum of a group is scaled in float32: as
+// panel_parts.py does.
+
+typedef unsigned char u8;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+constexpr int kPart = 32;            // k of one step: one line for each lane of a group of four
+constexpr int kRowsAhead = 2;        // steps that rows of activations, which are in a cache, are loaded ahead
+constexpr u32 kBase = 0x43004300u;   // 128.0 twice: after it a mantissa's last four bits are whole numbers
+constexpr u32 kMinusBase = 0xC300C300u;
+constexpr u32 kOnes = 0x3F803F80u;
+
+#ifndef ON_HOST
+// Weights, which are read once: not kept in the first cache. The compiler keeps these loads where they are.
+static __device__ __forceinline__ uint4 load_once(const u8* at) {
+  uint4 value;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "l"(at));
+  return value;
+}
+static __device__ __forceinline__ uint4 load_16(const u8* at) {
+  uint4 value;
+  asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "l"(at));
+  return value;
+}
+static __device__ __forceinline__ uint2 load_8(const u8* at) {
+  uint2 value;
+  asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(value.x), "=r"(value.y) : "l"(at));
+  return value;
+}
+static __device__ __forceinline__ u32 load_4(const u8* at) {
+  u32 value;
+  asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(value) : "l"(at));
+  return value;
+}
+// Rows were written by the kernel before: not through the path for what never changes.
+static __device__ __forceinline__ uint4 load_row(const u8* at) {
+  uint4 value;
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "l"(at));
+  return value;
+}
+static __device__ __forceinline__ void multiply_add(float (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+// Two bfloat16 each: x * y + z.
+static __device__ __forceinline__ u32 fused_pairs(u32 x, u32 y, u32 z) {
+  u32 result;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(x), "r"(y), "r"(z));
+  return result;
+}
+// (x & mask) | bits, as one instruction: the compiler would make two.
+static __device__ __forceinline__ u32 masked_or(u32 x, u32 mask, u32 bits) {
+  u32 result;
+  asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(result) : "r"(x), "r"(mask), "r"(bits));
+  return result;
+}
+static __device__ __forceinline__ u32 rounded_pair(float low, float high) {
+  u32 result;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+  return result;
+}
+static __device__ __forceinline__ float from_half(u32 bits) {
+  float value;
+  asm("{ .reg .b16 half; cvt.u16.u32 half, %1; cvt.f32.f16 %0, half; }" : "=f"(value) : "r"(bits));
+  return value;
+}
+static __device__ __forceinline__ float other_panel(float value) { return __shfl_xor_sync(~0u, value, 16); }
+static __device__ __forceinline__ float exponential(float value) { return __expf(value); }
+#endif
+
+// Four scales as they are stored: 4, 8 or 16 bytes.
+template <int kBytes>
+struct Four;
+template <>
+struct Four<4> {
+  u32 x;
+  __device__ __forceinline__ void load(const u8* at) { x = load_4(at); }
+};
+template <>
+struct Four<8> {
+  uint2 x;
+  __device__ __forceinline__ void load(const u8* at) { x = load_8(at); }
+};
+template <>
+struct Four<16> {
+  uint4 x;
+  __device__ __forceinline__ void load(const u8* at) { x = load_16(at); }
+};
+
+// What a lane loads of one step: eight k of four columns, and what their group says of them.
+template <class Panel>
+struct Step {
+  uint4 words;
+  Four<4 * Panel::kScaleBytes> scales, mins;  // Of products the factors.
+  u32 whole, whole_mins, zeros;
+};
+
+// Loads a lane's part of a step. `panel`: that of the lane's columns.
+template <class Panel>
+static __device__ __forceinline__ void load(Step<Panel>& step, const u8* panel, int part, int lane) {
+  const int column = (lane >> 2 & 3) * 4, group = part * kPart / Panel::kGroup;
+  step.words = load_once(panel + (part * 4 + (lane & 3)) * 64 + column * 4);
+  const int factors = Panel::kProducts ? group / Panel::kFactorGroups : group;
+  const int scale_at = (factors * 16 + column) * Panel::kScaleBytes, whole_at = group * 16 + column;
+  step.scales.load(panel + Panel::kScalesAt + scale_at);
+  if constexpr (Panel::kMins) step.mins.load(panel + Panel::kMinsAt + scale_at);
+  if constexpr (Panel::kZeros) step.zeros = load_4(panel + Panel::kZerosAt + whole_at);
+  if constexpr (Panel::kProducts) {
+    step.whole = load_4(panel + Panel::kScalesAt + Panel::kWholeAt + whole_at);
+    if constexpr (Panel::kMins && !Panel::kJoined) {
+      step.whole_mins = load_4(panel + Panel::kMinsAt + Panel::kWholeAt + whole_at);
+    }
+  }
+}
+
+template <class Panel>
+static __device__ __forceinline__ void to_float(float (&scale)[4], const Four<4 * Panel::kScaleBytes>& four) {
+  if constexpr (Panel::kScale == SCALE_FLOAT32) {
+    scale[0] = __uint_as_float(four.x.x), scale[1] = __uint_as_float(four.x.y);
+    scale[2] = __uint_as_float(four.x.z), scale[3] = __uint_as_float(four.x.w);
+  } else if constexpr (Panel::kScale == SCALE_E8M0) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const u32 bits = four.x >> 8 * i & 255;
+      // 2^-127 is no normal float32, and 255 means NaN.
+      scale[i] = __uint_as_float(bits == 0 ? 0x00400000u : bits == 255 ? 0x7FC00000u : bits << 23);
+    }
+  } else if constexpr (Panel::kScale == SCALE_BFLOAT16) {
+    scale[0] = __uint_as_float(four.x.x << 16), scale[1] = __uint_as_float(four.x.x & 0xFFFF0000u);
+    scale[2] = __uint_as_float(four.x.y << 16), scale[3] = __uint_as_float(four.x.y & 0xFFFF0000u);
+  } else {
+    scale[0] = from_half(four.x.x & 0xFFFFu), scale[1] = from_half(four.x.x >> 16);
+    scale[2] = from_half(four.x.y & 0xFFFFu), scale[3] = from_half(four.x.y >> 16);
+  }
+}
+
+// A step's scales and mins of a lane's four columns.
+template <class Panel>
+static __device__ __forceinline__ void group_of(float (&scale)[4], float (&minimum)[4], const Step<Panel>& step) {
+  to_float<Panel>(scale, step.scales);
+  if constexpr (Panel::kMins) to_float<Panel>(minimum, step.mins);
+  if constexpr (Panel::kProducts) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int shift = 8 * i;
+      scale[i] *= float(Panel::kJoined ? int(step.whole >> shift & 15) : int(step.whole << (24 - shift)) >> 24);
+      if constexpr (Panel::kMins && Panel::kJoined) minimum[i] *= float(step.whole >> (shift + 4) & 15);
+      if constexpr (Panel::kMins && !Panel::kJoined) minimum[i] *= float(int(step.whole_mins << (24 - shift)) >> 24);
+    }
+  }
+}
+
+// Pairs of a word's codes in bfloat16: k 2 n and 2 n + 1 in pair n. `excess`: twice what they have too much, negative.
+template <class Panel>
+static __device__ __forceinline__ void decode(u32 (&pairs)[4], u32 word, u32 excess) {
+#pragma unroll
+  for (int n = 0; n < 4; ++n) {
+    if constexpr (Panel::kFloat4) {
+      // The exponent's bias is 1: bits set into place, and 2^126.
+      const u32 sign = word << (12 - 4 * n) & 0x80008000u;
+      const u32 moved = n < 2 ? word << (6 - 4 * n) : word >> (4 * n - 6);
+      pairs[n] = fused_pairs(masked_or(moved, 0x01C001C0u, sign), 0x7E807E80u, 0x80008000u);
+    } else {
+      pairs[n] = fused_pairs(masked_or(word >> 4 * n, 0x000F000Fu, kBase), kOnes, excess);
+    }
+  }
+}
+
+// Sums of a group's products, and of its rows; they are scaled when it ends.
+template <class Panel, int kStrips, int kTiles>
+struct Sums {
+  float products[kStrips][kTiles][2][4];
+  float rows[kTiles][4];
+};
+
+// One step: adds to `sums` its products, and to `total` a group's that ends.
+template <class Panel, int kStrips, int kTiles>
+static __device__ __forceinline__ void multiply_step(float (&total)[kStrips][kTiles][2][4],
+                                                     Sums<Panel, kStrips, kTiles>& sums,
+                                                     const Step<Panel> (&step)[kStrips], const uint4 (&x)[kTiles],
+                                                     bool ends_group) {
+  if constexpr (Panel::kMins) {
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      multiply_add(sums.rows[tile], kOnes, kOnes, kOnes, kOnes, x[tile].x, x[tile].y);
+      multiply_add(sums.rows[tile], kOnes, kOnes, kOnes, kOnes, x[tile].z, x[tile].w);
+    }
+  }
+#pragma unroll
+  for (int strip = 0; strip < kStrips; ++strip) {
+    const uint4 words = step[strip].words;
+    float scale[4], minimum[4];
+    if (ends_group) group_of<Panel>(scale, minimum, step[strip]);
+#pragma unroll
+    for (int two = 0; two < 2; ++two) {
+      u32 excess[2] = {Panel::kExcess, Panel::kExcess}, first[4], second[4];
+      if constexpr (Panel::kZeros) {
+        const u32 zeros = step[strip].zeros >> 16 * two;
+        excess[0] = kMinusBase + (zeros & 255) * 0x00010001u, excess[1] = kMinusBase + (zeros >> 8 & 255) * 0x00010001u;
+      }
+      decode<Panel>(first, two ? words.z : words.x, excess[0]);
+      decode<Panel>(second, two ? words.w : words.y, excess[1]);
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+        float(&sum)[4] = sums.products[strip][tile][two];
+        multiply_add(sum, first[0], second[0], first[1], second[1], x[tile].x, x[tile].y);
+        multiply_add(sum, first[2], second[2], first[3], second[3], x[tile].z, x[tile].w);
+        if (!ends_group) continue;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          float& result = total[strip][tile][two][i];
+          result += sum[i] * scale[2 * two + i / 2];
+          if constexpr (Panel::kMins) result += sums.rows[tile][i & 1] * minimum[2 * two + i / 2];
+          sum[i] = 0;
+        }
+      }
+    }
+  }
+  if (!ends_group) return;
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sums.rows[tile][i] = 0;
+  }
+}
+
+// Adds to `total` the products of rows with the columns of a lane's panels: [strip][tile of rows][pair of columns]
+// [column, row], columns 2 c and 2 c + 1 of its four, rows 2 (lane % 4) and the next one. `rows`: where the lane's eight
+// k of row lane / 4 of each tile begin.
+template <class Panel, int kStrips, int kTiles>
+static __device__ __forceinline__ void multiply(float (&total)[kStrips][kTiles][2][4], const u8* const (&panels)[kStrips],
+                                                const u8* const (&rows)[kTiles], int lane) {
+  constexpr int kParts = (Panel::kK + kPart - 1) / kPart, kPartsOfGroup = Panel::kGroup / kPart;
+  const int own_k = (lane & 3) * 8;
+  Step<Panel> steps[kAhead][kStrips];
+  uint4 x[kRowsAhead][kTiles];
+  Sums<Panel, kStrips, kTiles> sums = {};
+  const auto load_rows = [&](uint4(&target)[kTiles], int part) {
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      // No whole step of k is left at the end of some rows.
+      const bool is_inside = Panel::kK % kPart == 0 || part * kPart + own_k < Panel::kK;
+      target[tile] = is_inside ? load_row(rows[tile] + part * kPart * 2) : make_uint4(0, 0, 0, 0);
+    }
+  };
+#pragma unroll
+  for (int part = 0; part < kAhead; ++part) {
+#pragma unroll
+    for (int strip = 0; strip < kStrips; ++strip) {
+      if (part < kParts) load<Panel>(steps[part][strip], panels[strip], part, lane);
+    }
+    if (part < kRowsAhead && part < kParts) load_rows(x[part], part);
+  }
+  for (int begin = 0; begin < kParts; begin += kAhead) {
+#pragma unroll
+    for (int ahead = 0; ahead < kAhead; ++ahead) {
+      const int part = begin + ahead;
+      if (kParts % kAhead != 0 && part >= kParts) break;
+      const bool ends_group = kPartsOfGroup == 1 || part % kPartsOfGroup == kPartsOfGroup - 1 || part == kParts - 1;
+      multiply_step<Panel, kStrips, kTiles>(total, sums, steps[ahead], x[ahead % kRowsAhead], ends_group);
+      if (part + kAhead < kParts) {
+#pragma unroll
+        for (int strip = 0; strip < kStrips; ++strip) {
+          load<Panel>(steps[ahead][strip], panels[strip], part + kAhead, lane);
+        }
+      }
+      if (part + kRowsAhead < kParts) load_rows(x[ahead % kRowsAhead], part + kRowsAhead);
+    }
+  }
+}
+
+// Scales of whole columns, and biases, of a lane's four columns.
+template <class Panel>
+static __device__ __forceinline__ void finish(float (&total)[2][4], const u8* panel, int lane) {
+  const int column = (lane >> 2 & 3) * 4;
+#pragma unroll
+  for (int two = 0; two < 2; ++two) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int at = (column + 2 * two + i / 2) * 4;
+      if constexpr (Panel::kColumnScale) {
+        total[two][i] *= *reinterpret_cast<const float*>(panel + Panel::kColumnScaleAt + at);
+      }
+      if constexpr (Panel::kBias) total[two][i] += *reinterpret_cast<const float*>(panel + Panel::kBiasAt + at);
+    }
+  }
+}
+
+// As gemm.py's `activate`.
+static __device__ __forceinline__ float activate(float gate, float up, float alpha, float limit) {
+  if constexpr (kActivation == ACTIVATION_SILU) return gate / (1 + exponential(-gate)) * up;
+  if constexpr (kActivation == ACTIVATION_SILU_CLAMPED) {
+    return fminf(gate / (1 + exponential(-gate)), limit) * fminf(fmaxf(up, -limit), limit);
+  }
+  if constexpr (kActivation == ACTIVATION_GELU_TANH) {
+    // The tanh form of GELU, by the logistic function.
+    const float inner = gate * (1.5957691216057308f + 0.0713548162726f * gate * gate);
+    return gate / (1 + exponential(-inner)) * up;
+  }
+  if constexpr (kActivation == ACTIVATION_RELU2) {
+    const float kept = fmaxf(up, 0.0f);
+    return kept * kept;
+  }
+  if constexpr (kActivation == ACTIVATION_CLAMPED_SILU) {
+    const float kept = fminf(gate, limit);
+    return kept / (1 + exponential(-kept)) * fminf(fmaxf(up, -limit), limit);
+  }
+  const float kept = fminf(gate, limit);
+  return (fminf(fmaxf(up, -limit), limit) + 1) * kept / (1 + exponential(-alpha * kept));
+}
+
+// Block (block of 8 kTiles pairs, kWarps * kStrips strips of 16 channels, without a gate 32): intermediate bfloat16
+// [pairs, kIntermediateColumns], of `x` bfloat16 [rows, GateUp::kK]. `pairs`, `block_slots`: as `routing.place_pairs` writes them.
+template <int kStrips, int kTiles>
+static __device__ __forceinline__ void gate_up(const u8* x, const u8* slots, const int* pairs, const int* block_slots,
+                                               u8* intermediate, int count, float alpha, float limit) {
+  const int slot = block_slots[blockIdx.x], lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const int first = (blockIdx.y * kWarps + warp) * kStrips;
+  constexpr int kPanels = kIntermediateColumns / 16, kAll = kGated ? kPanels : (kPanels + 1) / 2;
+  if (slot < 0 || first >= kAll) return;
+  const bool is_second = lane & 16;
+  const u8* panels[kStrips];
+#pragma unroll
+  for (int strip = 0; strip < kStrips; ++strip) {
+    const int block = first + strip < kAll ? first + strip : kAll - 1;
+    u64 at;
+    if constexpr (kGated) {
+      at = is_second ? kUpAt + u64(block) * kUpStep : u64(block) * kGateStep;
+    } else {
+      const int panel = 2 * block + is_second < kPanels ? 2 * block + is_second : kPanels - 1;
+      at = kUpAt + u64(panel) * kUpStep;
+    }
+    panels[strip] = slots + u64(slot) * kExpertBytes + at;
+  }
+  const int* own = pairs + blockIdx.x * 8 * kTiles;
+  const u8* rows[kTiles];
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+    const int pair = own[tile * 8 + (lane >> 2)];
+    const u64 row = pair < count ? pair / kTopK : 0;
+    rows[tile] = x + (row * GateUp::kK + (lane & 3) * 8) * 2;
+  }
+  float total[kStrips][kTiles][2][4] = {};
+  multiply<GateUp, kStrips, kTiles>(total, panels, rows, lane);
+#pragma unroll
+  for (int strip = 0; strip < kStrips; ++strip) {
+    if (first + strip >= kAll) break;
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      float(&found)[2][4] = total[strip][tile];
+      finish<GateUp>(found, panels[strip], lane);
+      u32 values[2][2];  // [row][pair of columns]
+      int channel = (first + strip) * (kGated ? 16 : 32) + (lane >> 2 & 3) * 4;
+      if constexpr (kGated) {
+        // Lanes of gate take their first two columns, lanes of up the last two: each sends what the other lacks.
+        float mixed[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float sent = other_panel(is_second ? found[0][i] : found[1][i]);
+          const float gate = is_second ? sent : found[0][i], up = is_second ? found[1][i] : sent;
+          mixed[i] = activate(gate, up, alpha, limit);
+        }
+        values[0][0] = rounded_pair(mixed[0], mixed[2]);
+        values[1][0] = rounded_pair(mixed[1], mixed[3]);
+        channel += is_second ? 2 : 0;
+      } else {
+#pragma unroll
+        for (int two = 0; two < 2; ++two) {
+#pragma unroll
+          for (int row = 0; row < 2; ++row) {
+            const float low = activate(0, found[two][row], alpha, limit);
+            values[row][two] = rounded_pair(low, activate(0, found[two][row + 2], alpha, limit));
+          }
+        }
+        channel += is_second ? 16 : 0;
+      }
+      if (channel >= kIntermediateColumns) continue;
+#pragma unroll
+      for (int row = 0; row < 2; ++row) {
+        const int pair = own[tile * 8 + (lane & 3) * 2 + row];
+        if (pair >= count) continue;
+        u32* target = reinterpret_cast<u32*>(intermediate + (u64(pair) * kIntermediateColumns + channel) * 2);
+        target[0] = values[row][0];
+        if constexpr (!kGated) target[1] = values[row][1];
+      }
+    }
+  }
+}
+
+// Block (block of 8 kTiles pairs, kWarps * kStrips strips of 32 columns): outputs float32 [pairs, kHidden], not weighted.
+template <int kStrips, int kTiles>
+static __device__ __forceinline__ void down(const u8* intermediate, const u8* slots, const int* pairs,
+                                            const int* block_slots, float* outputs, int count) {
+  const int slot = block_slots[blockIdx.x], lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const int first = (blockIdx.y * kWarps + warp) * kStrips;
+  constexpr int kPanels = (kHidden + 15) / 16, kAll = (kPanels + 1) / 2;
+  if (slot < 0 || first >= kAll) return;
+  const u8* panels[kStrips];
+#pragma unroll
+  for (int strip = 0; strip < kStrips; ++strip) {
+    const int wanted = 2 * (first + strip) + (lane & 16 ? 1 : 0);
+    const int panel = wanted < kPanels ? wanted : kPanels - 1;
+    panels[strip] = slots + u64(slot) * kExpertBytes + kDownAt + u64(panel) * Down::kPanelBytes;
+  }
+  const int* own = pairs + blockIdx.x * 8 * kTiles;
+  const u8* rows[kTiles];
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+    const int pair = own[tile * 8 + (lane >> 2)];
+    const u64 row = pair < count ? pair : own[0];
+    rows[tile] = intermediate + (row * kIntermediateColumns + (lane & 3) * 8) * 2;
+  }
+  float total[kStrips][kTiles][2][4] = {};
+  multiply<Down, kStrips, kTiles>(total, panels, rows, lane);
+#pragma unroll
+  for (int strip = 0; strip < kStrips; ++strip) {
+    const int feature = (first + strip) * 32 + (lane & 16) + (lane >> 2 & 3) * 4;
+    if (feature >= kHidden) continue;
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      float(&found)[2][4] = total[strip][tile];
+      finish<Down>(found, panels[strip], lane);
+#pragma unroll
+      for (int row = 0; row < 2; ++row) {
+        const int pair = own[tile * 8 + (lane & 3) * 2 + row];
+        if (pair >= count) continue;
+        float4* target = reinterpret_cast<float4*>(outputs + u64(pair) * kHidden + feature);
+        *target = make_float4(found[0][row], found[0][row + 2], found[1][row], found[1][row + 2]);
+      }
+    }
+  }
+}
+
+#define KERNELS(kStrips, kTiles)                                                                                       \
+  extern "C" __global__ void __launch_bounds__(kWarps * 32)                                                            \
+      gate_up_##kStrips##_##kTiles(const u8* x, const u8* slots, const int* pairs, const int* block_slots,             \
+                                   u8* intermediate, int count, float alpha, float limit) {                           \
+    gate_up<kStrips, kTiles>(x, slots, pairs, block_slots, intermediate, count, alpha, limit);                         \
+  }                                                                                                                    \
+  extern "C" __global__ void __launch_bounds__(kWarps * 32)                                                            \
+      down_##kStrips##_##kTiles(const u8* intermediate, const u8* slots, const int* pairs, const int* block_slots,     \
+                                float* outputs, int count) {                                                           \
+    down<kStrips, kTiles>(intermediate, slots, pairs, block_slots, outputs, count);                                    \
+  }
+

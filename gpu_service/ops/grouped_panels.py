@@ -1,0 +1,210 @@
+"""Products of rows that share an expert with packed 4-bit panels: `grouped_panels.cu` from the host.
+
+For few to some rows of each expert (8 to 32), where Triton's tiles wait at barriers and exchange what they
+unpacked: there every lane unpacks the operands of its own tensor-core instructions in registers, as Marlin
+does (Frantar et al., 2024).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from gpu_service.device.limits import device_limits
+from gpu_service.ops.panels import PanelFormat
+
+SOURCE = Path(__file__).with_suffix(".cu")
+# Rows of an expert that a tensor-core instruction takes, and how many such tiles a block may have.
+TILE_ROWS = 8
+TILES = (1, 2, 4)
+WARPS = 4
+# k of one step of a warp, and steps that weights are loaded ahead.
+PART, AHEAD = 32, 4
+# Tensor cores multiply bfloat16 from here on.
+LEAST_ARCHITECTURE = 80
+
+_SCALES = ("float32", "bfloat16", "float16", "e8m0")
+_ACTIVATIONS = ("silu", "silu_clamped", "gelu_tanh", "relu2", "clamped_silu", "gpt_oss")
+_INT, _FLOAT, _POINTER = ctypes.c_int32, ctypes.c_float, ctypes.c_uint64
+
+
+@dataclass(frozen=True)
+class GroupedShape:
+    """The experts of a layer as constants of kernels; filled by whoever holds them.
+
+    Offsets and sizes in bytes: panel i of gate lies at `i * gate_step` of an expert, of up at `up_at + i *
+    up_step`, of down behind `down_at`.
+    """
+
+    gate_up: PanelFormat
+    down: PanelFormat
+    expert_bytes: int
+    gate_step: int
+    up_at: int
+    up_step: int
+    down_at: int
+    hidden: int
+    intermediate_columns: int
+    top_k: int
+    gated: bool
+    activation: str
+
+
+def multiplies(panels: PanelFormat, row_length: int) -> bool:
+    """Returns whether kernels take panels of this format, whose rows are `row_length` elements apart."""
+    is_code = panels.code == "float4" or (panels.code == "int4" and panels.bits == 4)
+    has_scales = panels.scale in _SCALES or panels.scale == "products"
+    is_plain = not (panels.panel_scale or panels.ordered or panels.quantised_rows)
+    in_groups = bool(panels.group_size) and panels.group_size % PART == 0
+    return is_code and has_scales and is_plain and in_groups and panels.k % 8 == 0 == row_length % 8
+
+
+def is_available(device: torch.device) -> bool:
+    """Returns whether the device has the instructions, and the compiler is installed."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return False
+    return device_limits(device).architecture >= LEAST_ARCHITECTURE and _has_compiler()
+
+
+@cache
+def _has_compiler() -> bool:
+    try:
+        import cuda.bindings.driver
+        import cuda.core
+    except ImportError:
+        return False
+    return all((cuda.bindings.driver, cuda.core))
+
+
+def _structure(name: str, panels: PanelFormat) -> str:
+    """Returns the C++ of one kind of panel."""
+    scale = "float16" if panels.scale == "products" else panels.scale
+    sizes = {"float32": 4, "bfloat16": 2, "float16": 2, "e8m0": 1}
+    excess = 0xC300C300 + panels.middle * 0x00010001
+    constants = {
+        "kK": panels.k,
+        "kGroup": panels.group_size,
+        "kFloat4": int(panels.code == "float4"),
+        "kScale": f"SCALE_{(scale or '').upper()}",
+        "kScaleBytes": sizes[scale or ""],
+        "kProducts": int(panels.scale == "products"),
+        "kFactorGroups": max(1, panels.factor_groups),
+        "kJoined": int(panels.joined),
+        "kZeros": int(panels.zeros),
+        "kMins": int(panels.mins),
+        "kColumnScale": int(panels.column_scale),
+        "kBias": int(panels.has_bias),
+        "kScalesAt": panels.scales_offset,
+        "kWholeAt": panels.whole_offset,
+        "kZerosAt": panels.zeros_offset,
+        "kMinsAt": panels.mins_offset,
+        "kColumnScaleAt": panels.column_scale_offset,
+        "kBiasAt": panels.bias_offset,
+        "kPanelBytes": panels.panel_bytes,
+    }
+    lines = [f"  static constexpr int {key} = {value};" for key, value in constants.items()]
+    return "\n".join(
+        [f"struct {name} {{", *lines, f"  static constexpr unsigned kExcess = {excess}u;", "};", ""]
+    )
+
+
+def program(
+    shape: GroupedShape, ahead: int = AHEAD, warps: int = WARPS, strips: tuple[int, ...] = (1,)
+) -> str:
+    """Returns the complete source for one kind of layer."""
+    lines = [f"#define SCALE_{name.upper()} {number}" for number, name in enumerate(_SCALES)]
+    lines += [f"#define ACTIVATION_{name.upper()} {number}" for number, name in enumerate(_ACTIVATIONS)]
+    constants = {
+        "kWarps": warps,
+        "kAhead": ahead,
+        "kTopK": shape.top_k,
+        "kGated": int(shape.gated),
+        "kActivation": f"ACTIVATION_{shape.activation.upper()}",
+        "kHidden": shape.hidden,
+        "kIntermediateColumns": shape.intermediate_columns,
+    }
+    lines += [f"constexpr int {key} = {value};" for key, value in constants.items()]
+    offsets = {
+        "kExpertBytes": shape.expert_bytes,
+        "kGateStep": shape.gate_step,
+        "kUpAt": shape.up_at,
+        "kUpStep": shape.up_step,
+        "kDownAt": shape.down_at,
+    }
+    lines += [f"constexpr unsigned long long {key} = {value};" for key, value in offsets.items()]
+    structures = _structure("GateUp", shape.gate_up) + _structure("Down", shape.down)
+    kernels = "".join(f"KERNELS({count}, {tiles})\n" for count in strips for tiles in TILES)
+    return "\n".join(lines) + "\n" + structures + SOURCE.read_text(encoding="utf-8") + kernels
+
+
+class GroupedPanels:
+    """The kernels of one kind of layer on one device."""
+
+    def __init__(
+        self, shape: GroupedShape, device: torch.device, source: str = "", strips: int = 1, warps: int = WARPS
+    ) -> None:
+        """Raises UserError when NVRTC is missing or compiled code cannot be kept."""
+        from gpu_service.device.cuda_driver import Module
+        from gpu_service.device.cuda_program import compiled
+
+        self._shape, self._strips, self._warps = shape, strips, warps
+        arch = f"sm_{device_limits(device).architecture}"
+        module = Module(compiled(source or program(shape), "grouped panels", arch))
+        pointers = (_POINTER,) * 5
+        self._gate_up = {
+            tiles: module.kernel(f"gate_up_{strips}_{tiles}", *pointers, _INT, _FLOAT, _FLOAT)
+            for tiles in TILES
+        }
+        self._down = {tiles: module.kernel(f"down_{strips}_{tiles}", *pointers, _INT) for tiles in TILES}
+        channels = 16 if shape.gated else 32
+        per_block = warps * strips
+        self._gate_up_blocks = -(-shape.intermediate_columns // (channels * per_block))
+        self._down_blocks = -(-shape.hidden // (32 * per_block))
+
+    def gate_up(
+        self,
+        hidden_states: torch.Tensor,
+        slots: torch.Tensor,
+        pairs: torch.Tensor,
+        block_slots: torch.Tensor,
+        intermediate: torch.Tensor,
+        alpha: float,
+        limit: float,
+    ) -> None:
+        """Writes activations of all pairs to `intermediate`, bfloat16 `[pairs, intermediate_columns]`.
+
+        `hidden_states`: bfloat16 `[rows, hidden]`; `slots`: uint8 `[slots, expert_bytes]`; `pairs`, int32
+        `[blocks * rows of a block]`, and `block_slots`, int32 `[blocks]`, as `align` returns them.
+        """
+        blocks, count = block_slots.shape[0], intermediate.shape[0]
+        self._gate_up[pairs.shape[0] // blocks // TILE_ROWS].launch(
+            torch.cuda.current_stream(slots.device).cuda_stream,
+            (blocks, self._gate_up_blocks),
+            32 * self._warps,
+            *(tensor.data_ptr() for tensor in (hidden_states, slots, pairs, block_slots, intermediate)),
+            count,
+            alpha,
+            limit,
+        )
+
+    def down(
+        self,
+        intermediate: torch.Tensor,
+        slots: torch.Tensor,
+        pairs: torch.Tensor,
+        block_slots: torch.Tensor,
+        outputs: torch.Tensor,
+    ) -> None:
+        """Writes products of all pairs to `outputs`, float32 `[pairs, hidden]`, without their weights."""
+        blocks = block_slots.shape[0]
+        self._down[pairs.shape[0] // blocks // TILE_ROWS].launch(
+            torch.cuda.current_stream(slots.device).cuda_stream,
+            (blocks, self._down_blocks),
+            32 * self._warps,
+            *(tensor.data_ptr() for tensor in (intermediate, slots, pairs, block_slots, outputs)),
+            outputs.shape[0],
+        )

@@ -1,0 +1,153 @@
+"""Guards tensor-core kernels of grouped rows: their source, on the host, against the float32 reference."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpu_service.experts.resident.experts import LayerSlots, TorchResidentKernels
+from gpu_service.experts.resident.grouped import grouped_shape
+from gpu_service.ops.grouped_panels import TILES, multiplies, program
+from tests import tolerances
+from tests.helpers.resident_layers import Shape, resident_layer, routed
+
+SHIM = Path(__file__).parents[1] / "helpers/grouped_panels_shim.h"
+ENTRIES = """
+extern "C" void run(int tiles, unsigned blocks, unsigned first, unsigned second, const u8* x,
+                    const u8* slots, const int* pairs, const int* of_blocks, u8* between, float* outputs,
+                    int count, float alpha, float limit) {
+#define RUN(n)                                                                         \\
+  if (tiles == n) {                                                                    \\
+    run_grid(blocks, first, 32 * kWarps, [=] {                                         \\
+      gate_up_1_##n(x, slots, pairs, of_blocks, between, count, alpha, limit);         \\
+    });                                                                                \\
+    run_grid(blocks, second, 32 * kWarps, [=] {                                        \\
+      down_1_##n(between, slots, pairs, of_blocks, outputs, count);                    \\
+    });                                                                                \\
+  }
+  RUN(1) RUN(2) RUN(4)
+}
+"""
+ARCHITECTURES = (80, 86, 89, 90, 100, 120)
+# Each code, type of scales, length of groups, zero points and mins.
+FORMATS = (
+    "int4_g32",
+    "int4_g64_zeros_f16",
+    "int4_g128_zeros",
+    "int4_g32_mins",
+    "int4_g32_mins_products",
+    "mxfp4",
+)
+
+
+def compiled(source: str, directory: Path) -> ctypes.CDLL:
+    """Returns the kernels, compiled for the host."""
+    file = directory / "grouped.cc"
+    file.write_text(SHIM.read_text() + source + ENTRIES)
+    command = [
+        "g++",
+        "-std=c++20",
+        "-O1",
+        "-w",
+        "-shared",
+        "-fPIC",
+        "-pthread",
+        "-o",
+        str(directory / "grouped.so"),
+    ]
+    subprocess.run([*command, str(file)], check=True)
+    return ctypes.CDLL(str(directory / "grouped.so"))
+
+
+def aligned(slots: LayerSlots, ids: torch.Tensor, height: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns pairs by slot in blocks of `height`, and the blocks' slots, one without a slot at the end."""
+    chosen = slots.slot_of_expert[ids.long().clamp(min=0)].where(ids >= 0, -1).flatten().tolist()
+    pairs: list[int] = []
+    block_slots: list[int] = []
+    for slot in range(slots.count):
+        own = [pair for pair, of in enumerate(chosen) if of == slot]
+        blocks = -(-len(own) // height)
+        pairs += own + [len(chosen)] * (blocks * height - len(own))
+        block_slots += [slot] * blocks
+    pairs += [len(chosen)] * height
+    return torch.tensor(pairs, dtype=torch.int32), torch.tensor([*block_slots, -1], dtype=torch.int32)
+
+
+def computed(
+    shape: Shape, slots: LayerSlots, library: ctypes.CDLL, tiles: int, inputs: tuple[torch.Tensor, ...]
+) -> torch.Tensor:
+    """Returns float32 `[rows, hidden]`: what the kernels and the weighted sum of their outputs give."""
+    hidden_states, ids, weights = inputs
+    kind = slots.kind
+    pairs, block_slots = aligned(slots, ids, 8 * tiles)
+    between = torch.full((ids.numel(), kind.intermediate_columns), float("nan"), dtype=torch.bfloat16)
+    outputs = torch.full((ids.numel(), kind.hidden_size), float("nan"))
+    channels = 64 if shape.geometry.is_gated else 128
+    library.run(
+        tiles,
+        len(block_slots),
+        -(-kind.intermediate_columns // channels),
+        -(-kind.hidden_size // 128),
+        *(ctypes.c_void_p(each.data_ptr()) for each in (hidden_states, slots.weights, pairs, block_slots)),
+        *(ctypes.c_void_p(each.data_ptr()) for each in (between, outputs)),
+        ids.numel(),
+        ctypes.c_float(shape.geometry.alpha),
+        ctypes.c_float(slots.limit),
+    )
+    is_here = (ids >= 0) & (slots.slot_of_expert[ids.long().clamp(min=0)] >= 0)
+    each = outputs.view(*ids.shape, -1).where(is_here[..., None], 0)
+    return (each * weights[..., None]).sum(1)
+
+
+def check(shape: Shape, weight_format: str, directory: Path, tiles: tuple[int, ...], rows: int) -> None:
+    """All rows equal the reference's, but for the rounding of what lies between the two products."""
+    slots = resident_layer(shape, weight_format, (3, 1, 0))
+    for panels in slots.kind.panels:
+        assert multiplies(panels, panels.k)
+    library = compiled(program(grouped_shape(slots.kind, shape.geometry)), directory)
+    inputs = routed(shape, rows, dtype=torch.bfloat16)
+    expected = TorchResidentKernels(shape.geometry).forward(slots, *inputs, None)
+    for count in tiles:
+        found = computed(shape, slots, library, count, inputs)
+        error = (found - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+        assert float(error) < tolerances.RESIDENT_BFLOAT16, (weight_format, count)
+
+
+@pytest.mark.parametrize("weight_format", FORMATS)
+def test_formats_are_the_references(weight_format: str, tmp_path: Path) -> None:
+    """Every kind of code and scale decodes as the reference says; lengths end inside of groups and steps."""
+    shape = Shape(hidden=136, intermediate=40, has_bias=weight_format == "mxfp4")
+    check(shape, weight_format, tmp_path, (1,), 5)
+
+
+@pytest.mark.parametrize("activation", ["silu_clamped", "gpt_oss", "clamped_silu", "gelu_tanh", "relu2"])
+def test_activations_are_the_references(activation: str, tmp_path: Path) -> None:
+    """Each activation, also that of no gate, whose two panels are neighbours."""
+    check(Shape(activation=activation, limit=0.7), "int4_g32", tmp_path, (1,), 5)
+
+
+def test_blocks_of_many_rows_are_the_references(tmp_path: Path) -> None:
+    """Tiles side by side, an expert with more pairs than a block, and blocks that are not full."""
+    check(Shape(hidden=40, intermediate=16, top_k=3), "int4_g32", tmp_path, TILES, 40)
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+def test_nvcc_compiles_the_kernels_for_every_architecture(tmp_path: Path) -> None:
+    """Nothing of a newer GPU's is used, and registers hold what a lane needs."""
+    shape = Shape(hidden=2048, intermediate=768, experts=128, top_k=8)
+    kind = resident_layer(Shape(), "int4_g32", ()).kind
+    source = tmp_path / "grouped.cu"
+    source.write_text(program(grouped_shape(kind, shape.geometry)))
+    targets = [f"-gencode=arch=compute_{each},code=sm_{each}" for each in ARCHITECTURES]
+    command = ["nvcc", "-std=c++17", "-fatbin", "-Xptxas", "-v", *targets, "-o", str(tmp_path / "grouped")]
+    run = subprocess.run([*command, str(source)], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    spills = re.findall(r"(\d+) bytes spill stores", run.stderr)
+    assert len(spills) == 2 * len(TILES) * len(ARCHITECTURES)
+    assert set(spills) == {"0"}
