@@ -369,15 +369,15 @@ void run_many_word_rows(const GemmWork& work) {
   }
 }
 
-template <class Words, Offset kOffset>
+template <class Words, Offset kOffset, int kStrips = kStripsPerPanel>
 void run_words_of(const GemmWork& work) {
   if (work.num_rows > kFewWordRows) return run_many_word_rows<Words, kOffset>(work);
   using Multiply = void (*)(const GemmWork&, uint32_t, uint32_t);
-  static constexpr Multiply kTable[] = {multiply_block<WordBlock<Words, kOffset, 1, kStripsPerPanel>>,
-                                        multiply_block<WordBlock<Words, kOffset, 2, kStripsPerPanel>>,
-                                        multiply_block<WordBlock<Words, kOffset, 3, kStripsPerPanel>>,
-                                        multiply_block<WordBlock<Words, kOffset, 4, kStripsPerPanel>>};
-  for (uint32_t strip = 0; strip < work.num_panels * kStripsPerPanel; strip += kStripsPerPanel) {
+  static constexpr Multiply kTable[] = {multiply_block<WordBlock<Words, kOffset, 1, kStrips>>,
+                                        multiply_block<WordBlock<Words, kOffset, 2, kStrips>>,
+                                        multiply_block<WordBlock<Words, kOffset, 3, kStrips>>,
+                                        multiply_block<WordBlock<Words, kOffset, 4, kStrips>>};
+  for (uint32_t strip = 0; strip < work.num_panels * kStripsPerPanel; strip += kStrips) {
     in_blocks(work.num_rows, sizeof(kTable) / sizeof(kTable[0]),
               [&](uint32_t row, uint32_t rows) { kTable[rows - 1](work, strip, row); });
   }
@@ -404,8 +404,8 @@ void run_words(const GemmWork& work) {
     case Code::kInt3: return run_words_of<ByteWords<PlaneDecoder<3, false>, 4>, Offset::kNone>(work);
     case Code::kInt5: return run_whole_words<ByteWords<PlaneDecoder<5, false>, 4>>(work);
     case Code::kInt6: return run_words_of<ByteWords<PlaneDecoder<6, false>, 4>, Offset::kNone>(work);
-    case Code::kIq3Xxs: return run_words_of<GridWords<3>, Offset::kNone>(work);
-    case Code::kIq2Xxs: return run_words_of<GridWords<2>, Offset::kNone>(work);
+    case Code::kIq3Xxs: return run_words_of<GridWords<3>, Offset::kNone, 1>(work);
+    case Code::kIq2Xxs: return run_words_of<GridWords<2>, Offset::kNone, 1>(work);
     case Code::kFloat32:
     case Code::kBFloat16:
     case Code::kFloat16:

@@ -37,9 +37,9 @@ class SourceMatrix:
       awq_int4          int32 [cols, rows / 8] (AutoAWQ `qweight`)
       gptq_int4         int32 [cols / 8, rows] (AutoGPTQ `qweight`)
       mxfp4, nvfp4      uint8 [rows, cols / 2], even columns in the low nibbles
-      grid_words        int32 [rows, words], of `code`: for 32 columns two words (iq2_xxs: four numbers of rows
-                        of the grid, one a byte; signs) or four (iq3_xxs: eight numbers; signs; one that is
-                        not read). Signs are as in panels, with what scales say, too
+      grid_words        int32 [rows, words], of `code`: for 32 columns two words (iq2_xxs: four numbers of
+                        rows of the grid, one a byte; signs) or four (iq3_xxs: eight numbers; signs; one that
+                        is not read). Signs are as in panels, with what scales say, too
     """
 
     codes: NDArray[Any]

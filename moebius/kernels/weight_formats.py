@@ -14,9 +14,10 @@ panel, every section beginning at a multiple of 64 bytes:
                   1, 5 and vector 2i + 1 for k + 8i + 2, 6, 3, 7. First come the low 4 bits (of 5 and 6) or 2
                   bits (of 2 and 3), then what is left. A line holds 2 vectors of 4 bits, 4 of 2 bits, or 8
                   of one bit: the first at bit 0 of every byte, the next above it.
-                  Rows of a grid: 32 k take three lines (iq3_xxs) or two (iq2_xxs). First come numbers of rows,
-                  one a byte, for 4 k each (iq3_xxs: two lines) or 8. A word of the last line has 7 bits of
-                  signs for 8 k each, the eighth of which makes the number of ones even, and in bits 28 to 31 s
+                  Rows of a grid: 32 k take three lines (iq3_xxs) or two (iq2_xxs). First come numbers of
+                  rows, one a byte, for 4 k each (iq3_xxs: two lines) or 8. A word of the last line has 7 bits
+                  of signs for 8 k each, the eighth of which makes the number of ones even, and s in bits 28
+                  to 31
     scales        [groups][16] of the format's scale type; [groups] where one scale serves the whole panel.
                   "products": [groups / factor_groups][16] float16, rounded up; then, from the next multiple
                   of 64 bytes on, [groups][16] int8; a scale is the product of both. int2 with mins has 4 bits

@@ -171,7 +171,9 @@ def _group_values(layout: PanelLayout, scale: ScaleType, panel: Bytes, begin: in
                 whole = stored >> 4 if begin == layout.mins_offset else stored & np.uint8(15)
         lines = -(-layout.groups // layout.factor_groups)
         factors = panel[begin : begin + lines * 32].view(np.float16).astype(np.float32).reshape(-1, columns)
-        products: Floats = factors[np.arange(layout.groups) // layout.factor_groups] * whole.astype(np.float32)
+        products: Floats = factors[np.arange(layout.groups) // layout.factor_groups] * whole.astype(
+            np.float32
+        )
         return products
     return _scale_values(scale, panel[begin : begin + nbytes]).reshape(-1, columns)
 

@@ -265,7 +265,9 @@ def grid_rows(name: str, weights: Floats) -> Quantised:
     negative = groups.reshape(rows, -1, 8) < 0
     # An odd number of them: the eighth gets another one.
     negative[..., 7] ^= negative.sum(-1) % 2 == 1
-    signs = (negative[..., :7].astype(np.uint32) << np.arange(7, dtype=np.uint32)).sum(-1).reshape(rows, -1, 4)
+    signs = (
+        (negative[..., :7].astype(np.uint32) << np.arange(7, dtype=np.uint32)).sum(-1).reshape(rows, -1, 4)
+    )
     reach = np.abs(groups).max(2) / magnitudes.max()
     shared = max(32, math.gcd(cols, 256)) // 32
     blocks = np.pad(reach, [(0, 0), (0, -reach.shape[1] % shared)]).reshape(rows, -1, shared)
@@ -278,7 +280,9 @@ def grid_rows(name: str, weights: Floats) -> Quantised:
     # The nearest row, by the square of the distance less what all have in common.
     numbers = ((magnitudes**2).sum(1) - 2 * wanted @ magnitudes.T).argmin(-1).astype(np.uint8)
     words = numbers.view(np.uint32).reshape(rows, -1, 32 // width // 4)
-    last = (signs << np.arange(0, 28, 7, dtype=np.uint32)).sum(-1, dtype=np.uint32) | s.astype(np.uint32) << 28
+    last = (signs << np.arange(0, 28, 7, dtype=np.uint32)).sum(-1, dtype=np.uint32) | s.astype(
+        np.uint32
+    ) << 28
     stored = [words, last[..., None], np.zeros((*last.shape, int(width == 4)), np.uint32)]
     codes = np.concatenate(stored, -1).reshape(rows, -1).view(np.int32)
     products = factor.view(np.uint16).astype(np.int32) | (2 * s + 1) << 16

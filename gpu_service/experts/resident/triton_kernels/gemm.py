@@ -47,8 +47,8 @@ def slot_of(ids, slot_of_expert, pair):  # type: ignore[no-untyped-def]
 
 @jit_for_any("count")
 def gate_up_tiles(  # type: ignore[no-untyped-def]
-    x, words, gate_scales, scales, bytes_, floats, pairs, block_slots, intermediate, count, alpha, limit,
-    TOP_K: tl.constexpr, EXPERT_BYTES: tl.constexpr, ORDER_AT: tl.constexpr,
+    x, words, gate_scales, scales, bytes_, grids, floats, pairs, block_slots, intermediate, count, alpha,
+    limit, TOP_K: tl.constexpr, EXPERT_BYTES: tl.constexpr, ORDER_AT: tl.constexpr,
     INTERMEDIATE_COLUMNS: tl.constexpr, GATE: tl.constexpr, PANEL: tl.constexpr, GATE_STEP: tl.constexpr,
     UP_AT: tl.constexpr, UP_STEP: tl.constexpr, ACTIVATION: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
@@ -77,9 +77,11 @@ def gate_up_tiles(  # type: ignore[no-untyped-def]
         rows = tl.load(x + row[:, None] + place[None, :], mask=wanted, other=0.0).to(TYPE)
         if IS_GATED:
             g = add_product(
-                g, rows, words, gate_scales, bytes_, gate, column, begin, GATE, CHUNK, TYPE, PRECISION
+                g, rows, words, gate_scales, bytes_, grids, gate, column, begin, GATE, CHUNK, TYPE, PRECISION
             )
-        u = add_product(u, rows, words, scales, bytes_, up, column, begin, PANEL, CHUNK, TYPE, PRECISION)
+        u = add_product(
+            u, rows, words, scales, bytes_, grids, up, column, begin, PANEL, CHUNK, TYPE, PRECISION
+        )
     if IS_GATED:
         g = finish_tile(g, floats, gate, column, GATE)
     u = finish_tile(u, floats, up, column, PANEL)
@@ -90,7 +92,7 @@ def gate_up_tiles(  # type: ignore[no-untyped-def]
 
 @jit_for_any("count")
 def down_tiles(  # type: ignore[no-untyped-def]
-    intermediate, words, scales, bytes_, floats, pairs, block_slots, outputs, count,
+    intermediate, words, scales, bytes_, grids, floats, pairs, block_slots, outputs, count,
     EXPERT_BYTES: tl.constexpr, DOWN_AT: tl.constexpr, HIDDEN: tl.constexpr,
     INTERMEDIATE_COLUMNS: tl.constexpr,
     PANEL: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, TYPE: tl.constexpr,
@@ -112,7 +114,7 @@ def down_tiles(  # type: ignore[no-untyped-def]
         wanted = held[:, None] & (k < PANEL.k)[None, :]
         rows = tl.load(intermediate + row[:, None] + k[None, :], mask=wanted, other=0.0).to(TYPE)
         total = add_product(
-            total, rows, words, scales, bytes_, panel, column, begin, PANEL, CHUNK, TYPE, PRECISION
+            total, rows, words, scales, bytes_, grids, panel, column, begin, PANEL, CHUNK, TYPE, PRECISION
         )
     total = finish_tile(total, floats, panel, column, PANEL)
     target = outputs + pair.to(tl.int64)[:, None] * HIDDEN + feature[None, :]
