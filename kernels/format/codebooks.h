@@ -1,8 +1,8 @@
 // What the codes of GGUF's IQ types mean: places in tables of whole numbers, times a power of two. Data only: any file
 // may read it, whatever instruction set it is built for.
 //
-// Rows of the grids of IQ1, IQ2_S, IQ2_XS and IQ3_S are four or eight such numbers each. A panel has a number's place, not
-// the row's: it takes more bits than the file, but every kernel decodes it as it does others.
+// Rows of the grids of IQ1, IQ2_S, IQ2_XS and IQ3_S are four or eight such numbers each. A panel has a number's place,
+// not the row's: it takes more bits than the file, but every kernel decodes it as it does others.
 #pragma once
 
 #include <cstdint>

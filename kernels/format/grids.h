@@ -1,5 +1,5 @@
-// Rows of the grids that GGUF's IQ types name by number: magnitudes of four or eight neighbouring weights, one a byte, in
-// whole numbers times the code's unit. Data only: any file may read it, whatever instruction set it is built for.
+// Rows of the grids that GGUF's IQ types name by number: magnitudes of four or eight neighbouring weights, one a byte,
+// in whole numbers times the code's unit. Data only: any file may read it, whatever instruction set it is built for.
 #pragma once
 
 #include <cstdint>

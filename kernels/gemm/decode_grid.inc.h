@@ -35,8 +35,8 @@ struct GridBytes {
   }
   // Of four words.
   static __m128i four_rows(const std::byte* at) {
-    const __m128i low = _mm_unpacklo_epi32(row4(at), row4(at + 4)), high = _mm_unpacklo_epi32(row4(at + 8), row4(at + 12));
-    return _mm_unpacklo_epi64(low, high);
+    const __m128i low = _mm_unpacklo_epi32(row4(at), row4(at + 4));
+    return _mm_unpacklo_epi64(low, _mm_unpacklo_epi32(row4(at + 8), row4(at + 12)));
   }
   // Of byte kByte of eight words.
   template <int kByte>
@@ -72,7 +72,8 @@ struct GridBytes {
   template <int kByte>
   static void decode8(const std::byte* words, __m256i all, Integers& low, Integers& high) {
     // Columns 0 1 4 5, then 2 3 6 7.
-    const __m256 first = _mm256_castsi256_ps(rows8(words + kByte)), second = _mm256_castsi256_ps(rows8(words + kByte + 8));
+    const __m256 first = _mm256_castsi256_ps(rows8(words + kByte));
+    const __m256 second = _mm256_castsi256_ps(rows8(words + kByte + 8));
     const __m256i even = _mm256_castps_si256(_mm256_shuffle_ps(first, second, _MM_SHUFFLE(2, 0, 2, 0)));
     const __m256i odd = _mm256_castps_si256(_mm256_shuffle_ps(first, second, _MM_SHUFFLE(3, 1, 3, 1)));
     low.v = with_signs<2 * kByte>(even, all);

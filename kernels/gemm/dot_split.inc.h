@@ -7,8 +7,8 @@
 // scale, so that its results are NaN.
 //
 // A line of codes holds 8 k of each column: k+0, 4, 1, 5 in the low and k+2, 6, 3, 7 in the high halves of its bytes.
-// So a line of a row is four words: the high bytes of both, then the low bytes of both. Codes of 8 bits take two lines, in
-// their natural order.
+// So a line of a row is four words: the high bytes of both, then the low bytes of both. Codes of 8 bits take two
+// lines, in their natural order.
 
 struct SplitRow {
   const uint32_t* words;   // [k_padded / 8][4]
@@ -285,7 +285,7 @@ MOEBIUS_INLINE void sum_chunk(const ByteDecoder<Format::kCode>& decode, const Pa
   for (int r = 0; r < kRows; ++r) low[r] = _mm512_add_epi32(_mm512_slli_epi32(high[r], 8), low[r]);
 }
 
-// The same of codes in planes, or of 8 bits. `planes`: of the 32 k that the chunk is in, kHalf of them or, where a chunk is all, 0.
+// The same of codes in planes, or of 8 bits. `planes`: of the 32 k that the chunk is in, a half or, of a whole one, 0.
 template <class Format, int kHalf, int kRows, int... kVectors>
 MOEBIUS_INLINE void sum_plane_chunk(const ByteDecoder<Format::kCode>& decode, const std::byte* planes, size_t line,
                                     const SplitRow (&rows)[kRows], __m512i (&low)[kRows],

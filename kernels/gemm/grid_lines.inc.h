@@ -53,7 +53,7 @@ struct GridLines {
     return _mm512_mask_mov_epi8(low, _mm512_movepi8_mask(numbers), high);
   }
 
-  // Fields of four k become a byte each, whose upper bits are those of others: the table says the same whatever they are.
+  // Fields of four k become a byte each, whose upper bits are others': the table says the same whatever they are.
   static __m512i magnitudes(__m512i fields, __m512i offsets, __m512i table) {
     return _mm512_permutexvar_epi8(_mm512_multishift_epi64_epi8(offsets, fields), table);
   }
