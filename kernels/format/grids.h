@@ -12,7 +12,6 @@ constexpr uint32_t kGridRows = 256;
 
 struct Grid4 {
   alignas(64) uint32_t rows[kGridRows];
-  uint32_t after[4];  // a row may be read as the first of four
 };
 struct Grid8 {
   alignas(64) uint64_t rows[kGridRows];

@@ -28,20 +28,15 @@ struct GridBytes {
     return _mm256_sub_epi8(_mm256_xor_si256(magnitudes, negative), negative);
   }
 
-  // A row in the lowest 32 bits, of a table that goes on for 128 after its last one.
-  static __m128i row4(const std::byte* number) {
-    const uint32_t* const row = kIq3XxsGrid.rows + static_cast<uint8_t>(*number);
-    return _mm_loadu_si128(reinterpret_cast<const __m128i*>(row));
-  }
-  // Of four words.
-  static __m128i four_rows(const std::byte* at) {
-    const __m128i low = _mm_unpacklo_epi32(row4(at), row4(at + 4));
-    return _mm_unpacklo_epi64(low, _mm_unpacklo_epi32(row4(at + 8), row4(at + 12)));
+  static int row4(const std::byte* number) {
+    return static_cast<int>(kIq3XxsGrid.rows[static_cast<uint8_t>(*number)]);
   }
   // Of byte kByte of eight words.
   template <int kByte>
   static __m256i rows4(const std::byte* words) {
-    return _mm256_set_m128i(four_rows(words + kByte + 16), four_rows(words + kByte));
+    const std::byte* const at = words + kByte;
+    return _mm256_setr_epi32(row4(at), row4(at + 4), row4(at + 8), row4(at + 12), row4(at + 16), row4(at + 20),
+                             row4(at + 24), row4(at + 28));
   }
   static long long row8(const std::byte* number) {
     return static_cast<long long>(kIq2XxsGrid.rows[static_cast<uint8_t>(*number)]);

@@ -239,6 +239,12 @@ struct WordBlock {
 
 constexpr int kMostWordRows = 6;  // two strips each: 12 of 16 registers
 constexpr uint32_t kFewWordRows = 8;
+// Of rows of a grid, which take longer to look up than to read again: one block.
+constexpr uint32_t kFewGridRows = 4;
+template <class Words>
+constexpr uint32_t kFewRowsOf = kFewWordRows;
+template <int kBits>
+constexpr uint32_t kFewRowsOf<GridWords<kBits>> = kFewGridRows;
 // A line has a pair of k for the 16 columns of a panel.
 constexpr size_t kWidenedLines = size_t{kGroupsAtOnce} * 128 / 2;
 
@@ -369,15 +375,15 @@ void run_many_word_rows(const GemmWork& work) {
   }
 }
 
-template <class Words, Offset kOffset, int kStrips = kStripsPerPanel>
+template <class Words, Offset kOffset>
 void run_words_of(const GemmWork& work) {
-  if (work.num_rows > kFewWordRows) return run_many_word_rows<Words, kOffset>(work);
+  if (work.num_rows > kFewRowsOf<Words>) return run_many_word_rows<Words, kOffset>(work);
   using Multiply = void (*)(const GemmWork&, uint32_t, uint32_t);
-  static constexpr Multiply kTable[] = {multiply_block<WordBlock<Words, kOffset, 1, kStrips>>,
-                                        multiply_block<WordBlock<Words, kOffset, 2, kStrips>>,
-                                        multiply_block<WordBlock<Words, kOffset, 3, kStrips>>,
-                                        multiply_block<WordBlock<Words, kOffset, 4, kStrips>>};
-  for (uint32_t strip = 0; strip < work.num_panels * kStripsPerPanel; strip += kStrips) {
+  static constexpr Multiply kTable[] = {multiply_block<WordBlock<Words, kOffset, 1, kStripsPerPanel>>,
+                                        multiply_block<WordBlock<Words, kOffset, 2, kStripsPerPanel>>,
+                                        multiply_block<WordBlock<Words, kOffset, 3, kStripsPerPanel>>,
+                                        multiply_block<WordBlock<Words, kOffset, 4, kStripsPerPanel>>};
+  for (uint32_t strip = 0; strip < work.num_panels * kStripsPerPanel; strip += kStripsPerPanel) {
     in_blocks(work.num_rows, sizeof(kTable) / sizeof(kTable[0]),
               [&](uint32_t row, uint32_t rows) { kTable[rows - 1](work, strip, row); });
   }
@@ -404,8 +410,8 @@ void run_words(const GemmWork& work) {
     case Code::kInt3: return run_words_of<ByteWords<PlaneDecoder<3, false>, 4>, Offset::kNone>(work);
     case Code::kInt5: return run_whole_words<ByteWords<PlaneDecoder<5, false>, 4>>(work);
     case Code::kInt6: return run_words_of<ByteWords<PlaneDecoder<6, false>, 4>, Offset::kNone>(work);
-    case Code::kIq3Xxs: return run_words_of<GridWords<3>, Offset::kNone, 1>(work);
-    case Code::kIq2Xxs: return run_words_of<GridWords<2>, Offset::kNone, 1>(work);
+    case Code::kIq3Xxs: return run_words_of<GridWords<3>, Offset::kNone>(work);
+    case Code::kIq2Xxs: return run_words_of<GridWords<2>, Offset::kNone>(work);
     case Code::kFloat32:
     case Code::kBFloat16:
     case Code::kFloat16:
@@ -418,7 +424,7 @@ bool supports_words(const WeightFormat& format) {
 }
 
 size_t scratch_words(const PanelLayout&, uint32_t, uint32_t num_rows) {
-  return num_rows > kFewWordRows ? kWidenedLines * 64 : 0;
+  return num_rows > kFewGridRows ? kWidenedLines * 64 : 0;
 }
 
 struct WordScale {
