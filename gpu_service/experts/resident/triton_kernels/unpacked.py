@@ -49,6 +49,7 @@ def unpack_experts(
             typed.words,
             typed.scales,
             typed.bytes,
+            typed.grids,
             typed.floats,
             (gate_up, down)[number],
             first,
