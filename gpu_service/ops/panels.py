@@ -95,6 +95,11 @@ class PanelViews:
     floats: torch.Tensor  # float32
     grids: torch.Tensor  # int32: rows of all grids, from each one's `grid_begin` on
 
+    @property
+    def pointers(self) -> tuple[torch.Tensor, ...]:
+        """All of them, in the order in which kernels of one format take them."""
+        return self.words, self.scales, self.bytes, self.grids, self.floats
+
 
 def views(slots: torch.Tensor, panels: PanelFormat) -> PanelViews:
     """Returns the same memory as flat tensors; in-place changes of `slots` show in them."""

@@ -28,77 +28,62 @@ struct GridBytes {
     return _mm256_sub_epi8(_mm256_xor_si256(magnitudes, negative), negative);
   }
 
-  static int row4(const std::byte* number) {
-    return static_cast<int>(kIq3XxsGrid.rows[static_cast<uint8_t>(*number)]);
+  // Row `number` of eight columns' words; narrow loads, which do not cross lines, and blends, which any port does.
+  static __m256i row4(const std::byte* number) {
+    return _mm256_set1_epi32(static_cast<int>(kIq3XxsGrid.rows[static_cast<uint8_t>(*number)]));
   }
-  // Of byte kByte of eight words.
-  template <int kByte>
-  static __m256i rows4(const std::byte* words) {
-    const std::byte* const at = words + kByte;
-    return _mm256_setr_epi32(row4(at), row4(at + 4), row4(at + 8), row4(at + 12), row4(at + 16), row4(at + 20),
-                             row4(at + 24), row4(at + 28));
+  static __m256i rows4(const std::byte* at) {
+    const __m256i first = _mm256_blend_epi32(row4(at), row4(at + 4), 0x02);
+    const __m256i second = _mm256_blend_epi32(row4(at + 8), row4(at + 12), 0x08);
+    const __m256i third = _mm256_blend_epi32(row4(at + 16), row4(at + 20), 0x20);
+    const __m256i fourth = _mm256_blend_epi32(row4(at + 24), row4(at + 28), 0x80);
+    return _mm256_blend_epi32(_mm256_blend_epi32(first, second, 0x0c), _mm256_blend_epi32(third, fourth, 0xc0), 0xf0);
   }
-  static long long row8(const std::byte* number) {
-    return static_cast<long long>(kIq2XxsGrid.rows[static_cast<uint8_t>(*number)]);
+  static __m256i row8(const std::byte* number) {
+    return _mm256_set1_epi64x(static_cast<long long>(kIq2XxsGrid.rows[static_cast<uint8_t>(*number)]));
   }
   // Columns 0, 1, 4 and 5, of eight k each.
-  static __m256i rows8(const std::byte* at) {
-    return _mm256_setr_epi64x(row8(at), row8(at + 4), row8(at + 16), row8(at + 20));
+  static __m256 rows8(const std::byte* at) {
+    const __m256i low = _mm256_blend_epi32(row8(at), row8(at + 4), 0x0c);
+    const __m256i high = _mm256_blend_epi32(row8(at + 16), row8(at + 20), 0xc0);
+    return _mm256_castsi256_ps(_mm256_blend_epi32(low, high, 0xf0));
   }
 
-  // Of the words of 32 k those of half kHalf: vector i has k+4i, ..., k+4i+3 of eight columns.
-  template <int kBits, int kHalf>
-  static void decode(const std::byte* words, Integers (&vectors)[4]) {
-    const __m256i all = signs(words + (kBits - 1) * 64);
-    if constexpr (kBits == 3) {
-      decode4<kHalf>(words + kHalf * 64, all, vectors, std::make_integer_sequence<int, 4>());
-    } else {
-      decode8<kHalf * 2>(words, all, vectors[0], vectors[1]);
-      decode8<kHalf * 2 + 1>(words, all, vectors[2], vectors[3]);
-    }
-  }
-
-  template <int kHalf, int... kBytes>
-  static void decode4(const std::byte* words, __m256i all, Integers (&vectors)[4],
-                      std::integer_sequence<int, kBytes...>) {
-    ((vectors[kBytes].v = with_signs<kHalf * 4 + kBytes>(rows4<kBytes>(words), all)), ...);
-  }
-
-  template <int kByte>
-  static void decode8(const std::byte* words, __m256i all, Integers& low, Integers& high) {
-    // Columns 0 1 4 5, then 2 3 6 7.
-    const __m256 first = _mm256_castsi256_ps(rows8(words + kByte));
-    const __m256 second = _mm256_castsi256_ps(rows8(words + kByte + 8));
-    const __m256i even = _mm256_castps_si256(_mm256_shuffle_ps(first, second, _MM_SHUFFLE(2, 0, 2, 0)));
-    const __m256i odd = _mm256_castps_si256(_mm256_shuffle_ps(first, second, _MM_SHUFFLE(3, 1, 3, 1)));
-    low.v = with_signs<2 * kByte>(even, all);
-    high.v = with_signs<2 * kByte + 1>(odd, all);
+  // k+4 kQuad, ..., k+4 kQuad+3 of eight columns, of the words of 32 k.
+  template <int kBits, int kQuad>
+  static __m256i magnitudes(const std::byte* words) {
+    if constexpr (kBits == 3) return rows4(words + kQuad / 4 * 64 + kQuad % 4);
+    const __m256 first = rows8(words + kQuad / 2), second = rows8(words + kQuad / 2 + 8);
+    constexpr int kHalf = kQuad % 2 == 0 ? _MM_SHUFFLE(2, 0, 2, 0) : _MM_SHUFFLE(3, 1, 3, 1);
+    return _mm256_castps_si256(_mm256_shuffle_ps(first, second, kHalf));
   }
 };
 
-// 16 k at a time, of the 32 that share a line of signs.
+// 32 k, which share a line of signs; decoded where they are multiplied, since registers do not hold them.
+template <int kBits>
+struct GridUnit {
+  const std::byte* words;
+  __m256i signs;
+
+  static GridUnit at(const std::byte* words) { return {words, GridBytes::signs(words + (kBits - 1) * 64)}; }
+  template <int kQuad>
+  Integers quad() const {
+    return {GridBytes::with_signs<kQuad>(GridBytes::magnitudes<kBits, kQuad>(words), signs)};
+  }
+};
+
 template <int kBits>
 struct GridDecoder : PlainRow {
-  static constexpr uint32_t kUnitBytes = 32 * kBits;
-  static constexpr uint32_t kUnitK = 16;
+  static constexpr uint32_t kUnitBytes = 64 * kBits;
+  static constexpr uint32_t kUnitK = 32;
   static constexpr int kUnitRegisters = 4;
   explicit GridDecoder(const WeightFormat&) {}
 
-  struct Unit {
-    Integers vectors[4];
-  };
-  [[gnu::always_inline]] static Unit load(const std::byte* at, size_t k, Vec) {
-    Unit unit;
-    if (k % 32 == 0) {
-      GridBytes::decode<kBits, 0>(at, unit.vectors);
-    } else {
-      GridBytes::decode<kBits, 1>(at - kUnitBytes, unit.vectors);
-    }
-    return unit;
-  }
+  using Unit = GridUnit<kBits>;
+  static Unit load(const std::byte* at, size_t, Vec) { return Unit::at(at); }
   template <int j>
   static Vec value(const Unit& unit) {
-    return unit.vectors[j / 4].template signed_byte<j % 4>();
+    return unit.template quad<j / 4>().template signed_byte<j % 4>();
   }
   static Vec finish(Vec even, Vec odd) {
     return Vec::mul(Vec::add(even, odd), Vec::broadcast(kBits == 3 ? kIq3XxsUnit : kIq2XxsUnit));

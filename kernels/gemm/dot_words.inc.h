@@ -94,16 +94,15 @@ template <int kBits>
 struct GridWords {
   static constexpr uint32_t kUnitBytes = GridDecoder<kBits>::kUnitBytes;
   static constexpr uint32_t kUnitK = GridDecoder<kBits>::kUnitK;
-  static constexpr uint32_t kPair[] = {0, 1, 2, 3, 4, 5, 6, 7};
+  static constexpr uint32_t kPair[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   explicit GridWords(const WeightFormat&) {}
 
-  using Unit = typename GridDecoder<kBits>::Unit;
-  [[gnu::always_inline]] static Unit load(const std::byte* at, size_t k) {
-    return GridDecoder<kBits>::load(at, k, Vec::zero());
-  }
+  using Unit = GridUnit<kBits>;
+  static Unit load(const std::byte* at, size_t) { return Unit::at(at); }
   template <int j>
   static Integers step(const Unit& unit) {
-    return j % 2 == 0 ? unit.vectors[j / 2].even_bytes() : unit.vectors[j / 2].odd_bytes();
+    const Integers four = unit.template quad<j / 2>();
+    return j % 2 == 0 ? four.even_bytes() : four.odd_bytes();
   }
 };
 
@@ -259,9 +258,19 @@ struct WidenedGroups {
   uint32_t lines_end;
 };
 
-template <class Words, int... kSteps>
+// Two steps at a time, which may share what they are made of: it would be made again after a store.
+template <class Words, int kTwo>
+[[gnu::always_inline]] inline void store_steps(const Words& decoder, const typename Words::Unit& unit,
+                                               std::byte* line) {
+  const Integers first = decoder.template step<2 * kTwo>(unit);
+  const Integers second = decoder.template step<2 * kTwo + 1>(unit);
+  first.store(line + Words::kPair[2 * kTwo] * 64);
+  second.store(line + Words::kPair[2 * kTwo + 1] * 64);
+}
+
+template <class Words, int... kTwos>
 [[gnu::noinline]] void widen_codes(const PanelLayout& layout, const std::byte* panel, uint32_t k, uint32_t end,
-                                   std::byte* target, std::integer_sequence<int, kSteps...>) {
+                                   std::byte* target, std::integer_sequence<int, kTwos...>) {
   const Words decoder(layout.format);
   for (; k < end; k += Words::kUnitK, target += size_t{Words::kUnitK} * 32) {
     for (uint32_t s = 0; s < kStripsPerPanel; ++s) {
@@ -269,7 +278,7 @@ template <class Words, int... kSteps>
       _mm_prefetch(reinterpret_cast<const char*>(at + kPrefetchBytes), _MM_HINT_T0);
       const typename Words::Unit unit = decoder.load(at, k);
       std::byte* const line = target + s * Vec::kLanes * 4;
-      (decoder.template step<kSteps>(unit).store(line + Words::kPair[kSteps] * 64), ...);
+      (store_steps<Words, kTwos>(decoder, unit, line), ...);
     }
   }
 }
@@ -342,7 +351,7 @@ void multiply_widened_rows(const GemmWork& work, uint32_t panel, const WidenedGr
 
 template <class Words, Offset kOffset>
 void run_many_word_rows(const GemmWork& work) {
-  constexpr auto kSteps = std::make_integer_sequence<int, Words::kUnitK / 2>();
+  constexpr auto kTwos = std::make_integer_sequence<int, Words::kUnitK / 4>();
   const PanelLayout& layout = *work.layout;
   const uint32_t size = layout.format.group_size;
   std::byte* const lines = work.scratch;
@@ -362,7 +371,7 @@ void run_many_word_rows(const GemmWork& work) {
       const uint32_t k = group * size;
       const uint32_t end = k + count * size < layout.k_padded ? k + count * size : layout.k_padded;
       widen_groups(work, panel * kStripsPerPanel, kStripsPerPanel, group, count, scales, offsets);
-      widen_codes<Words>(layout, codes, k, end, lines, kSteps);
+      widen_codes<Words>(layout, codes, k, end, lines, kTwos);
       multiply_widened_rows<kOffset>(work, panel, {lines, scales, offsets, group, count, size / 2, (end - k) / 2},
                             std::make_integer_sequence<int, kMostWordRows>());
     }

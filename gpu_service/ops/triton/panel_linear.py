@@ -164,7 +164,7 @@ def panel_rows(
         if ids.numel():
             look_up_kernel[(ids.shape[0], blocks)](
                 ids.contiguous(),
-                *(found.words, found.scales, found.bytes, found.grids, found.floats),
+                *found.pointers,
                 output,
                 part.first_row,
                 part.rows,
@@ -180,10 +180,9 @@ def _arguments(
     x: torch.Tensor, found: PanelViews, part: PanelPart, bias: torch.Tensor | None, output: torch.Tensor
 ) -> tuple[Any, ...]:
     """Returns what both kernels of products begin with."""
-    pointers = found.words, found.scales, found.bytes, found.grids, found.floats
     return (
         x,
-        *pointers,
+        *found.pointers,
         found.floats if bias is None else bias,
         output,
         x.shape[0],
@@ -280,7 +279,7 @@ def _unpack(
     begin = first * panels.panel_bytes
     rest = views(found.bytes[begin : begin + count * panels.panel_bytes], panels)
     unpack[(1, count)](
-        *(rest.words, rest.scales, rest.bytes, rest.grids, rest.floats),
+        *rest.pointers,
         matrix,
         0,
         EXPERT_BYTES=0,

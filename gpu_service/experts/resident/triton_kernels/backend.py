@@ -229,11 +229,7 @@ class TritonResidentKernels(ResidentKernels):
         lines = panel_sizes.lines(kind.down, choices)
         down_rows[(num_rows, kind.layout.down_panels)](
             intermediate,
-            down.words,
-            down.scales,
-            down.bytes,
-            down.grids,
-            down.floats,
+            *down.pointers,
             topk_ids,
             slots.slot_of_expert,
             topk_weights,
@@ -309,11 +305,7 @@ class TritonResidentKernels(ResidentKernels):
         kind, down = slots.kind, slots.down
         gemm.down_tiles[(block_slots.shape[0], -(-kind.hidden_size // tile.columns))](
             intermediate,
-            down.words,
-            down.scales,
-            down.bytes,
-            down.grids,
-            down.floats,
+            *down.pointers,
             pairs,
             block_slots,
             outputs,
