@@ -187,6 +187,7 @@ class TritonResidentKernels(ResidentKernels):
             slots.gate.scales,
             gate_up.scales,
             gate_up.bytes,
+            gate_up.grids,
             gate_up.floats,
             topk_ids,
             slots.slot_of_expert,
@@ -228,10 +229,7 @@ class TritonResidentKernels(ResidentKernels):
         lines = panel_sizes.lines(kind.down, choices)
         down_rows[(num_rows, kind.layout.down_panels)](
             intermediate,
-            down.words,
-            down.scales,
-            down.bytes,
-            down.floats,
+            *down.pointers,
             topk_ids,
             slots.slot_of_expert,
             topk_weights,
@@ -269,6 +267,7 @@ class TritonResidentKernels(ResidentKernels):
             slots.gate.scales,
             gate_up.scales,
             gate_up.bytes,
+            gate_up.grids,
             gate_up.floats,
             pairs,
             block_slots,
@@ -306,10 +305,7 @@ class TritonResidentKernels(ResidentKernels):
         kind, down = slots.kind, slots.down
         gemm.down_tiles[(block_slots.shape[0], -(-kind.hidden_size // tile.columns))](
             intermediate,
-            down.words,
-            down.scales,
-            down.bytes,
-            down.floats,
+            *down.pointers,
             pairs,
             block_slots,
             outputs,
