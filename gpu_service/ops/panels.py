@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from functools import cache
 
+import numpy as np
 import torch
 
-from moebius.kernels.weight_formats import CODE_MIDDLES, PanelLayout, panel_layout
+from moebius.kernels.weight_formats import CODE_MIDDLES, GRID_UNITS, PanelLayout, grid, panel_layout
 
 # Types that a kernel may load scales as; e8m0 and e4m3 are decoded from their bits.
 _SCALE_VIEWS = {
@@ -31,13 +32,37 @@ class PanelFormat(PanelLayout):
 
     @property
     def low_bits(self) -> int:
-        """Bits of an element that lie in its word: all, or those of the first plane."""
+        """Bits of an element that lie in its word: all, or those of the first plane. Of rows of a grid the
+        lines of 32 k that have their numbers.
+        """
+        if self.is_grid:
+            return self.bits - 1
         return {2: 2, 3: 2, 5: 4, 6: 4}.get(self.bits, self.bits)
 
     @property
     def high_bits(self) -> int:
-        """Bits of an element that lie in a second plane, or 0."""
+        """Bits of an element that lie in a second plane, or 0. Of rows of a grid the line of signs."""
         return self.bits - self.low_bits
+
+    @property
+    def is_grid(self) -> bool:
+        """Returns whether elements are parts of rows of a grid."""
+        return self.code in GRID_UNITS
+
+    @property
+    def grid_row(self) -> int:
+        """Returns the elements of a row of the grid."""
+        return int(grid(self.code).shape[1])
+
+    @property
+    def grid_begin(self) -> int:
+        """Returns the first word of the grid in `PanelViews.grids`."""
+        return int(_GRID_BEGINS[self.code])
+
+    @property
+    def grid_unit(self) -> float:
+        """Returns what a row's numbers are times."""
+        return GRID_UNITS[self.code]
 
     @property
     def is_small_integer(self) -> bool:
@@ -68,10 +93,25 @@ class PanelViews:
     scales: torch.Tensor
     bytes: torch.Tensor
     floats: torch.Tensor  # float32
+    grids: torch.Tensor  # int32: rows of all grids, from each one's `grid_begin` on
+
+    @property
+    def pointers(self) -> tuple[torch.Tensor, ...]:
+        """All of them, in the order in which kernels of one format take them."""
+        return self.words, self.scales, self.bytes, self.grids, self.floats
 
 
 def views(slots: torch.Tensor, panels: PanelFormat) -> PanelViews:
     """Returns the same memory as flat tensors; in-place changes of `slots` show in them."""
     flat = slots.view(-1)
     scales = flat.view(_SCALE_VIEWS[panels.scale] if panels.scale else torch.bfloat16)
-    return PanelViews(flat.view(torch.int32), scales, flat, flat.view(torch.float32))
+    return PanelViews(flat.view(torch.int32), scales, flat, flat.view(torch.float32), _grids(flat.device))
+
+
+_GRID_WORDS = {code: grid(code).reshape(-1).view(np.int32) for code in GRID_UNITS}
+_GRID_BEGINS = dict(zip(GRID_UNITS, np.cumsum([0, *map(len, _GRID_WORDS.values())]).tolist(), strict=False))
+
+
+@cache
+def _grids(device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate(list(_GRID_WORDS.values()))).to(device)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from gpu_service.ops.panels import PanelFormat, PanelViews, views
-from moebius.kernels.weight_formats import CODE_MIDDLES, CODEBOOKS, PANEL_COLUMNS
+from moebius.kernels.weight_formats import CODE_MIDDLES, CODEBOOKS, PANEL_COLUMNS, grid
 
 # By bits of an element: element i of a word's k, k+1, ... lies in bits shift[i] ... shift[i] + bits - 1.
 WORD_SHIFTS = {32: (0,), 16: (0, 16), 8: (0, 8, 16, 24), 4: (0, 16, 4, 20, 8, 24, 12, 28)}
@@ -26,7 +26,7 @@ class UnpackedMatrix:
 
 def unpack_panels(panels: PanelFormat, packed: torch.Tensor, rows: int) -> UnpackedMatrix:
     """Returns the first `rows` output features of uint8 `[panels, panel_bytes]`, contiguous."""
-    weights = _code_values(panels, _codes(panels, packed))
+    weights = _grid_values(panels, packed) if panels.is_grid else _code_values(panels, _codes(panels, packed))
     count = packed.shape[0]
     group = torch.arange(panels.k, device=packed.device) // max(panels.group_size, 1)
     if panels.zeros:
@@ -54,11 +54,14 @@ def _group_values(panels: PanelFormat, packed: torch.Tensor, offset: int) -> tor
     begin = offset * typed.shape[1] // packed.shape[1]
     if panels.scale == "products":
         factors = packed[:, offset : offset + -(-groups // panels.factor_groups) * 32].contiguous()
-        begin = (panels.scales_offset if panels.joined else offset) + panels.whole_offset
-        stored = packed[:, begin : begin + groups * PANEL_COLUMNS].contiguous()
-        if panels.joined:
-            stored = stored >> 4 if offset == panels.mins_offset else stored & 15
-        whole = stored.view(torch.int8).float()
+        if panels.is_grid:
+            whole = ((_grid_words(panels, packed)[:, :groups, -1] >> 28 & 15) * 2 + 1).float()
+        else:
+            begin = (panels.scales_offset if panels.joined else offset) + panels.whole_offset
+            stored = packed[:, begin : begin + groups * PANEL_COLUMNS].contiguous()
+            if panels.joined:
+                stored = stored >> 4 if offset == panels.mins_offset else stored & 15
+            whole = stored.view(torch.int8).float()
         shared = torch.arange(groups, device=packed.device) // panels.factor_groups
         factors = factors.view(torch.float16).float().view(count, -1, PANEL_COLUMNS)[:, shared]
         return factors * whole.view(count, -1, PANEL_COLUMNS)
@@ -69,6 +72,28 @@ def _group_values(panels: PanelFormat, packed: torch.Tensor, offset: int) -> tor
 def _columns(typed: PanelViews, count: int, offset: int) -> torch.Tensor:
     """Returns float32 `[panels, 16]` at a byte offset."""
     return typed.floats.view(count, -1)[:, offset // 4 : offset // 4 + PANEL_COLUMNS]
+
+
+def _grid_words(panels: PanelFormat, packed: torch.Tensor) -> torch.Tensor:
+    """Returns the words of each 32 k, int32 `[panels, 32 k's, lines, 16]`."""
+    words = packed[:, : panels.scales_offset].contiguous().view(torch.int32)
+    return words.view(packed.shape[0], -1, panels.bits, PANEL_COLUMNS)
+
+
+def _grid_values(panels: PanelFormat, packed: torch.Tensor) -> torch.Tensor:
+    """Returns rows of the grid with their signs, float32 `[panels, k, 16]`."""
+    words = _grid_words(panels, packed)
+    shape = packed.shape[0], panels.k_padded, PANEL_COLUMNS
+
+    def fields(of: torch.Tensor, width: int, count: int) -> torch.Tensor:
+        places = torch.arange(0, width * count, width, dtype=torch.int32, device=packed.device)
+        return of.unsqueeze(-2) >> places[:, None] & ((1 << width) - 1)
+
+    table = torch.from_numpy(grid(panels.code)).to(packed.device).float() * panels.grid_unit
+    values = table[fields(words[:, :, :-1], 8, 4)].movedim(-1, -2).reshape(shape)
+    bits = fields(fields(words[:, :, -1], 7, 4), 1, 7)
+    signs = torch.cat([bits, bits.sum(-2, keepdim=True) % 2], -2).reshape(shape)
+    return torch.where(signs == 1, -values, values)[:, : panels.k].contiguous()
 
 
 def _codes(panels: PanelFormat, packed: torch.Tensor) -> torch.Tensor:
@@ -118,7 +143,7 @@ def _code_values(panels: PanelFormat, codes: torch.Tensor) -> torch.Tensor:
             return codes.to(torch.int8).float()
         case "int2" | "int3" | "int4" | "int5" | "int6":
             return codes.float()
-        case "iq4" | "iq3_xxs" | "iq3_s" | "iq2" | "iq1":
+        case "iq4" | "iq3_s" | "iq2" | "iq1":
             return torch.tensor(CODEBOOKS[panels.code], dtype=torch.float32, device=codes.device)[codes]
         case "float4":
             return torch.tensor(FLOAT4_VALUES, dtype=torch.float32, device=codes.device)[codes]

@@ -10,6 +10,7 @@
 #include "kernels/format/dequantise.h"
 #include "kernels/format/expert_packing.h"
 #include "kernels/format/gguf_blocks.h"
+#include "kernels/format/grids.h"
 #include "kernels/format/pack.h"
 #include "kernels/format/requantise.h"
 
@@ -216,6 +217,17 @@ py::dict expert_layout(const std::string& gate_up_format, const std::string& dow
   return result;
 }
 
+// uint8 [256, 4 or 8], see grids.h.
+py::array_t<uint8_t> grid_rows(const std::string& code) {
+  const bool is_3 = code == code_name(Code::kIq3Xxs);
+  if (!is_3 && code != code_name(Code::kIq2Xxs)) {
+    throw std::invalid_argument("code '" + code + "' has no grid; allowed: iq3_xxs, iq2_xxs");
+  }
+  const void* const rows = is_3 ? static_cast<const void*>(kIq3XxsGrid.rows) : kIq2XxsGrid.rows;
+  const std::vector<py::ssize_t> shape{kGridRows, is_3 ? 4 : 8};
+  return py::array_t<uint8_t>(shape, static_cast<const uint8_t*>(rows));
+}
+
 // Without Python's lock: threads that load an expert each would wait for one another.
 void take_gguf_part(const std::string& type, const std::string& name, const py::array_t<uint8_t>& blocks,
                     const py::array& output) {
@@ -257,6 +269,7 @@ void bind_format(py::module_& m) {
   m.def("unpack_bias", &unpack_bias, py::arg("format"), py::arg("packed").noconvert(), py::arg("rows"), py::arg("k"));
   m.def("requantise_matrix", &requantise_matrix, py::arg("format"), py::arg("source"));
   m.def("dequantise_matrix", &dequantise_matrix, py::arg("source"));
+  m.def("grid_rows", &grid_rows, py::arg("code"));
   m.def("take_gguf_part", &take_gguf_part, py::arg("type"), py::arg("part"), py::arg("blocks").noconvert(),
         py::arg("output").noconvert());
 }

@@ -4,6 +4,7 @@
 #include <stdexcept>
 
 #include "kernels/format/pack.h"
+#include "kernels/format/source_access.h"
 
 namespace py = pybind11;
 
@@ -14,6 +15,7 @@ const std::map<std::string, SourceLayout> kLayouts = {
     {"plain", SourceLayout::kPlain},        {"compressed_int4", SourceLayout::kCompressedInt4},
     {"awq_int4", SourceLayout::kAwqInt4},   {"gptq_int4", SourceLayout::kGptqInt4},
     {"mxfp4", SourceLayout::kMxfp4},        {"nvfp4", SourceLayout::kNvfp4},
+    {"grid_words", SourceLayout::kGridWords},
 };
 
 template <class Enum>
@@ -25,7 +27,7 @@ std::map<std::string, Enum> by_name(const char* (*name)(Enum), Enum first, Enum 
   return found;
 }
 
-const auto kCodes = by_name(&code_name, Code::kFloat32, Code::kIq1);
+const auto kCodes = by_name(&code_name, Code::kFloat32, Code::kIq2Xxs);
 const auto kScaleTypes = by_name(&scale_name, ScaleType::kFloat32, ScaleType::kProducts);
 
 // As str(array.dtype), which costs several microseconds because it is Python code.
@@ -114,6 +116,7 @@ class Reader {
       m.layout = lookup(kLayouts, "layout", attribute("layout").cast<std::string>());
     }
     if (m.layout == SourceLayout::kPlain) return read_plain(codes);
+    if (m.layout == SourceLayout::kGridWords) return read_grid(codes);
     const bool bytes = m.layout == SourceLayout::kMxfp4 || m.layout == SourceLayout::kNvfp4;
     m.code = bytes ? Code::kFloat4 : Code::kInt4;
     const py::array array = array_2d(codes, "codes", bytes ? "uint8" : "int32 uint32", true);
@@ -124,6 +127,16 @@ class Reader {
     const bool rows_first = bytes || m.layout == SourceLayout::kCompressedInt4;
     m.rows = extent("rows", array.shape(rows_first ? 0 : 1) * rows_per_unit);
     m.cols = extent("cols", array.shape(rows_first ? 1 : 0) * cols_per_unit);
+  }
+
+  void read_grid(const py::object& codes) {
+    SourceMatrix& m = matrix();
+    m.code = lookup(kCodes, "code", attribute("code").cast<std::string>());
+    const py::array array = array_2d(codes, "codes", "int32 uint32", true);
+    m.data = array.data();
+    m.row_stride = stride(array, 0);
+    m.rows = extent("rows", array.shape(0));
+    m.cols = extent("cols", array.shape(1) / grid_source_words(m.code) * 32);
   }
 
   void read_plain(const py::object& codes) {

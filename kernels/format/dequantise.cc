@@ -8,6 +8,7 @@
 
 #include "kernels/format/codebooks.h"
 #include "kernels/format/pack.h"
+#include "kernels/format/panel_values.h"
 #include "kernels/format/source_access.h"
 
 namespace moebius {
@@ -91,6 +92,13 @@ void decode_awq(const SourceMatrix& source, uint32_t row, uint32_t begin, uint32
   for (uint32_t i = 0; i < count; ++i) target[i] = kCodes[load_nibble(source.data, first + i * stride, nibble)];
 }
 
+void decode_grid(const SourceMatrix& source, uint32_t row, uint32_t begin, uint32_t count, float* target) {
+  const uint32_t step = grid_source_words(source.code);
+  const auto* const words =
+      static_cast<const uint32_t*>(source.data) + static_cast<ptrdiff_t>(row) * source.row_stride;
+  for (uint32_t k = begin; k < begin + count; ++k) *target++ = grid_value(source.code, words + k / 32 * step, 1, k);
+}
+
 }  // namespace
 
 void decode_codes(const SourceMatrix& source, uint32_t row, uint32_t begin, uint32_t count, float* target) {
@@ -102,6 +110,7 @@ void decode_codes(const SourceMatrix& source, uint32_t row, uint32_t begin, uint
     case SourceLayout::kAwqInt4: return decode_awq(source, row, begin, count, target);
     case SourceLayout::kGptqInt4: return decode_gptq(source, row, begin, count, target);
     case SourceLayout::kCompressedInt4: return decode_bytes(kInt4Pairs, bytes, count, target);
+    case SourceLayout::kGridWords: return decode_grid(source, row, begin, count, target);
     case SourceLayout::kMxfp4:
     case SourceLayout::kNvfp4: return decode_bytes(kFloat4Pairs, bytes, count, target);
   }

@@ -220,6 +220,26 @@ void iq4_xs_scales(Bytes block, uint8_t* target) {
   }
 }
 
+// --- Types whose weights are rows of grids: words as SourceLayout::kGridWords has them, and factors times 2 s + 1.
+
+// 64 numbers of rows, then eight words of signs and s.
+void iq3_xxs_words(Bytes block, uint8_t* target) {
+  for (uint32_t group = 0; group < 8; ++group, target += 16) {
+    std::memcpy(target, block + 2 + group * 8, 8);
+    std::memcpy(target + 8, block + 66 + group * 4, 4);
+    std::memset(target + 12, 0, 4);
+  }
+}
+
+// The words of groups lie kStep bytes apart.
+template <uint32_t kPlace, uint32_t kStep>
+void grid_scales(Bytes block, uint8_t* target) {
+  for (uint32_t i = 0; i < 8; ++i) {
+    const auto word = load_element<uint32_t>(block + kPlace + i * kStep, 0);
+    store_product(target, i, half_at(block), static_cast<int>((word >> 28) * 2 + 1));
+  }
+}
+
 template <uint32_t kBlockBytes, uint32_t kPartBytes, void (*kTake)(Bytes block, uint8_t* target)>
 void take_rows(const GgufRows& source, std::byte* target) {
   auto* to = reinterpret_cast<uint8_t*>(target);
@@ -256,7 +276,9 @@ const std::vector<GgufPart>& gguf_parts() {
       part<17, 1, copy<0, 1>>("MXFP4", "scales"),         part<54, 256, tq1_0_codes>("TQ1_0", "codes"),
       part<54, 4, negative_halves<52>>("TQ1_0", "scales"),     part<66, 256, tq2_0_codes>("TQ2_0", "codes"),
       part<66, 4, negative_halves<64>>("TQ2_0", "scales"),     part<36, 64, nvfp4_codes>("NVFP4", "codes"),
-      part<36, 4, copy<0, 4>>("NVFP4", "scales"),
+      part<36, 4, copy<0, 4>>("NVFP4", "scales"),         part<98, 128, iq3_xxs_words>("IQ3_XXS", "codes"),
+      part<98, 32, grid_scales<66, 4>>("IQ3_XXS", "scales"),     part<66, 64, copy<2, 64>>("IQ2_XXS", "codes"),
+      part<66, 32, grid_scales<6, 8>>("IQ2_XXS", "scales"),
   };
   return parts;
 }

@@ -39,6 +39,7 @@ void check_layout_code(const SourceMatrix& source) {
   const bool int4 = source.layout == SourceLayout::kCompressedInt4 || source.layout == SourceLayout::kAwqInt4 ||
                     source.layout == SourceLayout::kGptqInt4;
   const bool float4 = source.layout == SourceLayout::kMxfp4 || source.layout == SourceLayout::kNvfp4;
+  if ((source.layout == SourceLayout::kGridWords) != is_grid(source.code)) refuse("rows of a grid are words of blocks");
   if (int4 && source.code != Code::kInt4) refuse("this layout holds int4 elements");
   if (float4 && source.code != Code::kFloat4) refuse("this layout holds float4 elements");
 }
@@ -112,6 +113,7 @@ Packer packer_of(const SourceMatrix& source, Code code) {
   switch (source.layout) {
     case SourceLayout::kAwqInt4: return {pack_lines_awq, true};
     case SourceLayout::kGptqInt4: return {pack_lines_gptq, false};
+    case SourceLayout::kGridWords: return {pack_lines_grid, false};
     case SourceLayout::kPlain: break;
     default: return {pack_lines_row_major, false};
   }
@@ -179,11 +181,10 @@ void unpack_column(const PanelLayout& layout, const std::byte* panel, uint32_t c
   const uint32_t group_size = layout.groups == 0 ? layout.k : format.group_size;
   for (uint32_t begin = 0, group = 0; begin < layout.k; begin += group_size, ++group) {
     const uint32_t entry = group * kPanelColumns + column;
-    const uint32_t zero = panel_zero(layout, panel, entry);
     const float group_scale = panel_scale(layout, panel, false, format.panel_scale ? group : entry);
     const float minimum = format.mins ? panel_scale(layout, panel, true, entry) : 0.0f;
     for (uint32_t k = begin; k < std::min(begin + group_size, layout.k); ++k) {
-      float weight = decode_value(format.code, panel_code(layout, panel, column, k), zero) * group_scale;
+      float weight = panel_value(layout, panel, column, k, entry) * group_scale;
       if (format.mins) weight += minimum;
       weights[k] = weight * column_scale;
     }

@@ -108,7 +108,7 @@ void pack_products(const SourceMatrix& source, const PanelLayout& layout, Column
                                     std::to_string(layout.factor_groups * layout.format.group_size) + " columns");
       }
       std::memcpy(factors + column * sizeof factor, &factor, sizeof factor);
-      put_whole(layout, of_mins, static_cast<uint8_t>(word >> 16), whole + column);
+      if (!is_grid(layout.format.code)) put_whole(layout, of_mins, static_cast<uint8_t>(word >> 16), whole + column);
     }
   }
 }

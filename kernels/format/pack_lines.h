@@ -32,6 +32,9 @@ void pack_lines_row_major(const SourceMatrix& source, const PanelLayout& layout,
 void pack_lines_planes(const SourceMatrix& source, const PanelLayout& layout, const LineRange& lines,
                        std::byte* target);
 
+// Rows of a grid, whose words are the source's. Lines begin and end at multiples of the words of 32 k.
+void pack_lines_grid(const SourceMatrix& source, const PanelLayout& layout, const LineRange& lines, std::byte* target);
+
 // Elements of a column are neighbours or near: plain with any strides and equal codes of 8 bits and more, AWQ, GPTQ.
 void pack_lines_awq(const SourceMatrix& source, const PanelLayout& layout, const LineRange& lines, std::byte* target);
 void pack_lines_gptq(const SourceMatrix& source, const PanelLayout& layout, const LineRange& lines,

@@ -61,7 +61,9 @@ void pack_lines_reference(const SourceMatrix& source, const PanelLayout& layout,
 void pack_panel_reference(const SourceMatrix& source, const PanelLayout& layout, uint32_t panel, std::byte* target) {
   check_packing(source, layout, panel);
   const uint32_t bits = code_bits(layout.format.code);
-  if (bits < 8 && bits != 4) {
+  if (is_grid(layout.format.code)) {
+    pack_lines_grid(source, layout, {panel, 0, layout.k_padded * bits / 32}, target);
+  } else if (bits < 8 && bits != 4) {
     pack_plane_reference(source, layout, panel, target);
   } else {
     pack_lines_reference(source, layout, {panel, 0, layout.k_padded * bits / 32}, target);

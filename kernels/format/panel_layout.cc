@@ -48,7 +48,8 @@ PanelLayout::PanelLayout(const WeightFormat& weight_format, uint32_t matrix_k, b
     joined = format.mins && format.code == Code::kInt2;
     whole_offset = align64(size_t{ceil_div(groups, factor_groups)} * kPanelColumns * sizeof(uint16_t));
   }
-  const size_t section_bytes = whole_offset + align64(groups * scale_columns * scale_bytes(format.scale));
+  const size_t element_bytes = is_grid(format.code) ? 0 : scale_bytes(format.scale);  // of grids: in the codes
+  const size_t section_bytes = whole_offset + align64(groups * scale_columns * element_bytes);
   zeros_offset = scales_offset + section_bytes;
   mins_offset = zeros_offset + (format.zeros ? align64(size_t{groups} * kPanelColumns) : 0);
   column_scale_offset = mins_offset + (!format.mins ? 0 : joined ? whole_offset : section_bytes);

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "kernels/format/codebooks.h"
+#include "kernels/format/grids.h"
 #include "kernels/format/numbers.h"
 #include "kernels/format/panel_layout.h"
 
@@ -60,8 +61,9 @@ inline float decode_value(Code code, uint32_t bits, uint32_t zero) {
     case Code::kInt5:
     case Code::kInt6: return static_cast<float>(static_cast<int32_t>(bits) - static_cast<int32_t>(zero));
     case Code::kFloat4: return kFloat4Values[bits];
-    case Code::kIq4:
     case Code::kIq3Xxs:
+    case Code::kIq2Xxs: break;  // see grid_value
+    case Code::kIq4:
     case Code::kIq3S:
     case Code::kIq2:
     case Code::kIq1: {
@@ -72,6 +74,35 @@ inline float decode_value(Code code, uint32_t bits, uint32_t zero) {
   return 0.0f;
 }
 
+// Signs of the eight k that k is one of, of the word that has those of 32.
+inline uint32_t grid_signs(uint32_t word, uint32_t k) {
+  const uint32_t stored = word >> (k % 32 / 8 * 7) & 127;
+  return stored | (static_cast<uint32_t>(std::popcount(stored)) & 1) << 7;
+}
+
+// What k of the 32 whose words are words[0], words[step], ... means before its scale.
+inline float grid_value(Code code, const uint32_t* words, size_t step, uint32_t k) {
+  const uint32_t i = k % 32;
+  const bool is_3 = code == Code::kIq3Xxs;
+  const uint32_t number = is_3 ? words[i / 16 * step] >> (i % 16 / 4 * 8) & 255 : words[0] >> (i / 8 * 8) & 255;
+  const uint64_t row = is_3 ? kIq3XxsGrid.rows[number] >> (i % 4 * 8) : kIq2XxsGrid.rows[number] >> (i % 8 * 8);
+  const float value = static_cast<float>(row & 255) * (is_3 ? kIq3XxsUnit : kIq2XxsUnit);
+  return (grid_signs(words[(is_3 ? 2 : 1) * step], i) >> (i % 8) & 1) != 0 ? -value : value;
+}
+
+// The first word of a column's 32 k; the next ones are kPanelColumns on.
+inline const uint32_t* grid_words(const PanelLayout& layout, const std::byte* panel, uint32_t column, uint32_t k) {
+  const size_t lines = size_t{k / 32} * code_bits(layout.format.code);
+  return reinterpret_cast<const uint32_t*>(panel) + lines * kPanelColumns + column;
+}
+
+// What element k of a column means before its scales, of group and column `entry`.
+inline float panel_value(const PanelLayout& layout, const std::byte* panel, uint32_t column, uint32_t k, size_t entry) {
+  const Code code = layout.format.code;
+  if (is_grid(code)) return grid_value(code, grid_words(layout, panel, column, k), kPanelColumns, k);
+  return decode_value(code, panel_code(layout, panel, column, k), panel_zero(layout, panel, entry));
+}
+
 // Element `entry` of a panel's group scales, or of its mins.
 inline float panel_scale(const PanelLayout& layout, const std::byte* panel, bool of_mins, size_t entry) {
   const auto index = static_cast<ptrdiff_t>(entry);
@@ -79,6 +110,12 @@ inline float panel_scale(const PanelLayout& layout, const std::byte* panel, bool
   if (layout.format.scale != ScaleType::kProducts) return load_scale(layout.format.scale, section, index);
   const size_t place = entry / kPanelColumns / layout.factor_groups * kPanelColumns + entry % kPanelColumns;
   const float factor = decode_float16(load_element<uint16_t>(section, static_cast<ptrdiff_t>(place)));
+  if (is_grid(layout.format.code)) {
+    const auto column = static_cast<uint32_t>(entry % kPanelColumns);
+    const auto k = static_cast<uint32_t>(entry / kPanelColumns * 32);
+    const size_t last = (code_bits(layout.format.code) - 1) * kPanelColumns;
+    return factor * static_cast<float>((grid_words(layout, panel, column, k)[last] >> 28) * 2 + 1);
+  }
   if (!layout.joined) return factor * static_cast<float>(load_element<int8_t>(section + layout.whole_offset, index));
   const auto both = load_element<uint8_t>(panel + layout.scales_offset + layout.whole_offset, index);
   return factor * static_cast<float>(of_mins ? both >> 4 : both & 15);

@@ -23,6 +23,9 @@ inline uint32_t load_nibble(const void* words, ptrdiff_t index, uint32_t nibble)
   return load_element<uint32_t>(words, index) >> (4 * nibble) & 15;
 }
 
+// Words of 32 elements, of kGridWords.
+inline uint32_t grid_source_words(Code code) { return code == Code::kIq3Xxs ? 4 : 2; }
+
 // Bytes of the elements that row_stride and col_stride count.
 inline size_t source_unit_bytes(const SourceMatrix& source) {
   if (source.layout == SourceLayout::kMxfp4 || source.layout == SourceLayout::kNvfp4) return 1;
@@ -31,7 +34,7 @@ inline size_t source_unit_bytes(const SourceMatrix& source) {
   return bits < 8 ? 1 : bits / 8;
 }
 
-// The bits of an element, in the low bits.
+// The bits of an element, in the low bits. Not of kGridWords.
 inline uint32_t source_code(const SourceMatrix& source, uint32_t row, uint32_t k) {
   const auto r = static_cast<ptrdiff_t>(row);
   const auto c = static_cast<ptrdiff_t>(k);
@@ -42,6 +45,7 @@ inline uint32_t source_code(const SourceMatrix& source, uint32_t row, uint32_t k
     case SourceLayout::kGptqInt4: return load_nibble(source.data, c / 8 * stride + r, k % 8);
     case SourceLayout::kMxfp4:
     case SourceLayout::kNvfp4: return load_element<uint8_t>(source.data, r * stride + c / 2) >> (k % 2 * 4) & 15U;
+    case SourceLayout::kGridWords:
     case SourceLayout::kPlain: break;
   }
   const ptrdiff_t index = r * stride + c * source.col_stride;

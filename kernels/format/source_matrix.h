@@ -25,11 +25,14 @@ enum class SourceLayout : uint8_t {
   kMxfp4 = 4,
   // weight uint8 [out, in / 2], low nibble first; scales e4m3 uint8 [out, groups]; global scale in tensor_scale.
   kNvfp4 = 5,
+  // Rows of a grid: words of 32 elements as panels have them, two (iq2_xxs) or three and one that is not read (iq3_xxs),
+  // of which the last that is read has the whole numbers of scales, too.
+  kGridWords = 6,
 };
 
 struct SourceMatrix {
   SourceLayout layout = SourceLayout::kPlain;
-  Code code = Code::kFloat32;     // element code; kInt4 or kFloat4 for the packed layouts
+  Code code = Code::kFloat32;     // element code; kInt4, kFloat4 or a code of grids for the packed layouts
   uint32_t rows = 0;              // out, of this slice
   uint32_t cols = 0;              // in, of this slice
   const void* data = nullptr;     // first element (or word, or byte) of the slice

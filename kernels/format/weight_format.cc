@@ -82,13 +82,12 @@ std::vector<NamedFormat> make_formats() {
   formats.emplace_back("int6_g16_products", grouped(Code::kInt6, kProducts, 16));
   formats.emplace_back("iq4_g32_f16", grouped(Code::kIq4, ScaleType::kFloat16, 32));
   formats.emplace_back("iq4_g32_products", grouped(Code::kIq4, kProducts, 32));
-  formats.emplace_back("iq3_xxs_g32_products", grouped(Code::kIq3Xxs, kProducts, 32));
+  formats.emplace_back("iq3_xxs_grid_products", grouped(Code::kIq3Xxs, kProducts, 32));
   formats.emplace_back("iq3_s_g32_products", grouped(Code::kIq3S, kProducts, 32));
-  for (const uint32_t group_size : {16U, 32U}) {
-    const std::string ending = "_g" + std::to_string(group_size) + "_products";
-    formats.emplace_back("iq2" + ending, grouped(Code::kIq2, kProducts, group_size));
-    formats.emplace_back("iq1" + ending, grouped(Code::kIq1, kProducts, group_size));
-  }
+  formats.emplace_back("iq2_xxs_grid_products", grouped(Code::kIq2Xxs, kProducts, 32));
+  formats.emplace_back("iq2_g16_products", grouped(Code::kIq2, kProducts, 16));
+  formats.emplace_back("iq1_g16_products", grouped(Code::kIq1, kProducts, 16));
+  formats.emplace_back("iq1_g32_products", grouped(Code::kIq1, kProducts, 32));
   for (const bool zeros : {false, true}) {
     for (const uint32_t group_size : {32U, 64U, 128U}) {
       for (const ScaleType scale : {ScaleType::kBFloat16, ScaleType::kFloat16}) {
@@ -129,10 +128,11 @@ uint32_t code_bits(Code code) {
     case Code::kInt4:
     case Code::kFloat4:
     case Code::kIq4:
-    case Code::kIq3Xxs:
     case Code::kIq3S: return 4;
-    case Code::kInt2: return 2;
+    case Code::kInt2:
+    case Code::kIq2Xxs: return 2;
     case Code::kInt3:
+    case Code::kIq3Xxs:
     case Code::kIq2:
     case Code::kIq1: return 3;
     case Code::kInt5: return 5;
@@ -153,6 +153,8 @@ uint32_t scale_bytes(ScaleType scale) {
   }
   refuse("scale type " + std::to_string(static_cast<int>(scale)) + " is unknown");
 }
+
+bool is_grid(Code code) { return code == Code::kIq3Xxs || code == Code::kIq2Xxs; }
 
 bool is_integer(Code code) { return code == Code::kInt8 || code_middle(code) != 0; }
 
@@ -185,6 +187,7 @@ const char* code_name(Code code) {
     case Code::kIq3S: return "iq3_s";
     case Code::kIq2: return "iq2";
     case Code::kIq1: return "iq1";
+    case Code::kIq2Xxs: return "iq2_xxs";
   }
   refuse("element code " + std::to_string(static_cast<int>(code)) + " is unknown");
 }
@@ -280,6 +283,7 @@ void check_weight_format(const WeightFormat& format) {
                                       (format.scale != ScaleType::kFloat16 && !products))) {
     refuse("codes of 2, 3, 5 and 6 bits and iq codes need a float16 scale, or a product, per column and group");
   }
+  if (is_grid(format.code) && (!products || size != 32)) refuse("rows of a grid need products as scales, of groups of 32");
   if (format.ordered && (size == 0 || !in_bytes)) {
     refuse("an order is supported for int4 and int8 codes with group scales only");
   }

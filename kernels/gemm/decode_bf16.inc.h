@@ -174,7 +174,9 @@ constexpr WordTable kFloat4Table = float4_table();
 // The compiler would otherwise reload the line for every shift, and load ports are scarce.
 MOEBIUS_INLINE __m512i load_once(const std::byte* line) {
   __m512i value = _mm512_load_si512(line);
+#ifdef __AVX512F__  // there is no such register where it is emulated
   __asm__("" : "+v"(value));
+#endif
   return value;
 }
 

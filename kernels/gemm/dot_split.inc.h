@@ -7,7 +7,8 @@
 // scale, so that its results are NaN.
 //
 // A line of codes holds 8 k of each column: k+0, 4, 1, 5 in the low and k+2, 6, 3, 7 in the high halves of its bytes.
-// So a line of a row is four words: the high bytes of both, then the low bytes of both.
+// So a line of a row is four words: the high bytes of both, then the low bytes of both. Codes of 8 bits take two
+// lines, in their natural order.
 
 struct SplitRow {
   const uint32_t* words;   // [k_padded / 8][4]
@@ -46,12 +47,15 @@ inline ChunkScale chunk_scale(uint32_t largest_bits) {
   return {from_bits((exponent - 14) << 23), from_bits((268 - exponent) << 23)};
 }
 
+template <bool kNatural>
 MOEBIUS_INLINE __m512i split_words(__m512i first, __m512i second) {
   const __m512i integers =
       _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi32_epi16(first)), _mm512_cvtepi32_epi16(second), 1);
   // The low byte is signed: the high one makes up for that.
   const __m512i rounded = _mm512_add_epi16(integers, _mm512_set1_epi16(128));
-  const __m512i order = _mm512_broadcast_i32x4(_mm_setr_epi8(1, 9, 3, 11, 5, 13, 7, 15, 0, 8, 2, 10, 4, 12, 6, 14));
+  const __m512i order = _mm512_broadcast_i32x4(
+      kNatural ? _mm_setr_epi8(1, 3, 5, 7, 9, 11, 13, 15, 0, 2, 4, 6, 8, 10, 12, 14)
+               : _mm_setr_epi8(1, 9, 3, 11, 5, 13, 7, 15, 0, 8, 2, 10, 4, 12, 6, 14));
   const __m512i low_signs = _mm512_broadcast_i32x4(_mm_set_epi64x(static_cast<int64_t>(0x8080808080808080u), 0));
   return _mm512_xor_si512(_mm512_shuffle_epi8(rounded, order), low_signs);
 }
@@ -67,7 +71,7 @@ MOEBIUS_INLINE __m512i to_integers(__m512 values, float inverse) {
 
 // `value_scale` of the codes' unit; `offset` for each element, in those units: the negative of what codes have more
 // than their values where that is constant, else -1 for zero points and 1 for mins.
-template <uint32_t kChunkK>
+template <uint32_t kChunkK, bool kNatural>
 void split_row(const uint16_t* row, uint32_t k_padded, float value_scale, int32_t offset, std::byte* scratch) {
   static_assert(kChunkK == 16 || kChunkK == 32);
   auto* scales = reinterpret_cast<float*>(scratch + size_t{k_padded} * 2);
@@ -89,7 +93,7 @@ void split_row(const uint16_t* row, uint32_t k_padded, float value_scale, int32_
       if (kChunkK == 16) *offsets++ = offset * _mm512_reduce_add_epi32(integers[half]);
     }
     if (kChunkK == 32) *offsets++ = offset * _mm512_reduce_add_epi32(_mm512_add_epi32(integers[0], integers[1]));
-    _mm512_store_si512(scratch + size_t{k} * 2, split_words(integers[0], integers[1]));
+    _mm512_store_si512(scratch + size_t{k} * 2, split_words<kNatural>(integers[0], integers[1]));
   }
 }
 
@@ -151,6 +155,7 @@ inline ByteScale byte_scale(const WeightFormat& format) {
     case Code::kInt4: return {8, 1.0f};
     case Code::kInt5: return {16, 1.0f};
     case Code::kInt6: return {32, 1.0f};
+    case Code::kInt8: return {128, 1.0f};
     case Code::kFloat4: return {12, 0.5f};
     default: return {kCodebookOffset, codebook_of(format.code).unit};
   }
@@ -205,6 +210,16 @@ struct ByteDecoder<Code::kInt5> : PlaneDecoder<5> {
 template <>
 struct ByteDecoder<Code::kInt6> : PlaneDecoder<6> {
   using PlaneDecoder::PlaneDecoder;
+};
+
+template <>
+struct ByteDecoder<Code::kInt8> {
+  static constexpr int kBits = 8;
+  explicit ByteDecoder(const WeightFormat&) {}
+  template <int kVector>
+  MOEBIUS_INLINE __m512i bytes(const std::byte* lines) const {
+    return _mm512_xor_si512(_mm512_load_si512(lines + kVector * 64), _mm512_set1_epi8(-128));
+  }
 };
 
 // Any codebook of 4 bits.
@@ -270,7 +285,7 @@ MOEBIUS_INLINE void sum_chunk(const ByteDecoder<Format::kCode>& decode, const Pa
   for (int r = 0; r < kRows; ++r) low[r] = _mm512_add_epi32(_mm512_slli_epi32(high[r], 8), low[r]);
 }
 
-// The same of codes in planes. `planes`: of the 32 k that the chunk is in, kHalf of them or, where a chunk is all, 0.
+// The same of codes in planes, or of 8 bits. `planes`: of the 32 k that the chunk is in, a half or, of a whole one, 0.
 template <class Format, int kHalf, int kRows, int... kVectors>
 MOEBIUS_INLINE void sum_plane_chunk(const ByteDecoder<Format::kCode>& decode, const std::byte* planes, size_t line,
                                     const SplitRow (&rows)[kRows], __m512i (&low)[kRows],
@@ -410,7 +425,9 @@ void prepare_split(const PanelLayout& layout, const void* row, std::byte* prepar
     const ByteScale scale = byte_scale(layout.format);
     const int32_t offset = Format::kMins ? 1 : Format::kZeros ? -1 : -scale.offset;
     constexpr uint32_t kChunkK = 8 * Format::kLines;
-    split_row<kChunkK>(static_cast<const uint16_t*>(row), layout.k_padded, scale.unit, offset, prepared);
+    const auto* const elements = static_cast<const uint16_t*>(row);
+    constexpr bool kNatural = Format::kCode == Code::kInt8;
+    split_row<kChunkK, kNatural>(elements, layout.k_padded, scale.unit, offset, prepared);
     if constexpr (Format::kMins) scale_sums<kChunkK>(layout.k_padded, prepared);
   });
 }

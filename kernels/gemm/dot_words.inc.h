@@ -28,7 +28,7 @@ WordRow word_row_at(const PanelLayout& layout, const void* prepared) {
 
 // --- Codes to pairs of 16 bits. Step j of a unit is a pair of k for each column, number kPair[j] of the unit's.
 
-// Codes of 8 bits: pairs (k, k+2) and (k+1, k+3), in which order rows are prepared.
+// Codes of 8 bits: pairs (k, k+2) and (k+1, k+3), in which order rows are prepared, also of rows of a grid.
 struct Int8Words {
   static constexpr uint32_t kUnitBytes = 64;
   static constexpr uint32_t kUnitK = 4;
@@ -89,6 +89,23 @@ struct ByteWords {
   Bytes bytes;
 };
 
+// Rows of a grid: pairs as of codes of 8 bits.
+template <int kBits>
+struct GridWords {
+  static constexpr uint32_t kUnitBytes = GridDecoder<kBits>::kUnitBytes;
+  static constexpr uint32_t kUnitK = GridDecoder<kBits>::kUnitK;
+  static constexpr uint32_t kPair[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  explicit GridWords(const WeightFormat&) {}
+
+  using Unit = GridUnit<kBits>;
+  static Unit load(const std::byte* at, size_t) { return Unit::at(at); }
+  template <int j>
+  static Integers step(const Unit& unit) {
+    const Integers four = unit.template quad<j / 2>();
+    return j % 2 == 0 ? four.even_bytes() : four.odd_bytes();
+  }
+};
+
 // What every product of a code is more than it would be with the code's value.
 int32_t middle_of_words(const WeightFormat& format) {
   return format.code == Code::kInt4 && !format.mins && !format.zeros ? 8 : 0;
@@ -97,6 +114,8 @@ int32_t middle_of_words(const WeightFormat& format) {
 // Of the decoders' integers.
 float unit_of_words(const WeightFormat& format) {
   if (format.code == Code::kFloat4) return 0.5f;
+  if (format.code == Code::kIq3Xxs) return kIq3XxsUnit;
+  if (format.code == Code::kIq2Xxs) return kIq2XxsUnit;
   return format.code >= Code::kIq4 ? codebook_of(format.code).unit : 1.0f;
 }
 
@@ -219,6 +238,12 @@ struct WordBlock {
 
 constexpr int kMostWordRows = 6;  // two strips each: 12 of 16 registers
 constexpr uint32_t kFewWordRows = 8;
+// Of rows of a grid, which take longer to look up than to read again: one block.
+constexpr uint32_t kFewGridRows = 4;
+template <class Words>
+constexpr uint32_t kFewRowsOf = kFewWordRows;
+template <int kBits>
+constexpr uint32_t kFewRowsOf<GridWords<kBits>> = kFewGridRows;
 // A line has a pair of k for the 16 columns of a panel.
 constexpr size_t kWidenedLines = size_t{kGroupsAtOnce} * 128 / 2;
 
@@ -233,9 +258,19 @@ struct WidenedGroups {
   uint32_t lines_end;
 };
 
-template <class Words, int... kSteps>
+// Two steps at a time, which may share what they are made of: it would be made again after a store.
+template <class Words, int kTwo>
+[[gnu::always_inline]] inline void store_steps(const Words& decoder, const typename Words::Unit& unit,
+                                               std::byte* line) {
+  const Integers first = decoder.template step<2 * kTwo>(unit);
+  const Integers second = decoder.template step<2 * kTwo + 1>(unit);
+  first.store(line + Words::kPair[2 * kTwo] * 64);
+  second.store(line + Words::kPair[2 * kTwo + 1] * 64);
+}
+
+template <class Words, int... kTwos>
 [[gnu::noinline]] void widen_codes(const PanelLayout& layout, const std::byte* panel, uint32_t k, uint32_t end,
-                                   std::byte* target, std::integer_sequence<int, kSteps...>) {
+                                   std::byte* target, std::integer_sequence<int, kTwos...>) {
   const Words decoder(layout.format);
   for (; k < end; k += Words::kUnitK, target += size_t{Words::kUnitK} * 32) {
     for (uint32_t s = 0; s < kStripsPerPanel; ++s) {
@@ -243,7 +278,7 @@ template <class Words, int... kSteps>
       _mm_prefetch(reinterpret_cast<const char*>(at + kPrefetchBytes), _MM_HINT_T0);
       const typename Words::Unit unit = decoder.load(at, k);
       std::byte* const line = target + s * Vec::kLanes * 4;
-      (decoder.template step<kSteps>(unit).store(line + Words::kPair[kSteps] * 64), ...);
+      (store_steps<Words, kTwos>(decoder, unit, line), ...);
     }
   }
 }
@@ -316,7 +351,7 @@ void multiply_widened_rows(const GemmWork& work, uint32_t panel, const WidenedGr
 
 template <class Words, Offset kOffset>
 void run_many_word_rows(const GemmWork& work) {
-  constexpr auto kSteps = std::make_integer_sequence<int, Words::kUnitK / 2>();
+  constexpr auto kTwos = std::make_integer_sequence<int, Words::kUnitK / 4>();
   const PanelLayout& layout = *work.layout;
   const uint32_t size = layout.format.group_size;
   std::byte* const lines = work.scratch;
@@ -336,7 +371,7 @@ void run_many_word_rows(const GemmWork& work) {
       const uint32_t k = group * size;
       const uint32_t end = k + count * size < layout.k_padded ? k + count * size : layout.k_padded;
       widen_groups(work, panel * kStripsPerPanel, kStripsPerPanel, group, count, scales, offsets);
-      widen_codes<Words>(layout, codes, k, end, lines, kSteps);
+      widen_codes<Words>(layout, codes, k, end, lines, kTwos);
       multiply_widened_rows<kOffset>(work, panel, {lines, scales, offsets, group, count, size / 2, (end - k) / 2},
                             std::make_integer_sequence<int, kMostWordRows>());
     }
@@ -351,7 +386,7 @@ void run_many_word_rows(const GemmWork& work) {
 
 template <class Words, Offset kOffset>
 void run_words_of(const GemmWork& work) {
-  if (work.num_rows > kFewWordRows) return run_many_word_rows<Words, kOffset>(work);
+  if (work.num_rows > kFewRowsOf<Words>) return run_many_word_rows<Words, kOffset>(work);
   using Multiply = void (*)(const GemmWork&, uint32_t, uint32_t);
   static constexpr Multiply kTable[] = {multiply_block<WordBlock<Words, kOffset, 1, kStripsPerPanel>>,
                                         multiply_block<WordBlock<Words, kOffset, 2, kStripsPerPanel>>,
@@ -377,14 +412,15 @@ void run_words(const GemmWork& work) {
       return format.zeros ? run_words_of<Int4Words, Offset::kZeros>(work) : run_whole_words<Int4Words>(work);
     case Code::kFloat4: return run_words_of<ByteWords<Float4Decoder, 2>, Offset::kNone>(work);
     case Code::kIq4:
-    case Code::kIq3S:
-    case Code::kIq3Xxs: return run_words_of<ByteWords<Iq4Decoder, 2>, Offset::kNone>(work);
+    case Code::kIq3S: return run_words_of<ByteWords<Iq4Decoder, 2>, Offset::kNone>(work);
     case Code::kIq2:
     case Code::kIq1: return run_words_of<ByteWords<PlaneDecoder<3, true>, 4>, Offset::kNone>(work);
     case Code::kInt2: return run_whole_words<ByteWords<PlaneDecoder<2, false>, 4>>(work);
     case Code::kInt3: return run_words_of<ByteWords<PlaneDecoder<3, false>, 4>, Offset::kNone>(work);
     case Code::kInt5: return run_whole_words<ByteWords<PlaneDecoder<5, false>, 4>>(work);
     case Code::kInt6: return run_words_of<ByteWords<PlaneDecoder<6, false>, 4>, Offset::kNone>(work);
+    case Code::kIq3Xxs: return run_words_of<GridWords<3>, Offset::kNone>(work);
+    case Code::kIq2Xxs: return run_words_of<GridWords<2>, Offset::kNone>(work);
     case Code::kFloat32:
     case Code::kBFloat16:
     case Code::kFloat16:
@@ -397,7 +433,7 @@ bool supports_words(const WeightFormat& format) {
 }
 
 size_t scratch_words(const PanelLayout&, uint32_t, uint32_t num_rows) {
-  return num_rows > kFewWordRows ? kWidenedLines * 64 : 0;
+  return num_rows > kFewGridRows ? kWidenedLines * 64 : 0;
 }
 
 struct WordScale {
@@ -428,7 +464,8 @@ void prepare_words(const PanelLayout& layout, const void* row, std::byte* prepar
   auto* const offsets = reinterpret_cast<int32_t*>(sums);
   const float unit = unit_of_words(layout.format);
   const int32_t middle = layout.format.zeros ? 1 : middle_of_words(layout.format);
-  const bool swaps = layout.format.code == Code::kInt8;
+  const Code code = layout.format.code;
+  const bool swaps = code == Code::kInt8 || code == Code::kIq3Xxs || code == Code::kIq2Xxs;
   for (uint32_t group = 0; group < layout.groups; ++group) {
     const uint32_t begin = group * layout.format.group_size;
     const uint32_t after = begin + layout.format.group_size;

@@ -297,7 +297,8 @@ void run_float32(const GemmWork& work) {
     case Code::kFloat4: return run<Float4Decoder>(work);
     case Code::kIq4:
     case Code::kIq3S: return run<Iq4Decoder>(work);
-    case Code::kIq3Xxs: return run<Iq3XxsDecoder>(work);
+    case Code::kIq3Xxs:
+    case Code::kIq2Xxs: break;  // their callers'
     case Code::kIq2:
     case Code::kIq1: return run<PlaneDecoder<3, true>>(work);
     case Code::kInt2: return run<PlaneDecoder<2, false>>(work);

@@ -2,6 +2,7 @@
 #include <immintrin.h>
 
 #include "kernels/format/codebooks.h"
+#include "kernels/format/grids.h"
 #include "kernels/gemm/gemm.h"
 #include "kernels/isa/isa.h"
 
@@ -20,9 +21,12 @@ namespace {
 #include "kernels/gemm/amx_grouped_panels.inc.h"
 #include "kernels/gemm/amx_grouped_rows.inc.h"
 #include "kernels/gemm/amx_gemms.inc.h"
+#include "kernels/gemm/grid_lines.inc.h"
+#include "kernels/gemm/grid_gemm.inc.h"
 
 constexpr GemmKernel kBFloat16{"amx_bfloat16", Isa::kAmx, RowType::kBFloat16, kBlockRows, 0,
-                                  supports_bfloat16, scratch_bytes, run_bfloat16};
+                               supports_or_expands<supports_bfloat16>, scratch_or_expands<scratch_bytes, false>,
+                               run_or_expands<run_bfloat16, false>};
 constexpr GemmKernel kInt8{"amx_int8", Isa::kAmx, RowType::kInt8, kBlockRows, 0,
                               supports_int8, scratch_bytes, run_int8};
 constexpr GemmKernel kPanels{"amx_bfloat16_panels", Isa::kAmx, RowType::kBFloat16, kPanelsSpacedRows, 0,

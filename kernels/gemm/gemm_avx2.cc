@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "kernels/format/codebooks.h"
+#include "kernels/format/grids.h"
 #include "kernels/gemm/gemm.h"
 
 namespace moebius {
@@ -120,8 +121,7 @@ constexpr int strips_together(int rows, int unit_registers) { return 2 * rows + 
 #include "kernels/gemm/group_scales.inc.h"
 #include "kernels/gemm/decode_float32.inc.h"
 
-// Nibbles become bytes by one table look-up for 32 of them: twice the value for e2m1 (and for the codebook whose unit
-// is a half), halved again by finish().
+// Nibbles become bytes by one table look-up for 32 of them: twice the value for e2m1, halved again by finish().
 template <bool kZeros, bool kFloat>
 struct NibbleDecoder : PlainRow {
   static constexpr uint32_t kUnitBytes = 64;
@@ -167,18 +167,27 @@ using Int4Decoder = NibbleDecoder<false, false>;
 using Int4ZerosDecoder = NibbleDecoder<true, false>;
 using Float4Decoder = NibbleDecoder<false, true>;
 using Iq4Decoder = NibbleDecoder<false, false>;
-using Iq3XxsDecoder = NibbleDecoder<false, true>;
 
+#include "kernels/gemm/decode_grid.inc.h"
 #include "kernels/gemm/float32_gemm.inc.h"
 #include "kernels/gemm/int8_gemm.inc.h"
 #include "kernels/gemm/dot_words.inc.h"
 
+// Rows of a grid as well, which AVX-512 expands (grid_gemm.inc.h).
+void run_float32_or_grid(const GemmWork& work) {
+  switch (work.layout->format.code) {
+    case Code::kIq3Xxs: return run<GridDecoder<3>>(work);
+    case Code::kIq2Xxs: return run<GridDecoder<2>>(work);
+    default: return run_float32(work);
+  }
+}
+
 constexpr Isa kIsa = static_cast<Isa>(1);  // Isa::kAvx2; isa.h has more than declarations
 constexpr GemmKernel kFloat32{"avx2_float32", kIsa,         RowType::kFloat32, 0, 0,
-                                 supports_float32, scratch_float32, run_float32};
+                              supports_float32, scratch_float32, run_float32_or_grid};
 constexpr GemmKernel kInt8{"avx2_int8", kIsa, RowType::kInt8, 0, 0, supports_int8, scratch_int8, run_int8};
-constexpr GemmKernel kWords{"avx2_words",  kIsa,          RowType::kBFloat16, 0,              0,
-                            supports_words, scratch_words, run_words,          word_row_bytes, prepare_words};
+constexpr GemmKernel kWords{"avx2_words",  kIsa, RowType::kBFloat16, 0, 0,
+                            supports_words, scratch_words, run_words, word_row_bytes, prepare_words};
 constexpr const GemmKernel* kKernels[] = {&kFloat32, &kInt8, &kWords};
 
 }  // namespace

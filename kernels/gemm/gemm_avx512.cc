@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "kernels/format/codebooks.h"
+#include "kernels/format/grids.h"
 #include "kernels/gemm/gemm.h"
 
 namespace moebius {
@@ -123,14 +124,16 @@ using Int4Decoder = NibbleDecoder<false>;
 using Int4ZerosDecoder = NibbleDecoder<true>;
 using Float4Decoder = NibbleDecoder<false>;
 using Iq4Decoder = NibbleDecoder<false>;
-using Iq3XxsDecoder = NibbleDecoder<false>;
 
 #include "kernels/gemm/float32_gemm.inc.h"
 #include "kernels/gemm/int8_gemm.inc.h"
+#include "kernels/gemm/grid_lines.inc.h"
+#include "kernels/gemm/grid_gemm.inc.h"
 
 constexpr Isa kIsa = static_cast<Isa>(2);  // Isa::kAvx512; isa.h has more than declarations
 constexpr GemmKernel kFloat32{"avx512_float32", kIsa,         RowType::kFloat32, 0, 0,
-                                 supports_float32, scratch_float32, run_float32};
+                              supports_or_expands<supports_float32>, scratch_or_expands<scratch_float32>,
+                              run_or_expands<run_float32>};
 constexpr GemmKernel kInt8{"avx512_int8", kIsa, RowType::kInt8, 0, 0, supports_int8, scratch_int8, run_int8};
 constexpr const GemmKernel* kKernels[] = {&kFloat32, &kInt8};
 

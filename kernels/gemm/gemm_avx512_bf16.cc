@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "kernels/format/codebooks.h"
+#include "kernels/format/grids.h"
 #include "kernels/gemm/gemm.h"
 #include "kernels/isa/isa.h"
 
@@ -20,6 +21,8 @@ namespace {
 #include "kernels/gemm/panel_walk.inc.h"
 #include "kernels/gemm/dot_blocks.inc.h"
 #include "kernels/gemm/dot_split.inc.h"
+#include "kernels/gemm/grid_lines.inc.h"
+#include "kernels/gemm/grid_gemm.inc.h"
 
 enum class Kind : int { kNone, kBFloat16, kFloat8, kInt8, kByteGroups, kNibbles };
 
@@ -134,7 +137,8 @@ BlockFunction block_function(Kind kind, const WeightFormat& format, uint32_t row
     }
     case Kind::kNibbles:
       visit_nibble_format(format, [&](auto nibbles) {
-        if constexpr (decltype(nibbles)::kCode <= Code::kFloat4) {
+        constexpr Code kCode = decltype(nibbles)::kCode;
+        if constexpr (kCode == Code::kInt4 || kCode == Code::kFloat4) {
           found = block_of<NibblePanels<decltype(nibbles)>>(rows, std::make_integer_sequence<int, kMaxNibbleRows>());
         }
       });
@@ -190,8 +194,10 @@ void run(const GemmWork& work) {
 
 constexpr GemmKernel kDot{"avx512_bf16_dot", Isa::kAvx512Bf16, RowType::kBFloat16, 0, 0,
                              supports, scratch_bytes, run};
-constexpr GemmKernel kSplit{"avx512_bf16_split", Isa::kAvx512Bf16, RowType::kBFloat16, 0,           0,
-                               supports_split,      no_scratch,       run_split,          split_bytes, prepare_split};
+constexpr GemmKernel kSplit{"avx512_bf16_split", Isa::kAvx512Bf16, RowType::kBFloat16, 0, 0,
+                               supports_or_expands<supports_split>, scratch_or_expands<no_scratch>,
+                               run_or_expands<run_split>, row_bytes_or_expands<split_bytes>,
+                               prepare_or_expands<prepare_split>};
 constexpr const GemmKernel* kKernels[] = {&kDot, &kSplit};
 
 }  // namespace

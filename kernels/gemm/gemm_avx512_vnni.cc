@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "kernels/format/codebooks.h"
+#include "kernels/format/grids.h"
 #include "kernels/gemm/gemm.h"
 #include "kernels/isa/isa.h"
 
@@ -19,6 +20,8 @@ namespace {
 #include "kernels/gemm/widen_scales.inc.h"
 #include "kernels/gemm/panel_walk.inc.h"
 #include "kernels/gemm/dot_split.inc.h"
+#include "kernels/gemm/grid_lines.inc.h"
+#include "kernels/gemm/grid_gemm.inc.h"
 
 constexpr int kMaxRows = 8;  // times two panels: what fits into registers
 
@@ -129,8 +132,10 @@ void run(const GemmWork& work) {
 
 constexpr GemmKernel kDot{"avx512_vnni_int8", Isa::kAvx512Vnni, RowType::kInt8, 0, 0, supports, scratch_bytes,
                              run};
-constexpr GemmKernel kSplit{"avx512_vnni_split", Isa::kAvx512Vnni, RowType::kBFloat16, 0,           0,
-                               supports_split,      no_scratch,       run_split,          split_bytes, prepare_split};
+constexpr GemmKernel kSplit{"avx512_vnni_split", Isa::kAvx512Vnni, RowType::kBFloat16, 0, 0,
+                               supports_or_expands<supports_split>, scratch_or_expands<no_scratch>,
+                               run_or_expands<run_split>, row_bytes_or_expands<split_bytes>,
+                               prepare_or_expands<prepare_split>};
 constexpr const GemmKernel* kKernels[] = {&kDot, &kSplit};
 
 }  // namespace

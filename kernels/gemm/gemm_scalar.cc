@@ -35,7 +35,7 @@ DecodedPanel decode_panel(const PanelLayout& layout, const std::byte* panel, std
     for (uint32_t column = 0; column < kPanelColumns; ++column) {
       const size_t entry = size_t{k / decoded.group_size} * kPanelColumns + column;
       decoded.values[size_t{k} * kPanelColumns + column] =
-          decode_value(format.code, panel_code(layout, panel, column, k), panel_zero(layout, panel, entry));
+          panel_value(layout, panel, column, k, entry);
     }
   }
   return decoded;

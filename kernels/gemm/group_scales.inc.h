@@ -58,9 +58,24 @@ void widen_panel_scales(const std::byte* at, uint32_t count, GroupBuffer* target
   }
 }
 
+// Of rows of a grid: factors that several groups share, and the last of each group's lines.
+template <int kBits>
+void widen_grid_products(const PanelLayout& layout, const std::byte* panel, uint32_t column, uint32_t group,
+                         uint32_t count, GroupBuffer* target) {
+  const std::byte* const factors = panel + layout.scales_offset + size_t{column} * 2;
+  const std::byte* line = panel + (size_t{group + 1} * kBits - 1) * 64 + column * 4;
+  for (uint32_t i = 0; i < count; ++i, line += kBits * 64) {
+    const Vec factor = Vec::from_float16(factors + size_t{(group + i) / layout.factor_groups} * kPanelColumns * 2);
+    Vec::mul(factor, Vec::from_top_bits(line)).store(target->lanes[i]);
+  }
+}
+
 // Factors that several groups share, then int8 of each.
 void widen_products(const PanelLayout& layout, const std::byte* panel, bool of_mins, uint32_t column, uint32_t group,
                     uint32_t count, GroupBuffer* target) {
+  const Code code = layout.format.code;
+  if (code == Code::kIq3Xxs) return widen_grid_products<3>(layout, panel, column, group, count, target);
+  if (code == Code::kIq2Xxs) return widen_grid_products<2>(layout, panel, column, group, count, target);
   const std::byte* const factors = panel + (of_mins ? layout.mins_offset : layout.scales_offset);
   const std::byte* whole = (layout.joined ? panel + layout.scales_offset : factors) + layout.whole_offset;
   whole += size_t{group} * kPanelColumns + column;

@@ -114,7 +114,7 @@ MOEBIUS_INLINE void store_total(const PanelJob& job, uint32_t row, __m512 total)
   _mm512_store_ps(job.result + row * job.work->result_stride, _mm512_fmadd_ps(total, scale, bias));
 }
 
-// --- Formats of codes of 2 to 6 bits with group scales, as what GEMMs of them are made from.
+// --- Formats of codes of 2 to 6 bits, or expanded ones of 8, with group scales, as what GEMMs of them are made from.
 
 // What is added to code times scale.
 enum class Offset { kNone, kZeros, kMins };
@@ -156,7 +156,6 @@ inline bool visit_small_format(const WeightFormat& format, Visit&& visit) {
       visit(NibbleFormat<Code::kInt6, kProducts, 2, Offset::kNone>{});
       return true;
     case Code::kIq4:
-    case Code::kIq3Xxs:
     case Code::kIq3S:
       if (format.group_size != 32) return false;
       products ? visit(NibbleFormat<Code::kIq4, kProducts, 4, Offset::kNone>{})
@@ -181,7 +180,12 @@ inline bool visit_nibble_format(const WeightFormat& format, Visit&& visit) {
   if (format.quantised_rows || format.panel_scale) return false;
   if (format.code > Code::kFloat4) return visit_small_format(format, visit);
   if (format.scale == kProducts) {
-    if (format.code != Code::kInt4 || !format.mins || format.group_size != 32) return false;
+    if (format.group_size != 32) return false;
+    if (format.code == Code::kInt8 && !format.mins) {
+      visit(NibbleFormat<Code::kInt8, kProducts, 4, Offset::kNone>{});
+      return true;
+    }
+    if (format.code != Code::kInt4 || !format.mins) return false;
     visit(NibbleFormat<Code::kInt4, kProducts, 4, Offset::kMins>{});
     return true;
   }

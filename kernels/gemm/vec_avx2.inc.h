@@ -35,6 +35,11 @@ struct Vec {
   static Vec from_signed_bytes(const void* at) {
     return from_integers(_mm256_cvtepi8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(at))));
   }
+  // Words' upper four bits s as 2 s + 1.
+  static Vec from_top_bits(const void* at) {
+    const __m256i s = _mm256_srli_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(at)), 28);
+    return from_integers(_mm256_or_si256(_mm256_add_epi32(s, s), _mm256_set1_epi32(1)));
+  }
   static __m256i load_bytes(const void* at) {
     return _mm256_cvtepu8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(at)));
   }

@@ -35,6 +35,11 @@ struct Vec {
   static Vec from_signed_bytes(const void* at) {
     return from_integers(_mm512_cvtepi8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(at))));
   }
+  // Words' upper four bits s as 2 s + 1.
+  static Vec from_top_bits(const void* at) {
+    const __m512i s = _mm512_srli_epi32(_mm512_loadu_si512(at), 28);
+    return from_integers(_mm512_or_si512(_mm512_add_epi32(s, s), _mm512_set1_epi32(1)));
+  }
   static __m512i load_bytes(const void* at) {
     return _mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(at)));
   }

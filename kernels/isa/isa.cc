@@ -45,6 +45,9 @@ Isa highest_isa() {
   if (!has_bits(xcr0, 0x6)) return Isa::kScalar;  // SSE and AVX state
   const CpuidLeaf extended(7, 0);
   if (!has_bits(extended.ebx, bit(5))) return Isa::kScalar;
+#ifdef MOEBIUS_EMULATE_AVX512
+  return Isa::kAvx512Bf16;
+#endif
   constexpr uint64_t kAvx512 = bit(16) | bit(17) | bit(30) | bit(31);  // F, DQ, BW, VL
   if (!has_bits(extended.ebx, kAvx512) || !has_bits(xcr0, 0xe6)) return Isa::kAvx2;  // mask and ZMM state
   if (!has_bits(extended.ecx, bit(11))) return Isa::kAvx512;

@@ -73,10 +73,11 @@ CodeBits code_bits_of(Code code, int exponent) {
     case Code::kInt5: return {~uint64_t{0}, 0, 9.247f};
     case Code::kInt6: return {~uint64_t{0}, 0, 18.48f};
     case Code::kIq4: return {~uint64_t{0}, 0, 66.0f};
-    case Code::kIq3Xxs:
     case Code::kIq3S: return {~uint64_t{0}, 0, 9.2f};
     case Code::kIq2: return {~uint64_t{0}, 0, 3.15f};
     case Code::kIq1: return {~uint64_t{0}, 0, 0.72f};
+    case Code::kIq3Xxs: return {~uint64_t{0}, 0, 170.0f};  // times the scale's whole number
+    case Code::kIq2Xxs: return {~uint64_t{0}, 0, 58.0f};
   }
   return {0, 0, 1.0f};
 }
@@ -113,7 +114,7 @@ void repeat_element(std::byte* target, uint32_t bits, uint32_t bytes, size_t cou
 // Factors that have these bits, and whole numbers that are 1.
 void repeat_product(const PanelLayout& layout, std::byte* target, const std::byte* scales, uint32_t bits) {
   repeat_element(target, bits, 2, layout.whole_offset / 2);
-  const bool shared = layout.joined && target != scales;
+  const bool shared = (layout.joined && target != scales) || is_grid(layout.format.code);
   if (!shared) std::memset(target + layout.whole_offset, layout.joined ? 0x11 : 1, size_t{layout.groups} * kPanelColumns);
 }
 

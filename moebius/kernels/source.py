@@ -8,12 +8,14 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-SourceLayout = Literal["plain", "compressed_int4", "awq_int4", "gptq_int4", "mxfp4", "nvfp4"]
+SourceLayout = Literal["plain", "compressed_int4", "awq_int4", "gptq_int4", "mxfp4", "nvfp4", "grid_words"]
 SmallInteger = Literal["int2", "int3", "int4", "int5", "int6"]
 # Places of values in the tables of `weight_formats.CODEBOOKS`.
-TableCode = Literal["iq4", "iq3_xxs", "iq3_s", "iq2", "iq1"]
+TableCode = Literal["iq4", "iq3_s", "iq2", "iq1"]
+# Rows of `weight_formats.grid`, with signs and scales.
+GridCode = Literal["iq3_xxs", "iq2_xxs"]
 PlainCode = Literal["float32", "bfloat16", "float16", "float8", "int8", "float4"]
-Code = Literal[PlainCode, SmallInteger, TableCode]
+Code = Literal[PlainCode, SmallInteger, TableCode, GridCode]
 # Stored as [in, out]: rows lie along the second axis, eight to a word where words hold rows.
 _TRANSPOSED: tuple[SourceLayout, ...] = ("awq_int4", "gptq_int4")
 _WORD = 8
@@ -35,11 +37,14 @@ class SourceMatrix:
       awq_int4          int32 [cols, rows / 8] (AutoAWQ `qweight`)
       gptq_int4         int32 [cols / 8, rows] (AutoGPTQ `qweight`)
       mxfp4, nvfp4      uint8 [rows, cols / 2], even columns in the low nibbles
+      grid_words        int32 [rows, words], of `code`: for 32 columns two words (iq2_xxs: four numbers of
+                        rows of the grid, one a byte; signs) or four (iq3_xxs: eight numbers; signs; one that
+                        is not read). Signs are as in panels, with what scales say, too
     """
 
     codes: NDArray[Any]
     layout: SourceLayout = "plain"
-    # Needed for uint8 codes of layout plain; elsewhere the dtype or the layout tells.
+    # Needed for uint8 codes of layout plain, and for grid_words; elsewhere the dtype or the layout tells.
     code: Code | None = None
     # Where codes are padded to whole words; None: as many as codes hold.
     rows: int | None = None

@@ -13,11 +13,16 @@ panel, every section beginning at a multiple of 64 bytes:
                   vectors stand for them, each of a byte for four k of a column: vector 2i for k + 8i + 0, 4,
                   1, 5 and vector 2i + 1 for k + 8i + 2, 6, 3, 7. First come the low 4 bits (of 5 and 6) or 2
                   bits (of 2 and 3), then what is left. A line holds 2 vectors of 4 bits, 4 of 2 bits, or 8
-                  of one bit: the first at bit 0 of every byte, the next above it
+                  of one bit: the first at bit 0 of every byte, the next above it.
+                  Rows of a grid: 32 k take three lines (iq3_xxs) or two (iq2_xxs). First come numbers of
+                  rows, one a byte, for 4 k each (iq3_xxs: two lines) or 8. A word of the last line has 7 bits
+                  of signs for 8 k each, the eighth of which makes the number of ones even, and s in bits 28
+                  to 31
     scales        [groups][16] of the format's scale type; [groups] where one scale serves the whole panel.
                   "products": [groups / factor_groups][16] float16, rounded up; then, from the next multiple
                   of 64 bytes on, [groups][16] int8; a scale is the product of both. int2 with mins has 4 bits
-                  of the scale and, above, 4 of the minimum in an int8, and mins have the factors alone
+                  of the scale and, above, 4 of the minimum in an int8, and mins have the factors alone. Rows
+                  of a grid have the factors alone, too: 2 s + 1 is what an int8 would be
     zeros         [groups][16] uint8
     mins          [groups][16] of the scale type
     column_scale  [16] float32
@@ -33,6 +38,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 
+import numpy as np
+from numpy.typing import NDArray
+
 from moebius import _kernels
 from moebius.kernels.source import Code, ScaleType
 
@@ -46,12 +54,12 @@ class WeightFormat:
     weight[column, k] = value(code) * scale[column, k // group_size] * column_scale[column], an int4 code
     meaning code - 8, or code - zero[column, k // group_size]; of int2, int3, int5 and int6 2, 4, 16 and 32
     are subtracted. With mins, of the scales' type, it is code * scale + min[column, k // group_size]. Codes
-    of iq types are places in a table of `CODEBOOKS`.
+    of iq types are places in a table of `CODEBOOKS`, or numbers of rows of a `grid`, with signs.
     """
 
     name: str
     code: Code
-    bits: int  # Of one code.
+    bits: int  # Of one code; lines of 32 k where it is of a grid.
     # None: no group scales; group_size is 0 then.
     scale: ScaleType | None
     group_size: int
@@ -72,7 +80,6 @@ def _signed(magnitudes: tuple[float, ...]) -> tuple[float, ...]:
 # What the codes of GGUF's IQ types mean (kernels/format/codebooks.h).
 CODEBOOKS: Mapping[Code, tuple[float, ...]] = {
     "iq4": (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
-    "iq3_xxs": _signed((1, 3, 5, 7, 9, 11, 13, 15.5)),
     "iq3_s": _signed((1, 3, 5, 7, 9, 11, 13, 15)),
     "iq2": _signed((1, 3.125, 5.375, 0)),
     "iq1": (-1.125, -0.125, 0.875, 0, -0.875, 0.125, 1.125, 0),
@@ -80,7 +87,16 @@ CODEBOOKS: Mapping[Code, tuple[float, ...]] = {
 # What is subtracted from codes where there are neither zero points nor mins.
 CODE_MIDDLES: Mapping[Code, int] = {"int2": 2, "int3": 4, "int4": 8, "int5": 16, "int6": 32}
 
+# Codes whose weights are rows of a grid, and what a row's whole numbers are times.
+GRID_UNITS: Mapping[Code, float] = {"iq3_xxs": 0.5, "iq2_xxs": 0.125}
+
 WEIGHT_FORMATS = {name: WeightFormat(name, **fields) for name, fields in _kernels.weight_formats().items()}
+
+
+@cache
+def grid(code: Code) -> NDArray[np.uint8]:
+    """Returns `[256, 4 or 8]`: magnitudes of neighbouring weights, of a code of `GRID_UNITS`, in its unit."""
+    return _kernels.grid_rows(code)
 
 
 # The end of the names of formats of gate and up whose columns are sorted by group.

@@ -33,10 +33,10 @@ GGUF_FORMATS = (
     "int6_g16_products",
     "iq4_g32_products",
     "iq4_g32_f16",
-    "iq3_xxs_g32_products",
+    "iq3_xxs_grid_products",
     "iq3_s_g32_products",
     "int2_g16_mins_products",
-    "iq2_g32_products",
+    "iq2_xxs_grid_products",
     "int3_g16_products",
 )
 FEW, MANY = (1, 2, 4, 8, 16, 32), (4, 8, 16, 32, 64, 256, 1024, 4096)

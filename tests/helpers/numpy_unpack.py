@@ -14,9 +14,11 @@ from moebius.kernels.source import Code, ScaleType
 from moebius.kernels.weight_formats import (
     CODE_MIDDLES,
     CODEBOOKS,
+    GRID_UNITS,
     PANEL_COLUMNS,
     PackedExpertLayout,
     PanelLayout,
+    grid,
 )
 
 SCALE_BYTES: dict[ScaleType, int] = {
@@ -93,8 +95,10 @@ def _code_values(code: Code, codes: NDArray[np.uint32]) -> Floats:
             return FLOAT4_VALUES[codes]
         case "int2" | "int3" | "int5" | "int6":
             return codes.astype(np.float32)
-        case "iq4" | "iq3_xxs" | "iq3_s" | "iq2" | "iq1":
+        case "iq4" | "iq3_s" | "iq2" | "iq1":
             return np.array(CODEBOOKS[code], np.float32)[codes]
+        case "iq3_xxs" | "iq2_xxs":
+            raise AssertionError("rows of a grid have no codes of single weights")
 
 
 def unpack_codes(layout: PanelLayout, panel: Bytes) -> NDArray[np.uint32]:
@@ -131,7 +135,10 @@ def _unpack_planes(layout: PanelLayout, panel: Bytes) -> NDArray[np.uint32]:
 
 def unpack_panel(layout: PanelLayout, panel: Bytes) -> Floats:
     """Returns the weights [16, k] of one panel's bytes."""
-    weights = _code_values(layout.code, unpack_codes(layout, panel)[: layout.k])
+    if layout.code in GRID_UNITS:
+        weights = _grid_values(layout, panel)[: layout.k]
+    else:
+        weights = _code_values(layout.code, unpack_codes(layout, panel)[: layout.k])
     group = np.arange(layout.k) // max(layout.group_size, 1)
     if layout.zeros:
         begin = layout.zeros_offset
@@ -153,16 +160,39 @@ def _group_values(layout: PanelLayout, scale: ScaleType, panel: Bytes, begin: in
     columns = 1 if layout.panel_scale else PANEL_COLUMNS
     nbytes = layout.groups * columns * SCALE_BYTES[scale]
     if scale == "products":
-        of_whole = layout.scales_offset if layout.joined else begin
-        stored = panel[of_whole + layout.whole_offset :][:nbytes].reshape(-1, columns)
-        whole: NDArray[Any] = stored.view(np.int8)
-        if layout.joined:
-            whole = stored >> 4 if begin == layout.mins_offset else stored & np.uint8(15)
+        whole: NDArray[Any]
+        if layout.code in GRID_UNITS:
+            whole = (grid_words(layout, panel)[: layout.groups, -1] >> 28) * 2 + 1
+        else:
+            of_whole = layout.scales_offset if layout.joined else begin
+            stored = panel[of_whole + layout.whole_offset :][:nbytes].reshape(-1, columns)
+            whole = stored.view(np.int8)
+            if layout.joined:
+                whole = stored >> 4 if begin == layout.mins_offset else stored & np.uint8(15)
         lines = -(-layout.groups // layout.factor_groups)
         factors = panel[begin : begin + lines * 32].view(np.float16).astype(np.float32).reshape(-1, columns)
-        products: Floats = factors[np.arange(layout.groups) // layout.factor_groups] * whole
+        products: Floats = factors[np.arange(layout.groups) // layout.factor_groups] * whole.astype(
+            np.float32
+        )
         return products
     return _scale_values(scale, panel[begin : begin + nbytes]).reshape(-1, columns)
+
+
+def grid_words(layout: PanelLayout, panel: Bytes) -> NDArray[np.uint32]:
+    """Returns the words `[32 k's, lines, 16]` of a panel whose weights are rows of a grid."""
+    return panel[: layout.scales_offset].view(np.uint32).reshape(-1, layout.bits, PANEL_COLUMNS)
+
+
+def _grid_values(layout: PanelLayout, panel: Bytes) -> Floats:
+    """Returns magnitudes with signs `[k_padded, 16]`."""
+    words = grid_words(layout, panel)
+    numbers = words[:, :-1, None] >> np.arange(0, 32, 8, dtype=np.uint32)[:, None] & np.uint32(255)
+    rows = grid(layout.code)[numbers].astype(np.float32) * np.float32(GRID_UNITS[layout.code])
+    magnitudes = np.moveaxis(rows, -1, -2).reshape(layout.k_padded, PANEL_COLUMNS)
+    stored = words[:, -1, None] >> np.arange(0, 28, 7, dtype=np.uint32)[:, None] & np.uint32(127)
+    bits = stored[:, :, None] >> np.arange(7, dtype=np.uint32)[:, None] & np.uint32(1)
+    signs = np.concatenate([bits, bits.sum(2, keepdims=True) % 2], 2).reshape(layout.k_padded, PANEL_COLUMNS)
+    return np.where(signs == 1, -magnitudes, magnitudes).astype(np.float32)
 
 
 def unpack_bias(layout: PanelLayout, panel: Bytes) -> Floats:

@@ -17,7 +17,14 @@ import torch
 from numpy.typing import NDArray
 
 from moebius.kernels.source import ScaleType, SourceMatrix
-from moebius.kernels.weight_formats import CODE_MIDDLES, CODEBOOKS, WEIGHT_FORMATS, weight_format
+from moebius.kernels.weight_formats import (
+    CODE_MIDDLES,
+    CODEBOOKS,
+    GRID_UNITS,
+    WEIGHT_FORMATS,
+    grid,
+    weight_format,
+)
 
 Array = NDArray[Any]
 Floats = NDArray[np.float32]
@@ -249,6 +256,43 @@ def _products(values: Floats, sign: int, shared: int, most: int) -> tuple[NDArra
     return found.astype(np.int32), means.astype(np.float32)
 
 
+def grid_rows(name: str, weights: Floats) -> Quantised:
+    """GGUF's IQ3_XXS and IQ2_XXS: rows of a grid, signs with an even number of ones, products as scales."""
+    rows, cols = weights.shape
+    code = weight_format(name).code
+    magnitudes = grid(code).astype(np.float32) * np.float32(GRID_UNITS[code])
+    groups, width = in_groups(weights, 32), magnitudes.shape[1]
+    negative = groups.reshape(rows, -1, 8) < 0
+    # An odd number of them: the eighth gets another one.
+    negative[..., 7] ^= negative.sum(-1) % 2 == 1
+    signs = (
+        (negative[..., :7].astype(np.uint32) << np.arange(7, dtype=np.uint32)).sum(-1).reshape(rows, -1, 4)
+    )
+    reach = np.abs(groups).max(2) / magnitudes.max()
+    shared = max(32, math.gcd(cols, 256)) // 32
+    blocks = np.pad(reach, [(0, 0), (0, -reach.shape[1] % shared)]).reshape(rows, -1, shared)
+    factors = np.maximum(blocks.max(2, keepdims=True) / 31, 1e-6).astype(np.float16)
+    s = np.clip(np.rint((blocks / factors - 1) / 2), 0, 15).astype(np.int32).reshape(rows, -1)
+    s = s[:, : reach.shape[1]]
+    factor = np.repeat(factors.reshape(rows, -1), shared, 1)[:, : reach.shape[1]]
+    scales = factor.astype(np.float32) * (2 * s + 1)
+    wanted = (np.abs(groups) / scales[..., None]).reshape(rows, -1, width)
+    # The nearest row, by the square of the distance less what all have in common.
+    numbers = ((magnitudes**2).sum(1) - 2 * wanted @ magnitudes.T).argmin(-1).astype(np.uint8)
+    words = numbers.view(np.uint32).reshape(rows, -1, 32 // width // 4)
+    last = (signs << np.arange(0, 28, 7, dtype=np.uint32)).sum(-1, dtype=np.uint32) | s.astype(
+        np.uint32
+    ) << 28
+    stored = [words, last[..., None], np.zeros((*last.shape, int(width == 4)), np.uint32)]
+    codes = np.concatenate(stored, -1).reshape(rows, -1).view(np.int32)
+    products = factor.view(np.uint16).astype(np.int32) | (2 * s + 1) << 16
+    found = magnitudes[numbers].reshape(rows, -1)
+    meant = np.where(negative.reshape(rows, -1), -found, found)[:, :cols] * per_element(scales, 32, cols)
+    source = SourceMatrix(codes, "grid_words", code=code, cols=cols, scales=products, scale_type="products")
+    source = replace(source, group_size=32)
+    return Quantised(name, source, meant.astype(np.float32), {"codes": codes, "scales": products})
+
+
 # Formats of GGUF's types whose codes have fewer than 8 bits.
 _SMALL = (*CODE_MIDDLES.keys() - {"int4"}, *CODEBOOKS)
 SMALL_FORMATS = tuple(
@@ -445,7 +489,10 @@ ENCODERS: dict[str, Callable[[Floats], Quantised]] = {
     "int4_g16_f16": lambda w: compressed_int4(w, 16, float16=True),
     "int4_g16_mins": lambda w: with_mins(w, 4, 16),
     "int4_g32_mins": lambda w: with_mins(w, 4),
-    **{name: partial(small_codes, name) for name in SMALL_FORMATS},
+    **{
+        name: partial(grid_rows if weight_format(name).code in GRID_UNITS else small_codes, name)
+        for name in SMALL_FORMATS
+    },
     "mxfp4": mxfp4,
     "nvfp4": nvfp4,
     "nvfp4_reciprocal": lambda w: nvfp4(w, reciprocal=True),

@@ -39,7 +39,7 @@ ALL_FORMATS = (
     "nvfp4",
 )
 # Of gate and up: codes of different widths, values of different precision, planes.
-MIXED_FORMATS = ("int8_g32_f16+int4_g32_zeros", "bfloat16+mxfp4", "iq2_g32_products+int6_g16_products")
+MIXED_FORMATS = ("int8_g32_f16+int4_g32_zeros", "bfloat16+mxfp4", "iq2_xxs_grid_products+int6_g16_products")
 EXPERT_FORMATS = (*ALL_FORMATS, *MIXED_FORMATS)
 
 

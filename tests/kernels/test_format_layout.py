@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 
 from moebius import _kernels
 from moebius.kernels.weight_formats import (
+    GRID_UNITS,
     WEIGHT_FORMATS,
     expert_layout,
     gate_up_format,
     panel_layout,
     weight_format,
 )
-from tests.helpers.numpy_unpack import unpack_bias, unpack_codes, unpack_expert, unpack_matrix
+from tests.helpers.numpy_unpack import grid_words, unpack_bias, unpack_codes, unpack_expert, unpack_matrix
 from tests.helpers.quantised_sources import ENCODERS, random_weights
 
 SHAPES = [(16, 64), (40, 136), (8, 8), (24, 2880)]
@@ -46,7 +47,8 @@ STATED = {
     "int2_g128_f16": ("int2", 2, "float16", 128),
     "iq4_g32_products": ("iq4", 4, "products", 32),
     "iq4_g32_f16": ("iq4", 4, "float16", 32),
-    "iq3_xxs_g32_products": ("iq3_xxs", 4, "products", 32),
+    "iq3_xxs_grid_products": ("iq3_xxs", 3, "products", 32),
+    "iq2_xxs_grid_products": ("iq2_xxs", 2, "products", 32),
     "iq3_s_g32_products": ("iq3_s", 4, "products", 32),
     "iq2_g16_products": ("iq2", 3, "products", 16),
     "iq1_g32_products": ("iq1", 3, "products", 32),
@@ -97,7 +99,7 @@ def test_sections_follow_one_another(name: str, k: int, has_bias: bool) -> None:
         shared = max(found.group_size, math.gcd(k, 256)) // found.group_size
         factors = -(-found.groups // shared) * 32
         assert (found.factor_groups, found.whole_offset) == (shared, -(-factors // 64) * 64)
-        scales += found.whole_offset
+        scales = found.whole_offset + scales * (found.code not in GRID_UNITS)
     sizes = (
         found.k_padded * 16 * found.bits // 8,
         scales,
@@ -143,14 +145,18 @@ def test_any_bytes_mean_the_same_in_both_languages(name: str) -> None:
     bias=st.booleans(),
 )
 def test_padding_is_zero(name: str, rows: int, cols: int, bias: bool) -> None:
-    """Columns beyond the last row have zero weights and biases; elements beyond k are zero bits (int4: 8)."""
+    """Columns beyond the last row have zero weights and biases; elements beyond k are zero bits (int4: 8;
+    rows of a grid: words beyond k)."""
     quantised = ENCODERS[name](random_weights(np.random.default_rng(3), 8 * rows, 8 * cols))
     layout = panel_layout(quantised.format, 8 * cols, bias)
     packed = _kernels.pack_matrix(quantised.format, quantised.source, has_bias=bias)
     all_columns = -(-8 * rows // 16) * 16
     assert not unpack_matrix(layout, packed, all_columns)[8 * rows :].any()
     for panel in packed.reshape(-1, layout.panel_bytes):
-        beyond = unpack_codes(layout, panel)[8 * cols :]
+        if layout.code in GRID_UNITS:
+            beyond = grid_words(layout, panel)[-(-8 * cols // 32) :]
+        else:
+            beyond = unpack_codes(layout, panel)[8 * cols :]
         assert (beyond == (8 if layout.code == "int4" else 0)).all()
         assert not unpack_bias(layout, panel).any()
 

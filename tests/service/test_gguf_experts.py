@@ -35,7 +35,7 @@ PACKED = {
     "glm4_moe": "int4_g32_f16/int8_g32_f16",
     "glm_moe_dsa": "int4_g32_f16/int8_g32_f16",
     "qwen3_5_moe": "int4_g32_f16/int8_g32_f16",
-    "dots1": "iq4_g32_products/iq3_xxs_g32_products",
+    "dots1": "iq4_g32_products/iq3_xxs_grid_products",
 }
 
 

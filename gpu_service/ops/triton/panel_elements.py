@@ -16,10 +16,10 @@ INTEGER_BASE = tl.constexpr(8388608.0)
 
 
 @jit
-def element(words, high, i, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
+def element(words, high, i, grids, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
     """Returns the float32 of element i of int32 words; integers of fewer than 8 bits as 2^23 plus their code.
 
-    `high`: of `high_words`, where elements have bits in two planes.
+    `high`: of `high_words`, where elements have bits in two planes. `grids`: of `PanelViews`.
     """
     shift = element_shift(i, PANEL.low_bits)
     if PANEL.code == "float32":
@@ -32,6 +32,8 @@ def element(words, high, i, PANEL: tl.constexpr):  # type: ignore[no-untyped-def
         value = decode_e4m3(words >> shift)
     elif PANEL.code == "int8":
         value = ((words << (24 - shift)) >> 24).to(tl.float32)
+    elif PANEL.is_grid:
+        value = grid_value(words, high, i, grids, PANEL)
     elif PANEL.code == "float4":
         # e2m1: bias 1 becomes 127 by a factor of 2^126.
         code = words >> shift
@@ -66,10 +68,8 @@ def small_value(code, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
         low = tl.where(code < 4, IQ4_0, IQ4_1)
         four = tl.where(code < 8, low, tl.where(code < 12, IQ4_2, IQ4_3))
         value = ((four << (24 - (code & 3) * 8)) >> 24).to(tl.float32)
-    elif PANEL.code == "iq3_xxs" or PANEL.code == "iq3_s":
+    elif PANEL.code == "iq3_s":
         value = ((code & 7) * 2 + 1).to(tl.float32)
-        if PANEL.code == "iq3_xxs":
-            value = tl.where((code & 7) == 7, 15.5, value)
         value = tl.where(code >= 8, -value, value)
     elif PANEL.code == "iq2":
         place = code & 3
@@ -85,6 +85,21 @@ def small_value(code, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @jit
+def grid_value(words, signs, i, grids, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Returns the float32 of element i of words of numbers of rows, and of the signs that go with them."""
+    number = (words >> (i // PANEL.grid_row * 8)) & 255
+    at = PANEL.grid_begin + number * (PANEL.grid_row // 4) + i % PANEL.grid_row // 4
+    magnitude = (tl.load(grids + at) >> (i % 4 * 8)) & 255
+    stored = (signs >> (i // 8 * 7)) & 127
+    folded = stored ^ (stored >> 4)
+    folded = folded ^ (folded >> 2)
+    # The eighth sign makes the number of ones even.
+    negative = ((stored | ((folded ^ (folded >> 1)) & 1) << 7) >> (i % 8)) & 1
+    value = magnitude.to(tl.float32) * PANEL.grid_unit
+    return tl.where(negative != 0, -value, value)
+
+
+@jit
 def low_words(words, panel, line, column, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
     """Returns int32 words of lines, which have 32 // PANEL.low_bits elements each; `panel` in words."""
     if PANEL.high_bits:
@@ -96,7 +111,11 @@ def low_words(words, panel, line, column, PANEL: tl.constexpr):  # type: ignore[
 @jit
 def high_words(words, panel, line, column, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
     """For the lines of `low_words` those with the elements' high bits, moved to where element 0 begins."""
-    if PANEL.high_bits:
+    if PANEL.is_grid:
+        held = line // PANEL.low_bits * PANEL.bits + PANEL.low_bits
+        # Seven bits for eight k.
+        high = tl.load(words + panel + held * 16 + column) >> (line % PANEL.low_bits * 14)
+    elif PANEL.high_bits:
         in_line: tl.constexpr = 8 // PANEL.high_bits
         vector = line % PANEL.low_bits * (8 // PANEL.low_bits)
         held = line // PANEL.low_bits * PANEL.bits + PANEL.low_bits + vector // in_line
@@ -119,10 +138,15 @@ def load_scales(  # type: ignore[no-untyped-def]
         factor = tl.load(scales + at + column, mask=mask, other=0).to(tl.float32)
         if PANEL.joined and MINS:
             section += PANEL.scales_offset - PANEL.mins_offset
-        at = section + PANEL.whole_offset + group * 16
-        whole = tl.load(bytes_ + at + column, mask=mask, other=0).to(tl.int32)
-        half = whole >> 4 if MINS else whole & 15
-        whole = half if PANEL.joined else (whole << 24) >> 24
+        if PANEL.is_grid:
+            # The upper half of the last byte of the group's last word.
+            at = section - PANEL.scales_offset + ((group + 1) * PANEL.bits - 1) * 64 + 3
+            whole = (tl.load(bytes_ + at + column * 4, mask=mask, other=0).to(tl.int32) >> 4) * 2 + 1
+        else:
+            at = section + PANEL.whole_offset + group * 16
+            whole = tl.load(bytes_ + at + column, mask=mask, other=0).to(tl.int32)
+            half = whole >> 4 if MINS else whole & 15
+            whole = half if PANEL.joined else (whole << 24) >> 24
         value = factor * whole.to(tl.float32)
     else:
         raw = tl.load(scales + scale_index(section, group, column, PANEL), mask=mask, other=0)
@@ -164,7 +188,7 @@ def element_place(words, order, k, PANEL: tl.constexpr):  # type: ignore[no-unty
 
 @jit
 def dequantised(  # type: ignore[no-untyped-def]
-    words, scales, bytes_, panel, line, column, PANEL: tl.constexpr
+    words, scales, bytes_, grids, panel, line, column, PANEL: tl.constexpr
 ):
     """Returns float32 [L, k of a line, N]: weights of lines int32 [L] and columns [1, N], scales and mins
     applied.
@@ -176,7 +200,7 @@ def dequantised(  # type: ignore[no-untyped-def]
     high = high_words(words, panel // 4, line[:, None], column, PANEL)
     if PANEL.high_bits:
         high = high[:, None, :]
-    value = element(packed[:, None, :], high, tl.arange(0, per_word)[None, :, None], PANEL)
+    value = element(packed[:, None, :], high, tl.arange(0, per_word)[None, :, None], grids, PANEL)
     if PANEL.group_size:
         group = (line * per_word // PANEL.group_size)[:, None]
         # The last group may end before the padding does.
@@ -210,7 +234,7 @@ def plain_tile(codes, panel, column, begin, CHUNK: tl.constexpr):  # type: ignor
 
 @jit
 def add_product(  # type: ignore[no-untyped-def]
-    total, x, words, scales, bytes_, panel, column, begin,
+    total, x, words, scales, bytes_, grids, panel, column, begin,
     PANEL: tl.constexpr, CHUNK: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Returns total [M, N] plus x [M, CHUNK] times the weights of k from `begin`; `panel` int64 [N] bytes."""
@@ -219,7 +243,7 @@ def add_product(  # type: ignore[no-untyped-def]
     else:
         per_word: tl.constexpr = 32 // PANEL.low_bits
         line = begin // per_word + tl.arange(0, CHUNK // per_word)
-        value = dequantised(words, scales, bytes_, panel[None, :], line, column[None, :], PANEL)
+        value = dequantised(words, scales, bytes_, grids, panel[None, :], line, column[None, :], PANEL)
         weights = tl.reshape(value, [CHUNK, total.shape[1]])
     return tl.dot(x, weights.to(TYPE), total, input_precision=PRECISION)
 

@@ -30,8 +30,8 @@ _TILES = ((64, 64), (32, 64), (16, 32))
 
 @jit_for_any("num_rows", "exponent")
 def panel_rows_kernel(  # type: ignore[no-untyped-def]
-    x, words, scales, bytes_, floats, bias, output, num_rows, num_features, x_stride, output_stride, exponent,
-    PANEL: tl.constexpr, ROWS: tl.constexpr, HAS_BIAS: tl.constexpr, LINES: tl.constexpr,
+    x, words, scales, bytes_, grids, floats, bias, output, num_rows, num_features, x_stride, output_stride,
+    exponent, PANEL: tl.constexpr, ROWS: tl.constexpr, HAS_BIAS: tl.constexpr, LINES: tl.constexpr,
     AHEAD: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Program (panel): 16 features of up to ROWS rows."""
@@ -56,7 +56,7 @@ def panel_rows_kernel(  # type: ignore[no-untyped-def]
             total = totals[row]  # type: ignore[var-annotated]
             for n in tl.static_range(AHEAD):
                 line = begin + n * LINES + tl.arange(0, LINES)
-                total += line_products(own, loaded[n], words, 0, line, exponent, PANEL)
+                total += line_products(own, loaded[n], words, grids, 0, line, exponent, PANEL)
             sums += (total,)  # type: ignore[assignment]
         totals = sums
     feature = block * 16 + tl.arange(0, 16)
@@ -70,7 +70,7 @@ def panel_rows_kernel(  # type: ignore[no-untyped-def]
 
 @jit_for_any("num_rows")
 def panel_tiles_kernel(  # type: ignore[no-untyped-def]
-    x, words, scales, bytes_, floats, bias, output, num_rows, num_features, x_stride, output_stride,
+    x, words, scales, bytes_, grids, floats, bias, output, num_rows, num_features, x_stride, output_stride,
     PANEL: tl.constexpr, HAS_BIAS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr,
     TYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -88,7 +88,7 @@ def panel_tiles_kernel(  # type: ignore[no-untyped-def]
         wanted = held[:, None] & (k < PANEL.k)[None, :]
         rows = tl.load(own + k[None, :], mask=wanted, other=0.0).to(TYPE)
         total = add_product(
-            total, rows, words, scales, bytes_, panel, column, begin, PANEL, CHUNK, TYPE, PRECISION
+            total, rows, words, scales, bytes_, grids, panel, column, begin, PANEL, CHUNK, TYPE, PRECISION
         )
     total = finish_tile(total, floats, panel, column, PANEL)
     if HAS_BIAS:
@@ -100,7 +100,7 @@ def panel_tiles_kernel(  # type: ignore[no-untyped-def]
 
 @jit
 def look_up_kernel(  # type: ignore[no-untyped-def]
-    ids, words, scales, bytes_, floats, output, first_row, num_features,
+    ids, words, scales, bytes_, grids, floats, output, first_row, num_features,
     PANEL: tl.constexpr, LINES: tl.constexpr, IS_FIRST: tl.constexpr,
 ):  # fmt: skip
     """Program (id, LINES lines): the id's row of a part whose first row is `first_row`.
@@ -116,7 +116,7 @@ def look_up_kernel(  # type: ignore[no-untyped-def]
         column = (own % 16).to(tl.int32) + tl.zeros([1, 1], tl.int32)
         per_word: tl.constexpr = 32 // PANEL.low_bits
         line = tl.program_id(1) * LINES + tl.arange(0, LINES)
-        value = dequantised(words, scales, bytes_, panel, line, column, PANEL)
+        value = dequantised(words, scales, bytes_, grids, panel, line, column, PANEL)
         if PANEL.column_scale:
             value *= tl.load(floats + (panel + PANEL.column_scale_offset) // 4 + own % 16)
         plain = tl.where(inside, tl.reshape(value, [LINES * per_word]), 0.0)
@@ -164,7 +164,7 @@ def panel_rows(
         if ids.numel():
             look_up_kernel[(ids.shape[0], blocks)](
                 ids.contiguous(),
-                *(found.words, found.scales, found.bytes, found.floats),
+                *found.pointers,
                 output,
                 part.first_row,
                 part.rows,
@@ -180,8 +180,16 @@ def _arguments(
     x: torch.Tensor, found: PanelViews, part: PanelPart, bias: torch.Tensor | None, output: torch.Tensor
 ) -> tuple[Any, ...]:
     """Returns what both kernels of products begin with."""
-    pointers = found.words, found.scales, found.bytes, found.floats, found.floats if bias is None else bias
-    return x, *pointers, output, x.shape[0], part.rows, x.stride(0), output.stride(0)
+    return (
+        x,
+        *found.pointers,
+        found.floats if bias is None else bias,
+        output,
+        x.shape[0],
+        part.rows,
+        x.stride(0),
+        output.stride(0),
+    )
 
 
 def _by_rows(
@@ -271,7 +279,7 @@ def _unpack(
     begin = first * panels.panel_bytes
     rest = views(found.bytes[begin : begin + count * panels.panel_bytes], panels)
     unpack[(1, count)](
-        *(rest.words, rest.scales, rest.bytes, rest.floats),
+        *rest.pointers,
         matrix,
         0,
         EXPERT_BYTES=0,

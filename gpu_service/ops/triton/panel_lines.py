@@ -71,7 +71,7 @@ def row_element(x, line, i, order, words, PANEL: tl.constexpr):  # type: ignore[
 
 
 @jit
-def line_products(x, loaded, words, order, line, exponent, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
+def line_products(x, loaded, words, grids, order, line, exponent, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
     """Returns float32 [L, 16]: for each of `load_lines`, its elements times those of the row at `x`, summed.
 
     `x` is one row's, or [L]. `order`: the word from which on an ordered format says which of the row's
@@ -91,7 +91,7 @@ def line_products(x, loaded, words, order, line, exponent, PANEL: tl.constexpr):
             excess += row * ((16 if i // 2 % 2 else 256) + (0 if PANEL.zeros else PANEL.middle))
             factor = row * 0.0625 if i // 2 % 2 else row
         else:
-            value = element(packed, high, i, PANEL)
+            value = element(packed, high, i, grids, PANEL)
             if PANEL.zeros:
                 value -= INTEGER_BASE + zero
             elif PANEL.is_small_integer:

@@ -84,7 +84,8 @@ def _two(  # type: ignore[no-untyped-def]
         excess = zero.to(tl.float32)
         if PANEL.is_small_integer:
             excess += INTEGER_BASE if PANEL.zeros else INTEGER_BASE + PANEL.middle
-        low, high = element(words, 0, 2 * n, PANEL) - excess, element(words, 0, 2 * n + 1, PANEL) - excess
+        low = element(words, 0, 2 * n, 0, PANEL) - excess
+        high = element(words, 0, 2 * n + 1, 0, PANEL) - excess
     return tl.join(low, high)
 
 

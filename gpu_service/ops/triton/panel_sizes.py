@@ -9,7 +9,7 @@ import triton.language as tl
 
 from gpu_service.ops.panels import PanelFormat
 from gpu_service.ops.triton.panel_parts import PART
-from moebius.kernels.weight_formats import CODE_MIDDLES, CODEBOOKS
+from moebius.kernels.weight_formats import CODE_MIDDLES, CODEBOOKS, GRID_UNITS
 
 # Lines of 64 bytes that a program of the row kernels loads at once, of one panel and of all its panels.
 MAX_LINES, MAX_LINES_OF_ALL = 128, 256
@@ -20,7 +20,9 @@ MAX_CHUNK = 128
 # k of each column that are unpacked together.
 MAX_UNPACKED_K = 256
 # Elements that tensor cores multiply exactly in bfloat16.
-EXACT_IN_BFLOAT16 = frozenset({"bfloat16", "float8", "int8", "float4", *CODE_MIDDLES, *CODEBOOKS})
+EXACT_IN_BFLOAT16 = frozenset(
+    {"bfloat16", "float8", "int8", "float4", *CODE_MIDDLES, *CODEBOOKS, *GRID_UNITS}
+)
 
 
 def lines(panels: PanelFormat, num_panels: int = 1) -> int:

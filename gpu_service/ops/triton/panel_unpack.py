@@ -10,7 +10,7 @@ from gpu_service.ops.triton.panel_elements import dequantised, element_place
 
 @jit_for_any("first")
 def unpack(  # type: ignore[no-untyped-def]
-    words, scales, bytes_, floats, output, first, EXPERT_BYTES: tl.constexpr, AT: tl.constexpr,
+    words, scales, bytes_, grids, floats, output, first, EXPERT_BYTES: tl.constexpr, AT: tl.constexpr,
     ORDER_AT: tl.constexpr, GATED: tl.constexpr, PANEL: tl.constexpr, PANELS: tl.constexpr,
     LINES: tl.constexpr, SCALED: tl.constexpr, TURN: tl.constexpr = -1,
 ):  # fmt: skip
@@ -34,7 +34,7 @@ def unpack(  # type: ignore[no-untyped-def]
     num_lines: tl.constexpr = PANEL.k_padded // per_word
     for begin in range(0, num_lines, LINES):
         line = begin + tl.arange(0, LINES)
-        value = dequantised(words, scales, bytes_, panel, line, column[None, :], PANEL)
+        value = dequantised(words, scales, bytes_, grids, panel, line, column[None, :], PANEL)
         k = begin * per_word + tl.arange(0, LINES * per_word)
         plain = tl.reshape(value, [LINES * per_word, 16])
         if SCALED and PANEL.column_scale:

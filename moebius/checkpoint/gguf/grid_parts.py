@@ -1,4 +1,4 @@
-"""Codes and scales of GGUF's types whose weights are rows of a grid: IQ1, IQ2 and IQ3.
+"""Codes and scales of GGUF's types whose rows of a grid are written out: IQ1, IQ2_S, IQ2_XS and IQ3_S.
 
 A block names rows of four or eight numbers, each one of three or eight magnitudes, and has signs. Packed
 formats have the magnitude's place and the sign of each weight (`weight_formats.CODEBOOKS`), and
@@ -80,21 +80,9 @@ def _signed(kind: str, rows: Integers, signs: Bytes, place: int) -> Bytes:
     return codes
 
 
-def _iq3_xxs_codes(blocks: Bytes) -> Bytes:
-    words = _words(blocks[:, 66:98], np.uint32)
-    return _signed("IQ3_XXS", blocks[:, 2:66], _signs()[_fields(words, (0, 7, 14, 21), 7)], 3)
-
-
 def _iq3_s_codes(blocks: Bytes) -> Bytes:
     high = _bits(blocks[:, 66:74]).reshape(len(blocks), 64).astype(np.uint16) << 8
     return _signed("IQ3_S", blocks[:, 2:66] | high, _bits(blocks[:, 74:106]), 3)
-
-
-def _iq2_xxs_codes(blocks: Bytes) -> Bytes:
-    pairs = blocks[:, 2:66].reshape(len(blocks), 8, 8)
-    words = _words(pairs[:, :, 4:], np.uint32).reshape(len(blocks), 8)
-    rows = pairs[:, :, :4].reshape(len(blocks), 32)
-    return _signed("IQ2_XXS", rows, _signs()[_fields(words, (0, 7, 14, 21), 7)], 2)
 
 
 def _iq2_xs_codes(blocks: Bytes) -> Bytes:
@@ -137,13 +125,7 @@ def _nibble_scales(begin: int) -> Callable[[Bytes], tuple[NDArray[np.float16], I
 
 
 GRID_PARTS: Mapping[str, GridParts] = {
-    "IQ3_XXS": GridParts(
-        _iq3_xxs_codes, lambda blocks: (_factor(blocks), _words(blocks[:, 66:98], np.uint32) >> 28)
-    ),
     "IQ3_S": GridParts(_iq3_s_codes, _nibble_scales(106)),
-    "IQ2_XXS": GridParts(
-        _iq2_xxs_codes, lambda blocks: (_factor(blocks), _words(blocks[:, 2:66], np.uint32)[:, 1::2] >> 28)
-    ),
     "IQ2_XS": GridParts(_iq2_xs_codes, _nibble_scales(66)),
     "IQ2_S": GridParts(_iq2_s_codes, _nibble_scales(74)),
     "IQ1_S": GridParts(

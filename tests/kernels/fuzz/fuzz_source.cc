@@ -84,6 +84,7 @@ class Builder {
   }
 
   void codes() {
+    if (is_grid(format_.code)) return grid_words();
     const bool int4 = format_.code == Code::kInt4;
     const bool float4 = format_.code == Code::kFloat4;
     const uint32_t choice = int4 ? random_.below(4) : float4 ? random_.below(2) : 0;
@@ -94,6 +95,14 @@ class Builder {
       case 2: return packed_columns(SourceLayout::kAwqInt4, cols_, (rows_ + 7) / 8);
       default: return packed_columns(SourceLayout::kGptqInt4, (cols_ + 7) / 8, rows_);
     }
+  }
+
+  // Whole words of 32, which may have more elements than a row.
+  void grid_words() {
+    matrix().layout = SourceLayout::kGridWords;
+    matrix().code = format_.code;
+    matrix().row_stride = groups_of(cols_, 32) * (format_.code == Code::kIq3Xxs ? 4 : 2);
+    matrix().data = random_bytes(size_t{rows_} * static_cast<size_t>(matrix().row_stride) * 4);
   }
 
   void packed(SourceLayout layout, uint32_t unit_bytes, uint32_t per_unit) {
@@ -114,7 +123,7 @@ class Builder {
   float scale_target() const {
     // Of random codes.
     static constexpr float kSpread[] = {1.0f, 1.0f, 1.0f, 160.0f, 74.0f, 4.6f, 2.9f, 1.2f,
-                                        2.3f, 9.2f, 18.5f, 66.0f, 9.2f,  9.2f, 3.2f, 0.7f};
+                                        2.3f, 9.2f, 18.5f, 66.0f, 9.2f,  9.2f, 3.2f, 0.7f, 3.2f};
     return 1.0f / (kSpread[static_cast<size_t>(format_.code)] * std::sqrt(static_cast<float>(cols_)));
   }
 
@@ -169,13 +178,21 @@ class Builder {
         if (products) {
           // A word: a float16 factor, which some groups of a row share, and the whole number that multiplies it.
           if (group % PanelLayout(format_, cols_, false).factor_groups == 0) shared = bits & 0xffff;
-          bits = shared | (1 + random_.below(format_.code == Code::kInt2 ? 15 : 63)) << 16;
+          bits = shared | whole_number(row, group) << 16;
         }
         const size_t place = row * matrix().scale_row_stride + group * matrix().scale_group_stride;
         std::memcpy(data + place * width, &bits, width);
       }
     }
     return data;
+  }
+
+  // Of rows of a grid the one that their words have.
+  uint32_t whole_number(size_t row, size_t group) {
+    if (!is_grid(format_.code)) return 1 + random_.below(format_.code == Code::kInt2 ? 15 : 63);
+    const bool is_3 = format_.code == Code::kIq3Xxs;
+    const size_t word = row * static_cast<size_t>(matrix().row_stride) + group * (is_3 ? 4 : 2) + (is_3 ? 2 : 1);
+    return (load_element<uint32_t>(matrix().data, static_cast<ptrdiff_t>(word)) >> 28) * 2 + 1;
   }
 
   uint32_t scale_bits(float factor) {

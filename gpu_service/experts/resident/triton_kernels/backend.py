@@ -196,6 +196,7 @@ class TritonResidentKernels(ResidentKernels):
             slots.gate.scales,
             gate_up.scales,
             gate_up.bytes,
+            gate_up.grids,
             gate_up.floats,
             topk_ids,
             slots.slot_of_expert,
@@ -237,10 +238,7 @@ class TritonResidentKernels(ResidentKernels):
         lines = panel_sizes.lines(kind.down, choices)
         down_rows[(num_rows, kind.layout.down_panels)](
             intermediate,
-            down.words,
-            down.scales,
-            down.bytes,
-            down.floats,
+            *down.pointers,
             topk_ids,
             slots.slot_of_expert,
             topk_weights,
@@ -278,6 +276,7 @@ class TritonResidentKernels(ResidentKernels):
             slots.gate.scales,
             gate_up.scales,
             gate_up.bytes,
+            gate_up.grids,
             gate_up.floats,
             pairs,
             block_slots,
@@ -315,10 +314,7 @@ class TritonResidentKernels(ResidentKernels):
         kind, down = slots.kind, slots.down
         gemm.down_tiles[(block_slots.shape[0], -(-kind.hidden_size // tile.columns))](
             intermediate,
-            down.words,
-            down.scales,
-            down.bytes,
-            down.floats,
+            *down.pointers,
             pairs,
             block_slots,
             outputs,

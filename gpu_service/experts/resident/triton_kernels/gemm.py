@@ -105,8 +105,8 @@ def rows_of(x, held, words, order, begin, PANEL: tl.constexpr, LENGTH: tl.conste
 
 @jit_for_any("count", "bases")
 def gate_up_tiles(  # type: ignore[no-untyped-def]
-    x, words, gate_scales, scales, bytes_, floats, pairs, block_slots, intermediate, count, alpha, limit,
-    bases, TOP_K: tl.constexpr, EXPERT_BYTES: tl.constexpr, ORDER_AT: tl.constexpr,
+    x, words, gate_scales, scales, bytes_, grids, floats, pairs, block_slots, intermediate, count, alpha,
+    limit, bases, TOP_K: tl.constexpr, EXPERT_BYTES: tl.constexpr, ORDER_AT: tl.constexpr,
     INTERMEDIATE_COLUMNS: tl.constexpr, GATE: tl.constexpr, PANEL: tl.constexpr, GATE_STEP: tl.constexpr,
     UP_AT: tl.constexpr, UP_STEP: tl.constexpr, ACTIVATION: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, TYPE: tl.constexpr, PRECISION: tl.constexpr,
@@ -142,9 +142,12 @@ def gate_up_tiles(  # type: ignore[no-untyped-def]
             rows = tl.load(x + row[:, None] + place[None, :], mask=wanted, other=0.0).to(TYPE)
             if IS_GATED:
                 g = add_product(
-                    g, rows, words, gate_scales, bytes_, gate, column, begin, GATE, CHUNK, TYPE, PRECISION
-                )
-            u = add_product(u, rows, words, scales, bytes_, up, column, begin, PANEL, CHUNK, TYPE, PRECISION)
+                    g, rows, words, gate_scales, bytes_, grids, gate, column, begin, GATE, CHUNK, TYPE,
+                    PRECISION,
+                )  # fmt: skip
+            u = add_product(
+                u, rows, words, scales, bytes_, grids, up, column, begin, PANEL, CHUNK, TYPE, PRECISION
+            )
     if IS_GATED:
         g = finish_tile(g, floats, gate, column, GATE)
     u = finish_tile(u, floats, up, column, PANEL)
@@ -155,7 +158,7 @@ def gate_up_tiles(  # type: ignore[no-untyped-def]
 
 @jit_for_any("count", "bases")
 def down_tiles(  # type: ignore[no-untyped-def]
-    intermediate, words, scales, bytes_, floats, pairs, block_slots, outputs, count, bases,
+    intermediate, words, scales, bytes_, grids, floats, pairs, block_slots, outputs, count, bases,
     EXPERT_BYTES: tl.constexpr, DOWN_AT: tl.constexpr, HIDDEN: tl.constexpr,
     INTERMEDIATE_COLUMNS: tl.constexpr,
     PANEL: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, TYPE: tl.constexpr,
@@ -193,7 +196,7 @@ def down_tiles(  # type: ignore[no-untyped-def]
             wanted = held[:, None] & (k < PANEL.k)[None, :]
             rows = tl.load(intermediate + row[:, None] + k[None, :], mask=wanted, other=0.0).to(TYPE)
             total = add_product(
-                total, rows, words, scales, bytes_, panel, column, begin, PANEL, CHUNK, TYPE, PRECISION
+                total, rows, words, scales, bytes_, grids, panel, column, begin, PANEL, CHUNK, TYPE, PRECISION
             )
     total = finish_tile(total, floats, panel, column, PANEL)
     target = outputs + pair.to(tl.int64)[:, None] * HIDDEN + feature[None, :]

@@ -35,7 +35,7 @@ def prefetch(bytes_, begin, LINES: tl.constexpr, BLOCK: tl.constexpr):  # type: 
 
 @jit
 def panel_products(  # type: ignore[no-untyped-def]
-    row, words, scales, bytes_, panel, order, exponent, PANEL: tl.constexpr, LINES: tl.constexpr,
+    row, words, scales, bytes_, grids, panel, order, exponent, PANEL: tl.constexpr, LINES: tl.constexpr,
     AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Returns float32 [LINES, 16]: the products of a row with one panel, to be summed over the lines."""
@@ -49,14 +49,14 @@ def panel_products(  # type: ignore[no-untyped-def]
         tl.debug_barrier()
         for n in tl.static_range(AHEAD):
             line = begin + n * LINES + tl.arange(0, LINES)
-            total += line_products(row, loaded[n], words, order, line, exponent, PANEL)
+            total += line_products(row, loaded[n], words, grids, order, line, exponent, PANEL)
     return total
 
 
 @jit_for_any("exponent")
 def gate_up_rows(  # type: ignore[no-untyped-def]
-    x, words, gate_scales, scales, bytes_, floats, ids, slot_of_expert, intermediate, alpha, limit, exponent,
-    TOP_K: tl.constexpr, EXPERT_BYTES: tl.constexpr, ORDER_AT: tl.constexpr, DOWN_AT: tl.constexpr,
+    x, words, gate_scales, scales, bytes_, grids, floats, ids, slot_of_expert, intermediate, alpha, limit,
+    exponent, TOP_K: tl.constexpr, EXPERT_BYTES: tl.constexpr, ORDER_AT: tl.constexpr, DOWN_AT: tl.constexpr,
     INTERMEDIATE_COLUMNS: tl.constexpr, GATE: tl.constexpr, PANEL: tl.constexpr, MIXED: tl.constexpr,
     GATE_STEP: tl.constexpr, UP_AT: tl.constexpr, UP_STEP: tl.constexpr, ACTIVATION: tl.constexpr,
     GATE_LINES: tl.constexpr, GATE_AHEAD: tl.constexpr, LINES: tl.constexpr, AHEAD: tl.constexpr,
@@ -84,9 +84,9 @@ def gate_up_rows(  # type: ignore[no-untyped-def]
         if OVERLAPS and PREFETCHED:
             prefetch(bytes_, down, PREFETCHED, BLOCK)
         g = panel_products(
-            row, words, gate_scales, bytes_, gate, order, exponent, GATE, GATE_LINES, GATE_AHEAD
+            row, words, gate_scales, bytes_, grids, gate, order, exponent, GATE, GATE_LINES, GATE_AHEAD
         )
-        u = panel_products(row, words, scales, bytes_, up, order, exponent, PANEL, LINES, AHEAD)
+        u = panel_products(row, words, scales, bytes_, grids, up, order, exponent, PANEL, LINES, AHEAD)
     else:
         g = tl.zeros([LINES, 16], tl.float32)
         u = tl.zeros([LINES, 16], tl.float32)
@@ -103,8 +103,8 @@ def gate_up_rows(  # type: ignore[no-untyped-def]
             for n in tl.static_range(AHEAD):
                 line = begin + n * LINES + tl.arange(0, LINES)
                 if IS_GATED:
-                    g += line_products(row, gates[n], words, order, line, exponent, PANEL)
-                u += line_products(row, ups[n], words, order, line, exponent, PANEL)
+                    g += line_products(row, gates[n], words, grids, order, line, exponent, PANEL)
+                u += line_products(row, ups[n], words, grids, order, line, exponent, PANEL)
     g = tl.sum(g, 0)
     if IS_GATED:
         g = finish(g, floats, gate, GATE)
@@ -116,8 +116,8 @@ def gate_up_rows(  # type: ignore[no-untyped-def]
 
 @jit_for_any("exponent")
 def down_rows(  # type: ignore[no-untyped-def]
-    intermediate, words, scales, bytes_, floats, ids, slot_of_expert, weights, partial, result, exponent,
-    TOP_K: tl.constexpr, EXPERT_BYTES: tl.constexpr, DOWN_AT: tl.constexpr, HIDDEN: tl.constexpr,
+    intermediate, words, scales, bytes_, grids, floats, ids, slot_of_expert, weights, partial, result,
+    exponent, TOP_K: tl.constexpr, EXPERT_BYTES: tl.constexpr, DOWN_AT: tl.constexpr, HIDDEN: tl.constexpr,
     INTERMEDIATE_COLUMNS: tl.constexpr, PANEL: tl.constexpr, HAS_PARTIAL: tl.constexpr,
     CHOICES: tl.constexpr, LINES: tl.constexpr, AHEAD: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
@@ -162,7 +162,7 @@ def down_rows(  # type: ignore[no-untyped-def]
             wait_for_previous(OVERLAPS)
         tl.debug_barrier()
         for n in tl.static_range(AHEAD):
-            total += line_products(x, loaded[n], words, 0, begin + n * LINES + line, exponent, PANEL)
+            total += line_products(x, loaded[n], words, grids, 0, begin + n * LINES + line, exponent, PANEL)
     total = tl.sum(tl.reshape(total, [CHOICES, LINES, 16]), 1)
     weight = tl.load(weights + row * TOP_K + choice, mask=choice < TOP_K, other=0.0)
     value = finish(total, floats, panel[:, None], PANEL) * weight[:, None]

@@ -46,10 +46,7 @@ def unpack_experts(
     )
     for number, panel, typed, offset, panels, turn in parts:
         unpack[(count, panels)](
-            typed.words,
-            typed.scales,
-            typed.bytes,
-            typed.floats,
+            *typed.pointers,
             (gate_up, down)[number],
             first,
             EXPERT_BYTES=kind.expert_bytes,

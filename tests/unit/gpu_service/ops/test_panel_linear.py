@@ -25,6 +25,7 @@ COVERING = (
     "int4_g32_mins_products",
     "int6_g16_products",
     "iq3_s_g32_products",
+    "iq3_xxs_grid_products",
     "nvfp4",
 )
 ALL = [pytest.param(name, marks=[] if name in COVERING else pytest.mark.full) for name in FORMATS]

@@ -126,11 +126,11 @@ UNPACKED = (
     "int4_g32_mins_products",
     "int2_g16_mins_products",
     "int6_g16_products",
-    "iq2_g32_products",
+    "iq2_xxs_grid_products",
     "int4_g128_zeros",
     "int4_g32_ordered",
     "mxfp4",
-    "iq2_g32_products+int6_g16_products",
+    "iq2_xxs_grid_products+int6_g16_products",
 )
 
 

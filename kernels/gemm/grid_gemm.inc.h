@@ -1,0 +1,94 @@
+// GEMMs of rows of a grid: panels are expanded to int8 in memory of the thread, and any kernel of that multiplies them.
+// Included INSIDE an anonymous namespace, after kernels/format/grids.h and GridLines, which expands 32 k:
+//
+//   GridLines::expand<kBits>(words, target)    lines of words to eight lines of int8
+//   GridLines::wholes(words, target)           a line of signs to 16 whole numbers of scales
+
+// Expanded panels that kernels want side by side, because they copy rows for each call: no more than this, or one.
+constexpr size_t kExpandedBytes = size_t{1} << 20;
+// How far ahead of the words that are expanded memory is asked for.
+constexpr size_t kGridPrefetchBytes = 4096;
+
+size_t expanded_at_once(const PanelLayout& expanded, uint32_t num_panels, bool one_by_one) {
+  if (one_by_one) return 1;
+  const size_t most = kExpandedBytes / expanded.panel_bytes;
+  return most == 0 ? 1 : most < num_panels ? most : num_panels;
+}
+
+template <int kBits>
+[[gnu::noinline]] void expand_words(const PanelLayout& layout, const std::byte* words, const std::byte* end,
+                                    const std::byte* next, std::byte* codes, std::byte* wholes) {
+  for (uint32_t k = 0; k < layout.k_padded; k += 32, words += kBits * 64, codes += 512) {
+    for (int line = 0; line < kBits; ++line) {
+      const std::byte* ahead = words + kGridPrefetchBytes + line * 64;
+      if (ahead >= end) ahead = next == nullptr ? words : next + (ahead - end);
+      __builtin_prefetch(ahead);
+    }
+    GridLines::expand<kBits>(words, codes);
+    if (k >= layout.k) continue;
+    GridLines::wholes(words + (kBits - 1) * 64, wholes);
+    wholes += kPanelColumns;
+  }
+}
+
+// `end`: of the work's panels.
+void expand_panel(const PanelLayout& layout, const std::byte* panel, const std::byte* end, const std::byte* next,
+                  const PanelLayout& expanded, std::byte* target) {
+  std::byte* const scales = target + expanded.scales_offset;
+  const bool is_3 = layout.format.code == Code::kIq3Xxs;
+  const auto expand = is_3 ? expand_words<3> : expand_words<2>;
+  expand(layout, panel, end, next, target, scales + expanded.whole_offset);
+  __builtin_memcpy(scales, panel + layout.scales_offset, layout.whole_offset);
+  auto* const units = reinterpret_cast<float*>(target + expanded.column_scale_offset);
+  for (uint32_t column = 0; column < kPanelColumns; ++column) units[column] = is_3 ? kIq3XxsUnit : kIq2XxsUnit;
+  if (!layout.has_bias) return;
+  __builtin_memcpy(target + expanded.bias_offset, panel + layout.bias_offset, kPanelColumns * sizeof(float));
+}
+
+// A kernel's functions for its own formats and for rows of a grid.
+template <bool (*kSupports)(const WeightFormat&)>
+bool supports_or_expands(const WeightFormat& format) {
+  return kSupports(expanded_format(format));
+}
+
+template <size_t (*kScratch)(const PanelLayout&, uint32_t, uint32_t), bool kOneByOne = true>
+size_t scratch_or_expands(const PanelLayout& layout, uint32_t num_panels, uint32_t num_rows) {
+  if (!is_grid(layout.format.code)) return kScratch(layout, num_panels, num_rows);
+  const PanelLayout expanded = expanded_layout(layout);
+  const size_t count = expanded_at_once(expanded, num_panels, kOneByOne);
+  return count * expanded.panel_bytes + kScratch(expanded, static_cast<uint32_t>(count), num_rows);
+}
+
+template <void (*kRun)(const GemmWork&), bool kOneByOne = true>
+void run_or_expands(const GemmWork& work) {
+  if (!is_grid(work.layout->format.code)) return kRun(work);
+  const PanelLayout& layout = *work.layout;
+  const PanelLayout expanded = expanded_layout(layout);
+  const auto most = static_cast<uint32_t>(expanded_at_once(expanded, work.num_panels, kOneByOne));
+  const std::byte* const end = work.panels + work.num_panels * layout.panel_bytes;
+  GemmWork part = work;
+  part.layout = &expanded;
+  part.panels = work.scratch;
+  part.scratch = work.scratch + most * expanded.panel_bytes;
+  part.next = nullptr;
+  part.was_next = true;
+  for (uint32_t panel = 0; panel < work.num_panels; panel += most) {
+    part.num_panels = panel + most < work.num_panels ? most : work.num_panels - panel;
+    part.result = work.result + size_t{panel} * kPanelColumns;
+    for (uint32_t i = 0; i < part.num_panels; ++i) {
+      expand_panel(layout, work.panels + (panel + i) * layout.panel_bytes, end, work.next, expanded,
+                   work.scratch + i * expanded.panel_bytes);
+    }
+    kRun(part);
+  }
+}
+
+template <size_t (*kBytes)(const PanelLayout&)>
+size_t row_bytes_or_expands(const PanelLayout& layout) {
+  return kBytes(is_grid(layout.format.code) ? expanded_layout(layout) : layout);
+}
+
+template <void (*kPrepare)(const PanelLayout&, const void*, std::byte*)>
+void prepare_or_expands(const PanelLayout& layout, const void* row, std::byte* prepared) {
+  kPrepare(is_grid(layout.format.code) ? expanded_layout(layout) : layout, row, prepared);
+}
