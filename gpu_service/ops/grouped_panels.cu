@@ -1,15 +1,15 @@
-// Products of blocks of rows that share an expert with its packed 4-bit panels, on tensor cores.
+// Products of blocks of rows that share an expert with its packed panels, on tensor cores.
 //
 // Compiled at run time by NVRTC, after a preamble of constants (grouped_panels.py): ACTIVATION_*, EXPERT_BYTES, TOP_K,
 // sizes, and `struct GateUp` and `struct Down`, which say how panels lie in memory (kernels/format/panel_layout.h).
 // Tests compile the very same file with a host compiler, after a shim of what it takes from CUDA.
 //
 // Weights are the matrix A of mma.m16n8k16, whose 16 rows are columns of panels, and rows of activations are B, so that
-// eight rows of an expert fill a tile. A word of a panel's line holds eight k of one column, in pairs that a shift and a
-// mask bring to the two halves of a register (panel_layout.h): two registers of A for each of two products. Which k a
-// product calls its first is free as long as A and B agree: a lane takes from memory 16 bytes of four neighbouring
-// columns and of eight neighbouring k, and of a row of activations those same eight k, 16 bytes. Nothing is exchanged
-// between lanes, and nothing is shuffled.
+// eight rows of an expert fill a tile. A word of a line of 4-bit codes holds eight k of one column, in pairs that a shift
+// and a mask bring to the two halves of a register (panel_layout.h): two registers of A for each of two products. Which
+// k a product calls its first is free as long as A and B agree: a lane takes from memory eight neighbouring k of four
+// neighbouring columns, 16 bytes or, of wider codes, of more lines, and of a row of activations those same eight k, 16
+// bytes. Nothing is exchanged between lanes, and nothing is shuffled.
 //
 // A warp computes 32 columns: 16 of a panel P in lanes whose group (lane / 4) is below 4, 16 of a panel Q in the others.
 // P is gate's and Q up's of the same channels, or they are neighbours. What a lane loads it loads kAhead steps before it
@@ -23,7 +23,6 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 
 constexpr int kPart = 32;            // k of one step: one line for each lane of a group of four
-constexpr int kRowsAhead = 2;        // steps that rows of activations, which are in a cache, are loaded ahead
 constexpr u32 kBase = 0x43004300u;   // 128.0 twice: after it a mantissa's last four bits are whole numbers
 constexpr u32 kMinusBase = 0xC300C300u;
 constexpr u32 kOnes = 0x3F803F80u;
@@ -80,6 +79,12 @@ static __device__ __forceinline__ u32 masked_or(u32 x, u32 mask, u32 bits) {
   asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(result) : "r"(x), "r"(mask), "r"(bits));
   return result;
 }
+// Bytes of x and y, numbered from 0 to 7, that the four lowest nibbles of `places` name.
+static __device__ __forceinline__ u32 bytes_of(u32 x, u32 y, u32 places) {
+  u32 result;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(x), "r"(y), "r"(places));
+  return result;
+}
 static __device__ __forceinline__ u32 rounded_pair(float low, float high) {
   u32 result;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
@@ -90,6 +95,20 @@ static __device__ __forceinline__ float from_half(u32 bits) {
   asm("{ .reg .b16 half; cvt.u16.u32 half, %1; cvt.f32.f16 %0, half; }" : "=f"(value) : "r"(bits));
   return value;
 }
+// Two e4m3fn in bfloat16.
+static __device__ __forceinline__ u32 from_float8(u32 two) {
+#if __CUDA_ARCH__ >= 890
+  u32 halves;
+  asm("{ .reg .b16 both; cvt.u16.u32 both, %1; cvt.rn.f16x2.e4m3x2 %0, both; }" : "=r"(halves) : "r"(two));
+  return rounded_pair(from_half(halves & 0xFFFFu), from_half(halves >> 16));
+#else
+  // The exponent's bias is 7: bits set into place, and 2^120. The highest code is NaN.
+  const u32 placed = bytes_of(two, 0, 0x1404);
+  const u32 value = fused_pairs(masked_or(placed >> 4, 0x07F007F0u, placed & 0x80008000u), 0x7B807B80u, 0x80008000u);
+  const u32 low_is_nan = (two & 0x7F) == 0x7F ? 0x7FC0u : 0, high_is_nan = (two & 0x7F00) == 0x7F00 ? 0x7FC00000u : 0;
+  return value | low_is_nan | high_is_nan;
+#endif
+}
 static __device__ __forceinline__ float other_panel(float value) { return __shfl_xor_sync(~0u, value, 16); }
 static __device__ __forceinline__ float exponential(float value) { return __expf(value); }
 #endif
@@ -97,6 +116,10 @@ static __device__ __forceinline__ float exponential(float value) { return __expf
 // Four scales as they are stored: 4, 8 or 16 bytes.
 template <int kBytes>
 struct Four;
+template <>
+struct Four<0> {
+  __device__ __forceinline__ void load(const u8*) {}
+};
 template <>
 struct Four<4> {
   u32 x;
@@ -116,18 +139,23 @@ struct Four<16> {
 // What a lane loads of one step: eight k of four columns, and what their group says of them.
 template <class Panel>
 struct Step {
-  uint4 words;
-  Four<4 * Panel::kScaleBytes> scales, mins;  // Of products the factors.
+  uint4 words[Panel::kBits / 4];
+  Four<Panel::kPanelScale ? 4 : 4 * Panel::kScaleBytes> scales, mins;  // Of products the factors.
   u32 whole, whole_mins, zeros;
 };
 
 // Loads a lane's part of a step. `panel`: that of the lane's columns.
 template <class Panel>
 static __device__ __forceinline__ void load(Step<Panel>& step, const u8* panel, int part, int lane) {
-  const int column = (lane >> 2 & 3) * 4, group = part * kPart / Panel::kGroup;
-  step.words = load_once(panel + (part * 4 + (lane & 3)) * 64 + column * 4);
+  constexpr int kLines = Panel::kBits / 4;
+  const int column = (lane >> 2 & 3) * 4, group = part / Panel::kPartsOfGroup;
+#pragma unroll
+  for (int line = 0; line < kLines; ++line) {
+    step.words[line] = load_once(panel + (part * 4 * kLines + (lane & 3) * kLines + line) * 64 + column * 4);
+  }
   const int factors = Panel::kProducts ? group / Panel::kFactorGroups : group;
-  const int scale_at = (factors * 16 + column) * Panel::kScaleBytes, whole_at = group * 16 + column;
+  const int scale_at = (Panel::kPanelScale ? group : factors * 16 + column) * Panel::kScaleBytes;
+  const int whole_at = group * 16 + column;
   step.scales.load(panel + Panel::kScalesAt + scale_at);
   if constexpr (Panel::kMins) step.mins.load(panel + Panel::kMinsAt + scale_at);
   if constexpr (Panel::kZeros) step.zeros = load_4(panel + Panel::kZerosAt + whole_at);
@@ -140,8 +168,12 @@ static __device__ __forceinline__ void load(Step<Panel>& step, const u8* panel, 
 }
 
 template <class Panel>
-static __device__ __forceinline__ void to_float(float (&scale)[4], const Four<4 * Panel::kScaleBytes>& four) {
-  if constexpr (Panel::kScale == SCALE_FLOAT32) {
+static __device__ __forceinline__ void to_float(float (&scale)[4], const decltype(Step<Panel>::scales)& four) {
+  if constexpr (Panel::kScale == SCALE_NONE) {
+    scale[0] = scale[1] = scale[2] = scale[3] = 1;
+  } else if constexpr (Panel::kPanelScale) {
+    scale[0] = scale[1] = scale[2] = scale[3] = __uint_as_float(four.x);
+  } else if constexpr (Panel::kScale == SCALE_FLOAT32) {
     scale[0] = __uint_as_float(four.x.x), scale[1] = __uint_as_float(four.x.y);
     scale[2] = __uint_as_float(four.x.z), scale[3] = __uint_as_float(four.x.w);
   } else if constexpr (Panel::kScale == SCALE_E8M0) {
@@ -176,19 +208,57 @@ static __device__ __forceinline__ void group_of(float (&scale)[4], float (&minim
   }
 }
 
-// Pairs of a word's codes in bfloat16: k 2 n and 2 n + 1 in pair n. `excess`: twice what they have too much, negative.
+// Eight 4-bit places in the table of values: of four at a time a byte of the first eight values or of the last eight,
+// the high and the low one, as pairs.
 template <class Panel>
-static __device__ __forceinline__ void decode(u32 (&pairs)[4], u32 word, u32 excess) {
+static __device__ __forceinline__ void look_up(u32 (&pairs)[4], u32 word) {
+  u32 found[2][2];  // [even or odd k][high or low bytes]
+#pragma unroll
+  for (int odd = 0; odd < 2; ++odd) {
+    const u32 four = odd ? word >> 16 : word, places = four & 0x7777u, halves = masked_or(four >> 1, 0x4444u, 0x3210u);
+    const u32 low = bytes_of(bytes_of(Panel::kLow0, Panel::kLow1, places), bytes_of(Panel::kLow2, Panel::kLow3, places), halves);
+    const u32 high =
+        bytes_of(bytes_of(Panel::kHigh0, Panel::kHigh1, places), bytes_of(Panel::kHigh2, Panel::kHigh3, places), halves);
+    found[odd][0] = bytes_of(low, high, 0x5140), found[odd][1] = bytes_of(low, high, 0x7362);
+  }
+#pragma unroll
+  for (int n = 0; n < 4; ++n) pairs[n] = bytes_of(found[0][n / 2], found[1][n / 2], n % 2 ? 0x7632 : 0x5410);
+}
+
+// Pairs of a column's eight codes in bfloat16: k 2 n and 2 n + 1 in pair n. `excess`: of integers of 4 bits, twice what
+// they have too much, negative.
+template <class Panel>
+static __device__ __forceinline__ void decode(u32 (&pairs)[4], const u32 (&words)[Panel::kBits / 4], u32 excess) {
+  if constexpr (Panel::kCode == CODE_TABLE) look_up<Panel>(pairs, words[0]);
 #pragma unroll
   for (int n = 0; n < 4; ++n) {
-    if constexpr (Panel::kFloat4) {
+    if constexpr (Panel::kCode == CODE_BFLOAT16) {
+      pairs[n] = words[n];
+    } else if constexpr (Panel::kCode == CODE_FLOAT8) {
+      pairs[n] = from_float8(words[n / 2] >> 16 * (n % 2) & 0xFFFFu);
+    } else if constexpr (Panel::kCode == CODE_INT8) {
+      // Each byte plus 128 in the mantissa of 2^23.
+      const u32 four = words[n / 2] ^ 0x80808080u, first = 2 * (n % 2);
+      const float low = __uint_as_float(bytes_of(four, 0x4B000000u, 0x7550u | first)) - 8388736.0f;
+      pairs[n] = rounded_pair(low, __uint_as_float(bytes_of(four, 0x4B000000u, 0x7551u | first)) - 8388736.0f);
+    } else if constexpr (Panel::kCode == CODE_FLOAT4) {
       // The exponent's bias is 1: bits set into place, and 2^126.
-      const u32 sign = word << (12 - 4 * n) & 0x80008000u;
-      const u32 moved = n < 2 ? word << (6 - 4 * n) : word >> (4 * n - 6);
+      const u32 sign = words[0] << (12 - 4 * n) & 0x80008000u;
+      const u32 moved = n < 2 ? words[0] << (6 - 4 * n) : words[0] >> (4 * n - 6);
       pairs[n] = fused_pairs(masked_or(moved, 0x01C001C0u, sign), 0x7E807E80u, 0x80008000u);
-    } else {
-      pairs[n] = fused_pairs(masked_or(word >> 4 * n, 0x000F000Fu, kBase), kOnes, excess);
+    } else if constexpr (Panel::kCode == CODE_INT4) {
+      pairs[n] = fused_pairs(masked_or(words[0] >> 4 * n, 0x000F000Fu, kBase), kOnes, excess);
     }
+  }
+}
+
+// Words of one of a lane's four columns.
+template <class Panel>
+static __device__ __forceinline__ void words_of(u32 (&words)[Panel::kBits / 4], const Step<Panel>& step, int column) {
+#pragma unroll
+  for (int line = 0; line < Panel::kBits / 4; ++line) {
+    const uint4& four = step.words[line];
+    words[line] = column == 0 ? four.x : column == 1 ? four.y : column == 2 ? four.z : four.w;
   }
 }
 
@@ -214,7 +284,6 @@ static __device__ __forceinline__ void multiply_step(float (&total)[kStrips][kTi
   }
 #pragma unroll
   for (int strip = 0; strip < kStrips; ++strip) {
-    const uint4 words = step[strip].words;
     float scale[4], minimum[4];
     if (ends_group) group_of<Panel>(scale, minimum, step[strip]);
 #pragma unroll
@@ -224,8 +293,11 @@ static __device__ __forceinline__ void multiply_step(float (&total)[kStrips][kTi
         const u32 zeros = step[strip].zeros >> 16 * two;
         excess[0] = kMinusBase + (zeros & 255) * 0x00010001u, excess[1] = kMinusBase + (zeros >> 8 & 255) * 0x00010001u;
       }
-      decode<Panel>(first, two ? words.z : words.x, excess[0]);
-      decode<Panel>(second, two ? words.w : words.y, excess[1]);
+      u32 words[Panel::kBits / 4];
+      words_of<Panel>(words, step[strip], 2 * two);
+      decode<Panel>(first, words, excess[0]);
+      words_of<Panel>(words, step[strip], 2 * two + 1);
+      decode<Panel>(second, words, excess[1]);
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
         float(&sum)[4] = sums.products[strip][tile][two];
@@ -256,7 +328,10 @@ static __device__ __forceinline__ void multiply_step(float (&total)[kStrips][kTi
 template <class Panel, int kStrips, int kTiles>
 static __device__ __forceinline__ void multiply(float (&total)[kStrips][kTiles][2][4], const u8* const (&panels)[kStrips],
                                                 const u8* const (&rows)[kTiles], int lane) {
-  constexpr int kParts = (Panel::kK + kPart - 1) / kPart, kPartsOfGroup = Panel::kGroup / kPart;
+  constexpr int kParts = (Panel::kK + kPart - 1) / kPart, kPartsOfGroup = Panel::kPartsOfGroup;
+  constexpr int kAhead = Panel::kAhead;
+  // Rows of activations, which are in a cache, are loaded fewer steps ahead where they take many registers.
+  constexpr int kRowsAhead = kTiles == 1 || kAhead < 2 ? kAhead : 2;
   const int own_k = (lane & 3) * 8;
   Step<Panel> steps[kAhead][kStrips];
   uint4 x[kRowsAhead][kTiles];

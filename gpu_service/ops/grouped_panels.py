@@ -1,4 +1,4 @@
-"""Products of rows that share an expert with packed 4-bit panels: `grouped_panels.cu` from the host.
+"""Products of rows that share an expert with packed panels: `grouped_panels.cu` from the host.
 
 For few to some rows of each expert (8 to 32), where Triton's tiles wait at barriers and exchange what they
 unpacked: there every lane unpacks the operands of its own tensor-core instructions in registers, as Marlin
@@ -16,18 +16,23 @@ import torch
 
 from gpu_service.device.limits import device_limits
 from gpu_service.ops.panels import PanelFormat
+from moebius.kernels.weight_formats import CODEBOOKS
 
 SOURCE = Path(__file__).with_suffix(".cu")
 # Rows of an expert that a tensor-core instruction takes, and how many such tiles a block may have.
 TILE_ROWS = 8
 TILES = (1, 2, 4)
 WARPS = 4
-# k of one step of a warp, and steps that weights are loaded ahead.
-PART, AHEAD = 32, 4
+# k of one step of a warp, and bits of each weight that it loads ahead: four steps of 4-bit codes.
+PART, BITS_AHEAD = 32, 16
 # Tensor cores multiply bfloat16 from here on.
 LEAST_ARCHITECTURE = 80
 
-_SCALES = ("float32", "bfloat16", "float16", "e8m0")
+_SCALES = ("none", "float32", "bfloat16", "float16", "e8m0")
+_SCALE_BYTES = {"none": 0, "float32": 4, "bfloat16": 2, "float16": 2, "e8m0": 1}
+_CODES = ("int4", "float4", "table", "int8", "float8", "bfloat16")
+# Tables of 16 values, which bfloat16 holds.
+_TABLES = ("iq4", "iq3_s")
 _ACTIVATIONS = ("silu", "silu_clamped", "gelu_tanh", "relu2", "clamped_silu", "gpt_oss")
 _INT, _FLOAT, _POINTER = ctypes.c_int32, ctypes.c_float, ctypes.c_uint64
 
@@ -56,11 +61,10 @@ class GroupedShape:
 
 def multiplies(panels: PanelFormat, row_length: int) -> bool:
     """Returns whether kernels take panels of this format, whose rows are `row_length` elements apart."""
-    is_code = panels.code == "float4" or (panels.code == "int4" and panels.bits == 4)
-    has_scales = panels.scale in _SCALES or panels.scale == "products"
-    is_plain = not (panels.panel_scale or panels.ordered or panels.quantised_rows)
-    in_groups = bool(panels.group_size) and panels.group_size % PART == 0
-    return is_code and has_scales and is_plain and in_groups and panels.k % 8 == 0 == row_length % 8
+    is_code = panels.code in _CODES or (panels.code in _TABLES and panels.bits == 4)
+    has_scales = (panels.scale or "none") in (*_SCALES, "products") and panels.group_size % PART == 0
+    is_plain = not (panels.ordered or panels.quantised_rows) and panels.k_padded % PART == 0
+    return is_code and has_scales and is_plain and panels.k % 8 == 0 == row_length % 8
 
 
 def is_available(device: torch.device) -> bool:
@@ -80,17 +84,20 @@ def _has_compiler() -> bool:
     return all((cuda.bindings.driver, cuda.core))
 
 
-def _structure(name: str, panels: PanelFormat) -> str:
+def _structure(name: str, panels: PanelFormat, ahead: int) -> str:
     """Returns the C++ of one kind of panel."""
-    scale = "float16" if panels.scale == "products" else panels.scale
-    sizes = {"float32": 4, "bfloat16": 2, "float16": 2, "e8m0": 1}
+    scale = "float16" if panels.scale == "products" else panels.scale or "none"
     excess = 0xC300C300 + panels.middle * 0x00010001
-    constants = {
+    parts = -(-panels.k // PART)
+    constants: dict[str, int | str] = {
         "kK": panels.k,
-        "kGroup": panels.group_size,
-        "kFloat4": int(panels.code == "float4"),
-        "kScale": f"SCALE_{(scale or '').upper()}",
-        "kScaleBytes": sizes[scale or ""],
+        "kBits": panels.bits,
+        "kAhead": ahead or max(1, BITS_AHEAD // panels.bits),
+        "kCode": f"CODE_{('table' if panels.code in _TABLES else panels.code).upper()}",
+        "kPartsOfGroup": panels.group_size // PART or parts,
+        "kScale": f"SCALE_{scale.upper()}",
+        "kScaleBytes": _SCALE_BYTES[scale],
+        "kPanelScale": int(panels.panel_scale),
         "kProducts": int(panels.scale == "products"),
         "kFactorGroups": max(1, panels.factor_groups),
         "kJoined": int(panels.joined),
@@ -107,20 +114,32 @@ def _structure(name: str, panels: PanelFormat) -> str:
         "kPanelBytes": panels.panel_bytes,
     }
     lines = [f"  static constexpr int {key} = {value};" for key, value in constants.items()]
-    return "\n".join(
-        [f"struct {name} {{", *lines, f"  static constexpr unsigned kExcess = {excess}u;", "};", ""]
-    )
+    words = {"kExcess": excess, **_table(panels)}
+    lines += [f"  static constexpr unsigned {key} = {value}u;" for key, value in words.items()]
+    return "\n".join([f"struct {name} {{", *lines, "};", ""])
 
 
-def program(
-    shape: GroupedShape, ahead: int = AHEAD, warps: int = WARPS, strips: tuple[int, ...] = (1,)
-) -> str:
-    """Returns the complete source for one kind of layer."""
+def _table(panels: PanelFormat) -> dict[str, int]:
+    """Returns the high and the low bytes of a table's values in bfloat16, four to a word."""
+    if panels.code not in _TABLES:
+        return {}
+    values = torch.tensor(CODEBOOKS[panels.code], dtype=torch.bfloat16).view(torch.int16).tolist()
+    return {
+        f"k{half}{word}": sum(
+            (value >> shift & 255) << 8 * i for i, value in enumerate(values[4 * word :][:4])
+        )
+        for half, shift in (("Low", 0), ("High", 8))
+        for word in range(4)
+    }
+
+
+def program(shape: GroupedShape, ahead: int = 0, warps: int = WARPS, strips: tuple[int, ...] = (1,)) -> str:
+    """Returns the complete source for one kind of layer; `ahead`: steps that weights are loaded ahead."""
     lines = [f"#define SCALE_{name.upper()} {number}" for number, name in enumerate(_SCALES)]
+    lines += [f"#define CODE_{name.upper()} {number}" for number, name in enumerate(_CODES)]
     lines += [f"#define ACTIVATION_{name.upper()} {number}" for number, name in enumerate(_ACTIVATIONS)]
     constants = {
         "kWarps": warps,
-        "kAhead": ahead,
         "kTopK": shape.top_k,
         "kGated": int(shape.gated),
         "kActivation": f"ACTIVATION_{shape.activation.upper()}",
@@ -136,7 +155,7 @@ def program(
         "kDownAt": shape.down_at,
     }
     lines += [f"constexpr unsigned long long {key} = {value};" for key, value in offsets.items()]
-    structures = _structure("GateUp", shape.gate_up) + _structure("Down", shape.down)
+    structures = _structure("GateUp", shape.gate_up, ahead) + _structure("Down", shape.down, ahead)
     kernels = "".join(f"KERNELS({count}, {tiles})\n" for count in strips for tiles in TILES)
     return "\n".join(lines) + "\n" + structures + SOURCE.read_text(encoding="utf-8") + kernels
 

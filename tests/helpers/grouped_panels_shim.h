@@ -86,6 +86,19 @@ static float from_half(unsigned bits) {
   const int exponent = bits >> 10 & 31;
   return sign * (exponent == 0 ? std::ldexp(mantissa, -24) : std::ldexp(1024 + mantissa, exponent - 25));
 }
+static unsigned bytes_of(unsigned x, unsigned y, unsigned places) {
+  const uint64_t both = uint64_t(y) << 32 | x;
+  unsigned result = 0;
+  for (unsigned i = 0; i < 4; ++i) result |= unsigned(both >> 8 * (places >> 4 * i & 7) & 255) << 8 * i;
+  return result;
+}
+static float from_byte(unsigned code) {
+  const float sign = code & 0x80 ? -1.0f : 1.0f, mantissa = float(code & 7);
+  const int exponent = code >> 3 & 15;
+  if ((code & 0x7F) == 0x7F) return NAN;
+  return sign * (exponent == 0 ? std::ldexp(mantissa, -9) : std::ldexp(8 + mantissa, exponent - 10));
+}
+static unsigned from_float8(unsigned two) { return rounded_pair(from_byte(two & 255), from_byte(two >> 8)); }
 static float other_panel(float value) {
   Warp& warp = own_warp();
   const unsigned lane = threadIdx.x & 31;

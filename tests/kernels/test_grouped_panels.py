@@ -35,7 +35,7 @@ extern "C" void run(int tiles, unsigned blocks, unsigned first, unsigned second,
 }
 """
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
-# Each code, type of scales, length of groups, zero points and mins.
+# Each code, type of scales, length of groups, zero points and mins, scales of panels and of columns.
 FORMATS = (
     "int4_g32",
     "int4_g64_zeros_f16",
@@ -43,6 +43,14 @@ FORMATS = (
     "int4_g32_mins",
     "int4_g32_mins_products",
     "mxfp4",
+    "iq4_g32_products",
+    "iq3_s_g32_products",
+    "int8",
+    "int8_g32_mins",
+    "fp8_block",
+    "fp8_channel",
+    "mxfp8",
+    "bfloat16",
 )
 
 
