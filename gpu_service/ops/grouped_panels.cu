@@ -136,39 +136,50 @@ struct Four<16> {
   __device__ __forceinline__ void load(const u8* at) { x = load_16(at); }
 };
 
-// What a lane loads of one step: eight k of four columns, and what their group says of them.
+// What a lane loads of one step: eight k of four columns, and what their groups say of them; one group or two.
 template <class Panel>
 struct Step {
-  uint4 words[Panel::kBits / 4];
-  Four<Panel::kPanelScale ? 4 : 4 * Panel::kScaleBytes> scales, mins;  // Of products the factors.
-  u32 whole, whole_mins, zeros;
+  static constexpr int kGroups = Panel::kGroup == 16 ? 2 : 1;
+  uint4 words[Panel::kLowBits / 4];
+  uint4 high;  // Bits of a second plane.
+  Four<Panel::kPanelScale ? 4 : 4 * Panel::kScaleBytes> scales[kGroups], mins[kGroups];  // Of products the factors.
+  u32 whole[kGroups], whole_mins[kGroups], zeros[kGroups];
 };
 
 // Loads a lane's part of a step. `panel`: that of the lane's columns.
 template <class Panel>
 static __device__ __forceinline__ void load(Step<Panel>& step, const u8* panel, int part, int lane) {
-  constexpr int kLines = Panel::kBits / 4;
-  const int column = (lane >> 2 & 3) * 4, group = part / Panel::kPartsOfGroup;
+  constexpr int kLines = Panel::kLowBits / 4, kGroups = Step<Panel>::kGroups;
+  const int column = (lane >> 2 & 3) * 4;
+  const u8* own = panel + part * (Panel::kBits * 64) + column * 4;
 #pragma unroll
   for (int line = 0; line < kLines; ++line) {
-    step.words[line] = load_once(panel + (part * 4 * kLines + (lane & 3) * kLines + line) * 64 + column * 4);
+    step.words[line] = load_once(own + ((lane & 3) * kLines + line) * 64);
   }
-  const int factors = Panel::kProducts ? group / Panel::kFactorGroups : group;
-  const int scale_at = (Panel::kPanelScale ? group : factors * 16 + column) * Panel::kScaleBytes;
-  const int whole_at = group * 16 + column;
-  step.scales.load(panel + Panel::kScalesAt + scale_at);
-  if constexpr (Panel::kMins) step.mins.load(panel + Panel::kMinsAt + scale_at);
-  if constexpr (Panel::kZeros) step.zeros = load_4(panel + Panel::kZerosAt + whole_at);
-  if constexpr (Panel::kProducts) {
-    step.whole = load_4(panel + Panel::kScalesAt + Panel::kWholeAt + whole_at);
-    if constexpr (Panel::kMins && !Panel::kJoined) {
-      step.whole_mins = load_4(panel + Panel::kMinsAt + Panel::kWholeAt + whole_at);
+  if constexpr (Panel::kBits == 6) step.high = load_once(own + (4 + (lane >> 1 & 1)) * 64);
+  if constexpr (Panel::kBits == 5) step.high = load_once(own + 4 * 64);
+#pragma unroll
+  for (int each = 0; each < kGroups; ++each) {
+    // The second half of the last step may be padding, which has no group.
+    const int wanted = kGroups == 2 ? 2 * part + each : part / Panel::kPartsOfGroup;
+    const int group = kGroups == 2 && wanted >= Panel::kAllGroups ? Panel::kAllGroups - 1 : wanted;
+    const int factors = Panel::kProducts ? group / Panel::kFactorGroups : group;
+    const int scale_at = (Panel::kPanelScale ? group : factors * 16 + column) * Panel::kScaleBytes;
+    const int whole_at = group * 16 + column;
+    step.scales[each].load(panel + Panel::kScalesAt + scale_at);
+    if constexpr (Panel::kMins) step.mins[each].load(panel + Panel::kMinsAt + scale_at);
+    if constexpr (Panel::kZeros) step.zeros[each] = load_4(panel + Panel::kZerosAt + whole_at);
+    if constexpr (Panel::kProducts) {
+      step.whole[each] = load_4(panel + Panel::kScalesAt + Panel::kWholeAt + whole_at);
+      if constexpr (Panel::kMins && !Panel::kJoined) {
+        step.whole_mins[each] = load_4(panel + Panel::kMinsAt + Panel::kWholeAt + whole_at);
+      }
     }
   }
 }
 
 template <class Panel>
-static __device__ __forceinline__ void to_float(float (&scale)[4], const decltype(Step<Panel>::scales)& four) {
+static __device__ __forceinline__ void to_float(float (&scale)[4], const Four<Panel::kPanelScale ? 4 : 4 * Panel::kScaleBytes>& four) {
   if constexpr (Panel::kScale == SCALE_NONE) {
     scale[0] = scale[1] = scale[2] = scale[3] = 1;
   } else if constexpr (Panel::kPanelScale) {
@@ -183,6 +194,10 @@ static __device__ __forceinline__ void to_float(float (&scale)[4], const decltyp
       // 2^-127 is no normal float32, and 255 means NaN.
       scale[i] = __uint_as_float(bits == 0 ? 0x00400000u : bits == 255 ? 0x7FC00000u : bits << 23);
     }
+  } else if constexpr (Panel::kScale == SCALE_E4M3) {
+    const u32 first = from_float8(four.x & 0xFFFFu), second = from_float8(four.x >> 16);
+    scale[0] = __uint_as_float(first << 16), scale[1] = __uint_as_float(first & 0xFFFF0000u);
+    scale[2] = __uint_as_float(second << 16), scale[3] = __uint_as_float(second & 0xFFFF0000u);
   } else if constexpr (Panel::kScale == SCALE_BFLOAT16) {
     scale[0] = __uint_as_float(four.x.x << 16), scale[1] = __uint_as_float(four.x.x & 0xFFFF0000u);
     scale[2] = __uint_as_float(four.x.y << 16), scale[3] = __uint_as_float(four.x.y & 0xFFFF0000u);
@@ -192,18 +207,21 @@ static __device__ __forceinline__ void to_float(float (&scale)[4], const decltyp
   }
 }
 
-// A step's scales and mins of a lane's four columns.
+// Scales and mins of one of a step's groups, for a lane's four columns.
 template <class Panel>
-static __device__ __forceinline__ void group_of(float (&scale)[4], float (&minimum)[4], const Step<Panel>& step) {
-  to_float<Panel>(scale, step.scales);
-  if constexpr (Panel::kMins) to_float<Panel>(minimum, step.mins);
+static __device__ __forceinline__ void group_of(float (&scale)[4], float (&minimum)[4], const Step<Panel>& step, int each) {
+  to_float<Panel>(scale, step.scales[each]);
+  if constexpr (Panel::kMins) to_float<Panel>(minimum, step.mins[each]);
   if constexpr (Panel::kProducts) {
+    const u32 whole = step.whole[each];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int shift = 8 * i;
-      scale[i] *= float(Panel::kJoined ? int(step.whole >> shift & 15) : int(step.whole << (24 - shift)) >> 24);
-      if constexpr (Panel::kMins && Panel::kJoined) minimum[i] *= float(step.whole >> (shift + 4) & 15);
-      if constexpr (Panel::kMins && !Panel::kJoined) minimum[i] *= float(int(step.whole_mins << (24 - shift)) >> 24);
+      scale[i] *= float(Panel::kJoined ? int(whole >> shift & 15) : int(whole << (24 - shift)) >> 24);
+      if constexpr (Panel::kMins && Panel::kJoined) minimum[i] *= float(whole >> (shift + 4) & 15);
+      if constexpr (Panel::kMins && !Panel::kJoined) {
+        minimum[i] *= float(int(step.whole_mins[each] << (24 - shift)) >> 24);
+      }
     }
   }
 }
@@ -225,10 +243,21 @@ static __device__ __forceinline__ void look_up(u32 (&pairs)[4], u32 word) {
   for (int n = 0; n < 4; ++n) pairs[n] = bytes_of(found[0][n / 2], found[1][n / 2], n % 2 ? 0x7632 : 0x5410);
 }
 
-// Pairs of a column's eight codes in bfloat16: k 2 n and 2 n + 1 in pair n. `excess`: of integers of 4 bits, twice what
-// they have too much, negative.
+// Bits of a second plane of 5- or 6-bit codes, where pair n's belong: above the four of the first. `high`: moved to where
+// the lane's begin.
 template <class Panel>
-static __device__ __forceinline__ void decode(u32 (&pairs)[4], const u32 (&words)[Panel::kBits / 4], u32 excess) {
+static __device__ __forceinline__ u32 high_bits(u32 high, int n) {
+  constexpr int kPlane = Panel::kBits - 4;
+  // The four k of a byte that n / 2 names are in bits 0 and kPlane.
+  const int from = n / 2 * 8 + n % 2 * kPlane;
+  return (from > 4 ? high >> (from - 4) : high << (4 - from)) & (Panel::kBits == 6 ? 0x00300030u : 0x00100010u);
+}
+
+// Pairs of a column's eight codes in bfloat16: k 2 n and 2 n + 1 in pair n. `excess`: of integers of 4 to 6 bits, twice
+// what they have too much, negative.
+template <class Panel>
+static __device__ __forceinline__ void decode(u32 (&pairs)[4], const u32 (&words)[Panel::kLowBits / 4], u32 high,
+                                              u32 excess) {
   if constexpr (Panel::kCode == CODE_TABLE) look_up<Panel>(pairs, words[0]);
 #pragma unroll
   for (int n = 0; n < 4; ++n) {
@@ -246,70 +275,92 @@ static __device__ __forceinline__ void decode(u32 (&pairs)[4], const u32 (&words
       const u32 sign = words[0] << (12 - 4 * n) & 0x80008000u;
       const u32 moved = n < 2 ? words[0] << (6 - 4 * n) : words[0] >> (4 * n - 6);
       pairs[n] = fused_pairs(masked_or(moved, 0x01C001C0u, sign), 0x7E807E80u, 0x80008000u);
-    } else if constexpr (Panel::kCode == CODE_INT4) {
-      pairs[n] = fused_pairs(masked_or(words[0] >> 4 * n, 0x000F000Fu, kBase), kOnes, excess);
+    } else if constexpr (Panel::kCode == CODE_INTEGER) {
+      const u32 above = Panel::kBits > 4 ? kBase | high_bits<Panel>(high, n) : kBase;
+      pairs[n] = fused_pairs(masked_or(words[0] >> 4 * n, 0x000F000Fu, above), kOnes, excess);
     }
   }
 }
 
-// Words of one of a lane's four columns.
+static __device__ __forceinline__ u32 column_of(const uint4& four, int column) {
+  return column == 0 ? four.x : column == 1 ? four.y : column == 2 ? four.z : four.w;
+}
+
+// Pairs of one of a lane's four columns.
 template <class Panel>
-static __device__ __forceinline__ void words_of(u32 (&words)[Panel::kBits / 4], const Step<Panel>& step, int column) {
+static __device__ __forceinline__ void decode_column(u32 (&pairs)[4], const Step<Panel>& step, int column, int lane) {
+  u32 words[Panel::kLowBits / 4], high = 0, excess = Panel::kExcess;
 #pragma unroll
-  for (int line = 0; line < Panel::kBits / 4; ++line) {
-    const uint4& four = step.words[line];
-    words[line] = column == 0 ? four.x : column == 1 ? four.y : column == 2 ? four.z : four.w;
+  for (int line = 0; line < Panel::kLowBits / 4; ++line) words[line] = column_of(step.words[line], column);
+  if constexpr (Panel::kBits == 6) high = column_of(step.high, column) >> (lane & 1) * 4;
+  if constexpr (Panel::kBits == 5) high = column_of(step.high, column) >> (lane & 3) * 2;
+  if constexpr (Panel::kZeros) {
+    const u32 zeros = step.zeros[Step<Panel>::kGroups == 2 && lane & 2 ? 1 : 0];
+    excess = kMinusBase + (zeros >> 8 * column & 255) * 0x00010001u;
   }
+  decode<Panel>(pairs, words, high, excess);
 }
 
 // Sums of a group's products, and of its rows; they are scaled when it ends.
 template <class Panel, int kStrips, int kTiles>
 struct Sums {
   float products[kStrips][kTiles][2][4];
-  float rows[kTiles][4];
+  float rows[Step<Panel>::kGroups][kTiles][4];
 };
+
+// A row's eight k where they belong to one of a step's groups, else zeros: of two groups each has two lanes of four.
+template <class Panel>
+static __device__ __forceinline__ uint4 rows_of_group(const uint4& x, int each, int lane) {
+  const bool is_own = Step<Panel>::kGroups == 1 || (lane >> 1 & 1) == each;
+  return is_own ? x : make_uint4(0, 0, 0, 0);
+}
 
 // One step: adds to `sums` its products, and to `total` a group's that ends.
 template <class Panel, int kStrips, int kTiles>
 static __device__ __forceinline__ void multiply_step(float (&total)[kStrips][kTiles][2][4],
                                                      Sums<Panel, kStrips, kTiles>& sums,
                                                      const Step<Panel> (&step)[kStrips], const uint4 (&x)[kTiles],
-                                                     bool ends_group) {
+                                                     bool ends_group, int lane) {
+  constexpr int kGroups = Step<Panel>::kGroups;
   if constexpr (Panel::kMins) {
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
-      multiply_add(sums.rows[tile], kOnes, kOnes, kOnes, kOnes, x[tile].x, x[tile].y);
-      multiply_add(sums.rows[tile], kOnes, kOnes, kOnes, kOnes, x[tile].z, x[tile].w);
+#pragma unroll
+      for (int each = 0; each < kGroups; ++each) {
+        const uint4 own = rows_of_group<Panel>(x[tile], each, lane);
+        multiply_add(sums.rows[each][tile], kOnes, kOnes, kOnes, kOnes, own.x, own.y);
+        multiply_add(sums.rows[each][tile], kOnes, kOnes, kOnes, kOnes, own.z, own.w);
+      }
     }
   }
 #pragma unroll
   for (int strip = 0; strip < kStrips; ++strip) {
-    float scale[4], minimum[4];
-    if (ends_group) group_of<Panel>(scale, minimum, step[strip]);
+    float scale[kGroups][4], minimum[kGroups][4];
+#pragma unroll
+    for (int each = 0; each < kGroups; ++each) {
+      if (ends_group) group_of<Panel>(scale[each], minimum[each], step[strip], each);
+    }
 #pragma unroll
     for (int two = 0; two < 2; ++two) {
-      u32 excess[2] = {Panel::kExcess, Panel::kExcess}, first[4], second[4];
-      if constexpr (Panel::kZeros) {
-        const u32 zeros = step[strip].zeros >> 16 * two;
-        excess[0] = kMinusBase + (zeros & 255) * 0x00010001u, excess[1] = kMinusBase + (zeros >> 8 & 255) * 0x00010001u;
-      }
-      u32 words[Panel::kBits / 4];
-      words_of<Panel>(words, step[strip], 2 * two);
-      decode<Panel>(first, words, excess[0]);
-      words_of<Panel>(words, step[strip], 2 * two + 1);
-      decode<Panel>(second, words, excess[1]);
+      u32 first[4], second[4];
+      decode_column<Panel>(first, step[strip], 2 * two, lane);
+      decode_column<Panel>(second, step[strip], 2 * two + 1, lane);
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
         float(&sum)[4] = sums.products[strip][tile][two];
-        multiply_add(sum, first[0], second[0], first[1], second[1], x[tile].x, x[tile].y);
-        multiply_add(sum, first[2], second[2], first[3], second[3], x[tile].z, x[tile].w);
-        if (!ends_group) continue;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          float& result = total[strip][tile][two][i];
-          result += sum[i] * scale[2 * two + i / 2];
-          if constexpr (Panel::kMins) result += sums.rows[tile][i & 1] * minimum[2 * two + i / 2];
-          sum[i] = 0;
+        for (int each = 0; each < kGroups; ++each) {
+          const uint4 own = rows_of_group<Panel>(x[tile], each, lane);
+          multiply_add(sum, first[0], second[0], first[1], second[1], own.x, own.y);
+          multiply_add(sum, first[2], second[2], first[3], second[3], own.z, own.w);
+          if (!ends_group) continue;
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            float& result = total[strip][tile][two][i];
+            result += sum[i] * scale[each][2 * two + i / 2];
+            if constexpr (Panel::kMins) result += sums.rows[each][tile][i & 1] * minimum[each][2 * two + i / 2];
+            sum[i] = 0;
+          }
         }
       }
     }
@@ -318,7 +369,10 @@ static __device__ __forceinline__ void multiply_step(float (&total)[kStrips][kTi
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) sums.rows[tile][i] = 0;
+    for (int each = 0; each < kGroups; ++each) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sums.rows[each][tile][i] = 0;
+    }
   }
 }
 
@@ -358,7 +412,8 @@ static __device__ __forceinline__ void multiply(float (&total)[kStrips][kTiles][
       const int part = begin + ahead;
       if (kParts % kAhead != 0 && part >= kParts) break;
       const bool ends_group = kPartsOfGroup == 1 || part % kPartsOfGroup == kPartsOfGroup - 1 || part == kParts - 1;
-      multiply_step<Panel, kStrips, kTiles>(total, sums, steps[ahead], x[ahead % kRowsAhead], ends_group);
+      multiply_step<Panel, kStrips, kTiles>(total, sums, steps[ahead], x[ahead % kRowsAhead], ends_group,
+                                              lane);
       if (part + kAhead < kParts) {
 #pragma unroll
         for (int strip = 0; strip < kStrips; ++strip) {

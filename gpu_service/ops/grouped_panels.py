@@ -28,9 +28,10 @@ PART, BITS_AHEAD = 32, 16
 # Tensor cores multiply bfloat16 from here on.
 LEAST_ARCHITECTURE = 80
 
-_SCALES = ("none", "float32", "bfloat16", "float16", "e8m0")
-_SCALE_BYTES = {"none": 0, "float32": 4, "bfloat16": 2, "float16": 2, "e8m0": 1}
-_CODES = ("int4", "float4", "table", "int8", "float8", "bfloat16")
+_SCALES = ("none", "float32", "bfloat16", "float16", "e8m0", "e4m3")
+_SCALE_BYTES = {"none": 0, "float32": 4, "bfloat16": 2, "float16": 2, "e8m0": 1, "e4m3": 1}
+_CODES = ("integer", "float4", "table", "int8", "float8", "bfloat16")
+_INTEGERS = ("int4", "int5", "int6")
 # Tables of 16 values, which bfloat16 holds.
 _TABLES = ("iq4", "iq3_s")
 _ACTIVATIONS = ("silu", "silu_clamped", "gelu_tanh", "relu2", "clamped_silu", "gpt_oss")
@@ -61,8 +62,9 @@ class GroupedShape:
 
 def multiplies(panels: PanelFormat, row_length: int) -> bool:
     """Returns whether kernels take panels of this format, whose rows are `row_length` elements apart."""
-    is_code = panels.code in _CODES or (panels.code in _TABLES and panels.bits == 4)
-    has_scales = (panels.scale or "none") in (*_SCALES, "products") and panels.group_size % PART == 0
+    is_code = panels.code in (*_CODES, *_INTEGERS) or (panels.code in _TABLES and panels.bits == 4)
+    in_groups = panels.group_size == 16 or panels.group_size % PART == 0
+    has_scales = in_groups and (panels.scale or "none") in (*_SCALES, "products")
     is_plain = not (panels.ordered or panels.quantised_rows) and panels.k_padded % PART == 0
     return is_code and has_scales and is_plain and panels.k % 8 == 0 == row_length % 8
 
@@ -89,12 +91,16 @@ def _structure(name: str, panels: PanelFormat, ahead: int) -> str:
     scale = "float16" if panels.scale == "products" else panels.scale or "none"
     excess = 0xC300C300 + panels.middle * 0x00010001
     parts = -(-panels.k // PART)
+    code = "table" if panels.code in _TABLES else "integer" if panels.code in _INTEGERS else panels.code
     constants: dict[str, int | str] = {
         "kK": panels.k,
         "kBits": panels.bits,
-        "kAhead": ahead or max(1, BITS_AHEAD // panels.bits),
-        "kCode": f"CODE_{('table' if panels.code in _TABLES else panels.code).upper()}",
-        "kPartsOfGroup": panels.group_size // PART or parts,
+        "kLowBits": panels.low_bits,
+        "kAhead": ahead or max(1, BITS_AHEAD // panels.bits // 2 * 2),
+        "kCode": f"CODE_{code.upper()}",
+        "kGroup": panels.group_size,
+        "kAllGroups": panels.groups,
+        "kPartsOfGroup": 1 if panels.group_size == 16 else panels.group_size // PART or parts,
         "kScale": f"SCALE_{scale.upper()}",
         "kScaleBytes": _SCALE_BYTES[scale],
         "kPanelScale": int(panels.panel_scale),

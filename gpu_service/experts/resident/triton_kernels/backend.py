@@ -16,7 +16,6 @@ import triton
 from gpu_service.device.graphs import is_capturing
 from gpu_service.experts.resident.experts import LayerSlots, ResidentKernels
 from gpu_service.experts.resident.grouped import GroupedExperts
-from gpu_service.experts.resident.panels import LayerFormat
 from gpu_service.experts.resident.triton_kernels import dense, gemm, launch, routing
 from gpu_service.experts.resident.triton_kernels.pairs import align, combine_choices, pair_memory, row_parts
 from gpu_service.experts.resident.triton_kernels.rows import down_rows, gate_up_rows
@@ -44,10 +43,12 @@ class TritonResidentKernels(ResidentKernels):
         self._most_few_rows = few_rows
         self._grouped = GroupedExperts(geometry)
 
-    def _few_rows(self, kind: LayerFormat) -> int:
+    def _few_rows(self, slots: LayerSlots, dtype: torch.dtype) -> int:
         if self._most_few_rows is not None:
             return self._most_few_rows
-        return launch.few_rows(kind, self._geometry.num_experts, self._geometry.top_k)
+        if self._grouped.of(slots, dtype) is not None:
+            return launch.FEW_GROUPED_ROWS
+        return launch.few_rows(slots.kind, self._geometry.num_experts, self._geometry.top_k)
 
     def cpu_ids(
         self, slots: LayerSlots, topk_ids: torch.Tensor, counts: torch.Tensor | None = None
@@ -85,7 +86,7 @@ class TritonResidentKernels(ResidentKernels):
         inputs = hidden_states.contiguous(), topk_ids.contiguous(), topk_weights.contiguous()
         pairs, experts = topk_ids.numel(), self._geometry.num_experts
         # Unpacking reads every slot that has memory, also those of no expert; a graph cannot know which have.
-        is_few = num_rows <= self._few_rows(slots.kind) or not slots.backed
+        is_few = num_rows <= self._few_rows(slots, hidden_states.dtype) or not slots.backed
         is_captured = slots.memory is not None and is_capturing(hidden_states.device)
         if is_few or is_captured or not launch.unpacks(slots.kind, hidden_states.dtype, pairs, experts):
             for rows in row_parts(slots, hidden_states, topk_ids.shape[1]):
@@ -109,7 +110,7 @@ class TritonResidentKernels(ResidentKernels):
         result: torch.Tensor,
     ) -> None:
         """Products with weights as they are stored."""
-        if hidden_states.shape[0] <= self._few_rows(slots.kind):
+        if hidden_states.shape[0] <= self._few_rows(slots, hidden_states.dtype):
             self._by_rows(slots, hidden_states, topk_ids, topk_weights, partial, result)
             return
         pairs = topk_ids.numel()
@@ -165,7 +166,7 @@ class TritonResidentKernels(ResidentKernels):
     def warm_up(self, slots: LayerSlots, max_rows: int, dtype: torch.dtype) -> None:
         """A call for each kind of tile, and one for few rows. No id is chosen."""
         geometry, device = self._geometry, slots.weights.device
-        few = self._few_rows(slots.kind)
+        few = self._few_rows(slots, dtype)
         by_parts = launch.by_parts(dtype, slots.kind.gate, slots.kind.gate_up)
         sizes = launch.sizes_to_warm_up(geometry.num_experts, geometry.top_k, few, max_rows, by_parts)
         for rows_ in counted(sizes, "compiling expert kernels", len(sizes)):

@@ -6,15 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
-from gpu_service.experts.resident.grouped import can_group
 from gpu_service.experts.resident.panels import PAIRS_BYTES, UNPACK_FROM, UNPACKED_BYTES, LayerFormat
 from gpu_service.ops.panels import PanelFormat
 from gpu_service.ops.triton.panel_sizes import EXACT_IN_BFLOAT16, has_parts
 
 # Up to this many token rows, a program per pair reads its expert's panels itself, in any model.
 _FEWEST_ROWS = 8
-# Of layers whose rows `ops/grouped_panels` computes.
-_FEWEST_GROUPED_ROWS = 3
+# The same of layers whose rows `ops/grouped_panels` computes.
+FEW_GROUPED_ROWS = 3
 # Bytes of down products' weights that are prefetched: of the cache that devices with one for them have.
 MAX_PREFETCHED = 16 << 20
 
@@ -34,8 +33,6 @@ def few_rows(kind: LayerFormat, num_experts: int, top_k: int) -> int:
     On an H200 (128 experts, 8 chosen) 16 rows took 0.68 to 0.93 of the time of tiles in 4 and 8 bits, 24 rows
     0.87 to 1.12, and in bfloat16 32 rows 0.45: `python -m tests.gpu.time_resident`.
     """
-    if can_group(kind):
-        return _FEWEST_GROUPED_ROWS
     per_expert = 2 if min(panels.bits for panels in kind.panels) >= 16 else 1
     return max(_FEWEST_ROWS, per_expert * num_experts // top_k)
 
