@@ -6,6 +6,7 @@
 
 #include "kernels/format/numbers.h"
 #include "kernels/format/requantise.h"
+#include "kernels/format/source_access.h"
 
 namespace moebius::fuzz {
 namespace {
