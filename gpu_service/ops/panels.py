@@ -33,16 +33,25 @@ class PanelFormat(PanelLayout):
     @property
     def low_bits(self) -> int:
         """Bits of an element that lie in its word: all, or those of the first plane. Of rows of a grid the
-        lines of 32 k that have their numbers.
+        lines of 32 k that have as many numbers each.
         """
         if self.is_grid:
-            return self.bits - 1
+            return 1 if self.code == "iq2_xxs" else 2
         return {2: 2, 3: 2, 5: 4, 6: 4}.get(self.bits, self.bits)
 
     @property
     def high_bits(self) -> int:
-        """Bits of an element that lie in a second plane, or 0. Of rows of a grid the line of signs."""
+        """Bits of an element that lie in a second plane, or 0. Of rows of a grid 1 where words do not have
+        all that elements need.
+        """
+        if self.is_grid:
+            return int(self.code != "iq2_xs")
         return self.bits - self.low_bits
+
+    @property
+    def has_scale_nibbles(self) -> bool:
+        """Returns whether whole numbers of scales are 2 s + 1, two s to a byte."""
+        return self.is_grid and self.code not in ("iq3_xxs", "iq2_xxs")
 
     @property
     def is_grid(self) -> bool:

@@ -54,7 +54,14 @@ def _group_values(panels: PanelFormat, packed: torch.Tensor, offset: int) -> tor
     begin = offset * typed.shape[1] // packed.shape[1]
     if panels.scale == "products":
         factors = packed[:, offset : offset + -(-groups // panels.factor_groups) * 32].contiguous()
-        if panels.is_grid:
+        if panels.has_scale_nibbles:
+            begin = offset + panels.whole_offset
+            both = packed[:, begin : begin + -(-groups // 2) * PANEL_COLUMNS].view(
+                count, -1, 1, PANEL_COLUMNS
+            )
+            nibbles = torch.cat([both & 15, both >> 4], 2).flatten(1, 2)[:, :groups]
+            whole = (nibbles * 2 + 1).float()
+        elif panels.is_grid:
             whole = ((_grid_words(panels, packed)[:, :groups, -1] >> 28 & 15) * 2 + 1).float()
         else:
             begin = (panels.scales_offset if panels.joined else offset) + panels.whole_offset
@@ -85,15 +92,38 @@ def _grid_values(panels: PanelFormat, packed: torch.Tensor) -> torch.Tensor:
     words = _grid_words(panels, packed)
     shape = packed.shape[0], panels.k_padded, PANEL_COLUMNS
 
-    def fields(of: torch.Tensor, width: int, count: int) -> torch.Tensor:
-        places = torch.arange(0, width * count, width, dtype=torch.int32, device=packed.device)
-        return of.unsqueeze(-2) >> places[:, None] & ((1 << width) - 1)
+    def fields(of: torch.Tensor, width: int, places: tuple[int, ...]) -> torch.Tensor:
+        """Returns fields of words `[..., 16]`, as the last axis but one."""
+        at = torch.tensor(places, dtype=torch.int32, device=packed.device)
+        return of.unsqueeze(-2) >> at[:, None] & ((1 << width) - 1)
 
+    bytes_, sevens = (0, 8, 16, 24), (0, 7, 14, 21)
+    if panels.code in ("iq3_xxs", "iq2_xxs"):
+        numbers = fields(words[:, :, :-1], 8, bytes_)
+        signs = fields(fields(words[:, :, -1], 7, sevens), 1, tuple(range(7)))
+    elif panels.code == "iq2_xs":
+        numbers = fields(words, 9, (0, 16))
+        signs = fields(fields(words, 7, (9, 25)), 1, tuple(range(7)))
+    else:
+        begin = panels.signs_offset
+        more = packed[:, begin : begin + panels.k_padded // 32 * PANEL_COLUMNS]
+        more = more.view(packed.shape[0], -1, PANEL_COLUMNS).int()
+        if panels.code == "iq2_s":
+            numbers = fields(words, 10, (0, 16))
+            six = fields(words, 6, (10, 26)).flatten(2, 3)
+            signs = fields(six | fields(more, 2, (0, 2, 4, 6)) << 6, 1, tuple(range(8)))
+        else:
+            own, shared = words[:, :, ::2], words[:, :, 1]
+            fourth = fields(shared, 9, (0, 23)).unsqueeze(-2)
+            numbers = torch.cat([fields(own, 9, (0, 10, 23)), fourth], -2)
+            signs = fields(more, 4, (0, 4)) | fields(shared, 7, (9, 16)) << 4
+            signs = signs | (own >> 19 & 15) << 11 | (own >> 9 & 1) << 15
+            signs = fields(signs, 1, tuple(range(16)))
+    if panels.code in ("iq3_xxs", "iq2_xxs", "iq2_xs"):
+        signs = torch.cat([signs, signs.sum(-2, keepdim=True) % 2], -2)
     table = torch.from_numpy(grid(panels.code)).to(packed.device).float() * panels.grid_unit
-    values = table[fields(words[:, :, :-1], 8, 4)].movedim(-1, -2).reshape(shape)
-    bits = fields(fields(words[:, :, -1], 7, 4), 1, 7)
-    signs = torch.cat([bits, bits.sum(-2, keepdim=True) % 2], -2).reshape(shape)
-    return torch.where(signs == 1, -values, values)[:, : panels.k].contiguous()
+    values = table[numbers].movedim(-1, -2).reshape(shape)
+    return torch.where(signs.reshape(shape) == 1, -values, values)[:, : panels.k].contiguous()
 
 
 def _codes(panels: PanelFormat, packed: torch.Tensor) -> torch.Tensor:
@@ -143,7 +173,7 @@ def _code_values(panels: PanelFormat, codes: torch.Tensor) -> torch.Tensor:
             return codes.to(torch.int8).float()
         case "int2" | "int3" | "int4" | "int5" | "int6":
             return codes.float()
-        case "iq4" | "iq3_s" | "iq2" | "iq1":
+        case "iq4" | "iq1":
             return torch.tensor(CODEBOOKS[panels.code], dtype=torch.float32, device=codes.device)[codes]
         case "float4":
             return torch.tensor(FLOAT4_VALUES, dtype=torch.float32, device=codes.device)[codes]

@@ -186,6 +186,7 @@ py::dict panel_layout(const std::string& format, int64_t k, bool has_bias) {
   result["groups"] = layout.groups;
   result["factor_groups"] = layout.factor_groups;
   result["whole_offset"] = layout.whole_offset;
+  result["signs_offset"] = layout.signs_offset;
   result["joined"] = layout.joined;
   result["scales_offset"] = layout.scales_offset;
   result["zeros_offset"] = layout.zeros_offset;
@@ -217,15 +218,16 @@ py::dict expert_layout(const std::string& gate_up_format, const std::string& dow
   return result;
 }
 
-// uint8 [256, 4 or 8], see grids.h.
-py::array_t<uint8_t> grid_rows(const std::string& code) {
-  const bool is_3 = code == code_name(Code::kIq3Xxs);
-  if (!is_3 && code != code_name(Code::kIq2Xxs)) {
-    throw std::invalid_argument("code '" + code + "' has no grid; allowed: iq3_xxs, iq2_xxs");
+// uint8 [rows, 4 or 8], see grids.h.
+py::array_t<uint8_t> rows_of_grid(const std::string& code) {
+  std::string allowed;
+  for (const Code each : {Code::kIq3Xxs, Code::kIq3S, Code::kIq2Xxs, Code::kIq2Xs, Code::kIq2S}) {
+    const GridRows rows = grid_rows(each);
+    const std::vector<py::ssize_t> shape{rows.count, rows.width};
+    if (code == code_name(each)) return py::array_t<uint8_t>(shape, static_cast<const uint8_t*>(rows.rows));
+    allowed += (allowed.empty() ? "" : ", ") + std::string(code_name(each));
   }
-  const void* const rows = is_3 ? static_cast<const void*>(kIq3XxsGrid.rows) : kIq2XxsGrid.rows;
-  const std::vector<py::ssize_t> shape{kGridRows, is_3 ? 4 : 8};
-  return py::array_t<uint8_t>(shape, static_cast<const uint8_t*>(rows));
+  throw std::invalid_argument("code '" + code + "' has no grid; allowed: " + allowed);
 }
 
 // Without Python's lock: threads that load an expert each would wait for one another.
@@ -269,7 +271,7 @@ void bind_format(py::module_& m) {
   m.def("unpack_bias", &unpack_bias, py::arg("format"), py::arg("packed").noconvert(), py::arg("rows"), py::arg("k"));
   m.def("requantise_matrix", &requantise_matrix, py::arg("format"), py::arg("source"));
   m.def("dequantise_matrix", &dequantise_matrix, py::arg("source"));
-  m.def("grid_rows", &grid_rows, py::arg("code"));
+  m.def("grid_rows", &rows_of_grid, py::arg("code"));
   m.def("take_gguf_part", &take_gguf_part, py::arg("type"), py::arg("part"), py::arg("blocks").noconvert(),
         py::arg("output").noconvert());
 }

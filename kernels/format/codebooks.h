@@ -1,8 +1,8 @@
 // What the codes of GGUF's IQ types mean: places in tables of whole numbers, times a power of two. Data only: any file
 // may read it, whatever instruction set it is built for.
 //
-// Rows of the grids of IQ1, IQ2_S, IQ2_XS and IQ3_S are four or eight such numbers each. A panel has a number's place,
-// not the row's: it takes more bits than the file, but every kernel decodes it as it does others.
+// Rows of the grids of IQ1 are eight such numbers each. A panel has a number's place, not the row's: it takes more bits
+// than the file, but every kernel decodes it as it does others.
 #pragma once
 
 #include <cstdint>
@@ -18,14 +18,10 @@ struct Codebook {
 
 // Tables and grids of ggml-common.h of https://github.com/ggml-org/ggml.
 constexpr Codebook kIq4Codebook{{-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113}, 1.0f};
-// The fourth bit is the sign.
-constexpr Codebook kIq3SCodebook{{1, 3, 5, 7, 9, 11, 13, 15, -1, -3, -5, -7, -9, -11, -13, -15}, 1.0f};
-// The third bit is the sign; 3 and 7 are not used.
-constexpr Codebook kIq2Codebook{{8, 25, 43, 0, -8, -25, -43, 0, 8, 25, 43, 0, -8, -25, -43, 0}, 0.125f};
 // -1, 0, 1 less an eighth, then more an eighth; 3 and 7 are not used.
 constexpr Codebook kIq1Codebook{{-9, -1, 7, 0, -7, 1, 9, 0, -9, -1, 7, 0, -7, 1, 9, 0}, 0.125f};
 
 // Of a code from kIq4 on: kCodebooks[code - kIq4]; null of codes of grids (grids.h).
-constexpr const Codebook* kCodebooks[] = {&kIq4Codebook, nullptr, &kIq3SCodebook, &kIq2Codebook, &kIq1Codebook};
+constexpr const Codebook* kCodebooks[] = {&kIq4Codebook, nullptr, nullptr, nullptr, &kIq1Codebook};
 
 }  // namespace moebius

@@ -240,6 +240,49 @@ void grid_scales(Bytes block, uint8_t* target) {
   }
 }
 
+// Two numbers s to a byte.
+template <uint32_t kPlace, uint32_t kCount>
+void nibble_scales(Bytes block, uint8_t* target) {
+  for (uint32_t i = 0; i < kCount; ++i) {
+    store_product(target, i, half_at(block), (block[kPlace + i / 2] >> i % 2 * 4 & 15) * 2 + 1);
+  }
+}
+
+// 32 low bytes of numbers, as many of signs, and two high bits of each number: these to the numbers, for which two
+// signs move to a byte of their own.
+void iq2_s_words(Bytes block, uint8_t* target) {
+  for (uint32_t group = 0; group < 8; ++group, target += 16) {
+    uint32_t words[4] = {};
+    for (uint32_t i = 0; i < 4; ++i) {
+      const uint32_t signs = block[34 + group * 4 + i], high = block[66 + group] >> (i * 2) & 3;
+      const uint32_t number = block[2 + group * 4 + i] | high << 8;
+      words[i / 2] |= (number | (signs & 63) << 10) << (i % 2 * 16);
+      words[2] |= signs >> 6 << (i * 2);
+    }
+    std::memcpy(target, words, sizeof words);
+  }
+}
+
+// 64 low bytes of numbers, a ninth bit of each, then four bytes of signs: a half of the numbers have a word's upper and
+// lower nine bits and nine in between, the fourth those of a word that both halves share, and signs what is left.
+void iq3_s_words(Bytes block, uint8_t* target) {
+  for (uint32_t group = 0; group < 8; ++group, target += 16) {
+    uint32_t words[4] = {};
+    for (uint32_t half = 0; half < 2; ++half) {
+      uint32_t numbers[4];
+      for (uint32_t i = 0; i < 4; ++i) {
+        const uint32_t place = half * 4 + i;
+        numbers[i] = block[2 + group * 8 + place] | (block[66 + group] >> place & 1U) << 8;
+      }
+      const uint32_t signs = load_element<uint16_t>(block + 74 + group * 4, half);
+      words[half * 2] = numbers[0] | numbers[1] << 10 | numbers[2] << 23 | (signs >> 11 & 15) << 19 | signs >> 15 << 9;
+      words[1] |= numbers[3] << (half * 23) | (signs >> 4 & 127) << (9 + half * 7);
+      words[3] |= (signs & 15) << (half * 4);
+    }
+    std::memcpy(target, words, sizeof words);
+  }
+}
+
 template <uint32_t kBlockBytes, uint32_t kPartBytes, void (*kTake)(Bytes block, uint8_t* target)>
 void take_rows(const GgufRows& source, std::byte* target) {
   auto* to = reinterpret_cast<uint8_t*>(target);
@@ -279,6 +322,9 @@ const std::vector<GgufPart>& gguf_parts() {
       part<36, 4, copy<0, 4>>("NVFP4", "scales"),         part<98, 128, iq3_xxs_words>("IQ3_XXS", "codes"),
       part<98, 32, grid_scales<66, 4>>("IQ3_XXS", "scales"),     part<66, 64, copy<2, 64>>("IQ2_XXS", "codes"),
       part<66, 32, grid_scales<6, 8>>("IQ2_XXS", "scales"),
+      part<74, 64, copy<2, 64>>("IQ2_XS", "codes"),       part<74, 64, nibble_scales<66, 16>>("IQ2_XS", "scales"),
+      part<82, 128, iq2_s_words>("IQ2_S", "codes"),       part<82, 64, nibble_scales<74, 16>>("IQ2_S", "scales"),
+      part<110, 128, iq3_s_words>("IQ3_S", "codes"),      part<110, 32, nibble_scales<106, 8>>("IQ3_S", "scales"),
   };
   return parts;
 }

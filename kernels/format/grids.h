@@ -8,29 +8,39 @@
 
 namespace moebius {
 
-constexpr uint32_t kGridRows = 256;
-
-struct Grid4 {
-  alignas(64) uint32_t rows[kGridRows];
-};
-struct Grid8 {
-  alignas(64) uint64_t rows[kGridRows];
-};
-
 // The first weight in the lowest byte.
-extern const Grid4 kIq3XxsGrid;
-extern const Grid8 kIq2XxsGrid;
+template <class Row, uint32_t kCount>
+struct Grid {
+  alignas(64) Row rows[kCount];
+};
+extern const Grid<uint32_t, 256> kIq3XxsGrid;
+extern const Grid<uint32_t, 512> kIq3SGrid;
+extern const Grid<uint64_t, 256> kIq2XxsGrid;
+extern const Grid<uint64_t, 512> kIq2XsGrid;
+extern const Grid<uint64_t, 1024> kIq2SGrid;
+
+template <Code kCode>
+constexpr float kGridUnit = 0.125f;
+template <>
+inline constexpr float kGridUnit<Code::kIq3Xxs> = 0.5f;
+template <>
+inline constexpr float kGridUnit<Code::kIq3S> = 1.0f;
+
+struct GridRows {
+  const void* rows = nullptr;  // bytes [count][width]; null of other codes
+  uint32_t count = 0;
+  uint32_t width = 0;
+  float unit = 1.0f;
+};
+GridRows grid_rows(Code code);
 
 // Places of the magnitudes: of iq3_xxs in 4 bits, of iq2_xxs in 2, the first weight's lowest.
 struct GridPlaces {
-  alignas(64) uint8_t first[kGridRows];  // of the first half of a row
-  alignas(64) uint8_t second[kGridRows];
+  alignas(64) uint8_t first[256];  // of the first half of a row
+  alignas(64) uint8_t second[256];
 };
 extern const GridPlaces kIq3XxsPlaces;
 extern const GridPlaces kIq2XxsPlaces;
-
-constexpr float kIq3XxsUnit = 0.5f;
-constexpr float kIq2XxsUnit = 0.125f;
 
 // What GEMMs make of rows of a grid before they multiply (kernels/gemm/grid_gemm.inc.h): int8 with the same products as
 // scales, and the code's unit as the scale of every column. Other formats are themselves.

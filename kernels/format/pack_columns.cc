@@ -89,6 +89,15 @@ void put_whole(const PanelLayout& layout, bool of_mins, uint8_t number, std::byt
   *target |= static_cast<std::byte>(layout.joined && of_mins ? number << 4 : number);
 }
 
+// 2 s + 1 as s, of two groups in a byte. Throws std::invalid_argument for another number.
+void put_nibble(uint8_t number, uint32_t group, std::byte* target) {
+  if (number % 2 == 0 || number > 31) {
+    throw std::invalid_argument("source matrix: a scale's whole number is " + std::to_string(number) +
+                                "; allowed for rows of a grid: 1, 3, ..., 31");
+  }
+  *target |= static_cast<std::byte>(number / 2 << (group % 2 * 4));
+}
+
 // Factors of `factor_groups` groups, to `target`; the whole numbers of each after them, or after those of `scales`.
 void pack_products(const SourceMatrix& source, const PanelLayout& layout, Columns columns, std::byte* target,
                    std::byte* scales) {
@@ -108,7 +117,12 @@ void pack_products(const SourceMatrix& source, const PanelLayout& layout, Column
                                     std::to_string(layout.factor_groups * layout.format.group_size) + " columns");
       }
       std::memcpy(factors + column * sizeof factor, &factor, sizeof factor);
-      if (!is_grid(layout.format.code)) put_whole(layout, of_mins, static_cast<uint8_t>(word >> 16), whole + column);
+      const auto number = static_cast<uint8_t>(word >> 16);
+      if (has_scale_nibbles(layout.format.code)) {
+        put_nibble(number, group, target + layout.whole_offset + size_t{group / 2} * kPanelColumns + column);
+      } else if (!is_grid(layout.format.code)) {
+        put_whole(layout, of_mins, number, whole + column);
+      }
     }
   }
 }
@@ -158,6 +172,7 @@ void pack_panel_scales(const SourceMatrix& source, const PanelLayout& layout, ui
     mins.scales = source.mins;
     pack_group_scales(mins, layout, columns, target + layout.mins_offset, scales);
   }
+  if (has_sign_bytes(layout.format.code)) pack_grid_signs(source, layout, panel, target + layout.signs_offset);
   if (layout.format.zeros) pack_zeros(source, layout, columns, target + layout.zeros_offset);
   for (uint32_t column = 0; column < columns.count; ++column) {
     const size_t offset = column * sizeof(float);

@@ -34,6 +34,8 @@ void pack_lines_planes(const SourceMatrix& source, const PanelLayout& layout, co
 
 // Rows of a grid, whose words are the source's. Lines begin and end at multiples of the words of 32 k.
 void pack_lines_grid(const SourceMatrix& source, const PanelLayout& layout, const LineRange& lines, std::byte* target);
+// The bytes of signs, of a code that has them, to a section of zeros.
+void pack_grid_signs(const SourceMatrix& source, const PanelLayout& layout, uint32_t panel, std::byte* target);
 
 // Elements of a column are neighbours or near: plain with any strides and equal codes of 8 bits and more, AWQ, GPTQ.
 void pack_lines_awq(const SourceMatrix& source, const PanelLayout& layout, const LineRange& lines, std::byte* target);

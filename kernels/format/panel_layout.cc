@@ -48,9 +48,12 @@ PanelLayout::PanelLayout(const WeightFormat& weight_format, uint32_t matrix_k, b
     joined = format.mins && format.code == Code::kInt2;
     whole_offset = align64(size_t{ceil_div(groups, factor_groups)} * kPanelColumns * sizeof(uint16_t));
   }
-  const size_t element_bytes = is_grid(format.code) ? 0 : scale_bytes(format.scale);  // of grids: in the codes
-  const size_t section_bytes = whole_offset + align64(groups * scale_columns * element_bytes);
-  zeros_offset = scales_offset + section_bytes;
+  size_t scale_rows = groups * size_t{scale_bytes(format.scale)};
+  if (has_scale_nibbles(format.code)) scale_rows = ceil_div(groups, 2);
+  else if (is_grid(format.code)) scale_rows = 0;  // in the codes
+  const size_t section_bytes = whole_offset + align64(scale_rows * scale_columns);
+  signs_offset = scales_offset + section_bytes;
+  zeros_offset = signs_offset + (has_sign_bytes(format.code) ? align64(size_t{k_padded} / 32 * kPanelColumns) : 0);
   mins_offset = zeros_offset + (format.zeros ? align64(size_t{groups} * kPanelColumns) : 0);
   column_scale_offset = mins_offset + (!format.mins ? 0 : joined ? whole_offset : section_bytes);
   bias_offset = column_scale_offset + (format.column_scale ? kPanelColumns * sizeof(float) : 0);

@@ -16,15 +16,15 @@
 //                                      vector v at bit 2 (v % 4) of each byte); then, of 6 bits, two lines of the
 //                                      high 2 bits in the same way, of 3 and 5 bits a line of the highest bit,
 //                                      vector v at bit v of each byte
-//                   rows of a grid     32 k = three lines (iq3_xxs) or two (iq2_xxs) of a GGUF block's words. First the
-//                                      rows' numbers, one a byte from bit 0 on, of four k each (iq3_xxs: two lines) or
-//                                      of eight; last a line of signs: 7 bits for eight k each, of which the
-//                                      eighth's makes the number of ones even, and in bits 28-31 s; the whole
-//                                      number of the group's scale is 2 s + 1
+//                   rows of a grid     32 k = three lines (iq3) or two (iq2). iq3_xxs, iq2_xxs: the rows' numbers,
+//                                      one a byte from bit 0 on, of four k each (iq3) or eight; last a line of signs: 7
+//                                      bits for eight k each, of which the eighth's makes the number of ones even;
+//                                      bits 28-31 are s; the whole number of the group's scale is 2 s + 1. Numbers of 9
+//                                      and 10 bits share words with signs: grid_place() of panel_values.h
 //   scales        [groups][16] of the format's scale type; [groups] when the format has panel_scale;
 //                 products: [groups / factor_groups][16] float16 factors; then, from the next multiple of 64 bytes
-//                 on, [groups][16] int8 (int2 with mins: 4 bits of the scale below 4 bits of the minimum; rows of
-//                 a grid: none, see there)
+//                 on, [groups][16] int8 (int2 with mins: 4 bits of the scale below 4 bits of the minimum; rows of a
+//                 grid: none, or [groups / 2][16] bytes of two s; of iq3_s, iq2_s then [k_padded / 32][16] of signs)
 //   zeros         [groups][16] uint8                    (formats with zeros)
 //   mins      [groups][16] of the scale type        (formats with mins; int2 with products: the factors alone)
 //   column_scale  [16] float32                          (formats with column_scale)
@@ -69,6 +69,7 @@ struct PanelLayout {
   bool has_bias = false;
   // Bytes from the panel's begin. What a format lacks has the offset where it would be.
   size_t scales_offset = 0;
+  size_t signs_offset = 0;    // of rows of a grid, where words have not room for all
   size_t zeros_offset = 0;
   size_t mins_offset = 0;
   size_t column_scale_offset = 0;

@@ -62,10 +62,11 @@ inline float decode_value(Code code, uint32_t bits, uint32_t zero) {
     case Code::kInt6: return static_cast<float>(static_cast<int32_t>(bits) - static_cast<int32_t>(zero));
     case Code::kFloat4: return kFloat4Values[bits];
     case Code::kIq3Xxs:
-    case Code::kIq2Xxs: break;  // see grid_value
-    case Code::kIq4:
     case Code::kIq3S:
-    case Code::kIq2:
+    case Code::kIq2Xxs:
+    case Code::kIq2Xs:
+    case Code::kIq2S: break;  // see grid_value
+    case Code::kIq4:
     case Code::kIq1: {
       const Codebook& book = *kCodebooks[static_cast<int>(code) - static_cast<int>(Code::kIq4)];
       return static_cast<float>(book.values[bits]) * book.unit;
@@ -74,20 +75,45 @@ inline float decode_value(Code code, uint32_t bits, uint32_t zero) {
   return 0.0f;
 }
 
-// Signs of the eight k that k is one of, of the word that has those of 32.
-inline uint32_t grid_signs(uint32_t word, uint32_t k) {
-  const uint32_t stored = word >> (k % 32 / 8 * 7) & 127;
+// The number of a row of a grid, and signs of the eight k that k is one of.
+struct GridPlace {
+  uint32_t number;
+  uint32_t signs;
+};
+
+inline uint32_t with_even_ones(uint32_t stored) {
   return stored | (static_cast<uint32_t>(std::popcount(stored)) & 1) << 7;
 }
 
-// What k of the 32 whose words are words[0], words[step], ... means before its scale.
-inline float grid_value(Code code, const uint32_t* words, size_t step, uint32_t k) {
+// Of k of 32 whose words are words[0], words[step], ..., `more` where signs have a byte.
+inline GridPlace grid_place(Code code, const uint32_t* words, size_t step, uint32_t more, uint32_t i) {
+  const auto stored_signs = [i](uint32_t word) { return with_even_ones(word >> (i / 8 * 7) & 127); };
+  const uint32_t pair = words[i / 16 * step] >> (i % 16 / 8 * 16);
+  switch (code) {
+    case Code::kIq3Xxs:
+      return {words[i / 16 * step] >> (i % 16 / 4 * 8) & 255, stored_signs(words[2 * step])};
+    case Code::kIq2Xxs: return {words[0] >> (i / 8 * 8) & 255, stored_signs(words[step])};
+    case Code::kIq2Xs: return {pair & 511, with_even_ones(pair >> 9 & 127)};
+    case Code::kIq2S: return {pair & 1023, (pair >> 10 & 63) | (more >> (i / 8 * 2) & 3) << 6};
+    default: break;
+  }
+  // iq3_s
+  constexpr uint32_t kPlaces[] = {0, 10, 23};
+  const uint32_t half = i / 16, row = i % 16 / 4, own = words[half * 2 * step], shared = words[step];
+  const uint32_t number = (row < 3 ? own >> kPlaces[row] : shared >> (half * 23)) & 511;
+  const uint32_t signs = (more >> (half * 4) & 15) | (shared >> (9 + half * 7) & 127) << 4 |
+                         (own >> 19 & 15) << 11 | (own >> 9 & 1) << 15;
+  return {number, signs >> (i % 16 / 8 * 8) & 255};
+}
+
+// What k of the 32 means before its scale.
+inline float grid_value(Code code, const uint32_t* words, size_t step, uint32_t more, uint32_t k) {
   const uint32_t i = k % 32;
-  const bool is_3 = code == Code::kIq3Xxs;
-  const uint32_t number = is_3 ? words[i / 16 * step] >> (i % 16 / 4 * 8) & 255 : words[0] >> (i / 8 * 8) & 255;
-  const uint64_t row = is_3 ? kIq3XxsGrid.rows[number] >> (i % 4 * 8) : kIq2XxsGrid.rows[number] >> (i % 8 * 8);
-  const float value = static_cast<float>(row & 255) * (is_3 ? kIq3XxsUnit : kIq2XxsUnit);
-  return (grid_signs(words[(is_3 ? 2 : 1) * step], i) >> (i % 8) & 1) != 0 ? -value : value;
+  const GridPlace place = grid_place(code, words, step, more, i);
+  const GridRows rows = grid_rows(code);
+  const auto* const row = static_cast<const uint8_t*>(rows.rows) + size_t{place.number} * rows.width;
+  const float value = static_cast<float>(row[i % rows.width]) * rows.unit;
+  return (place.signs >> (i % 8) & 1) != 0 ? -value : value;
 }
 
 // The first word of a column's 32 k; the next ones are kPanelColumns on.
@@ -99,7 +125,11 @@ inline const uint32_t* grid_words(const PanelLayout& layout, const std::byte* pa
 // What element k of a column means before its scales, of group and column `entry`.
 inline float panel_value(const PanelLayout& layout, const std::byte* panel, uint32_t column, uint32_t k, size_t entry) {
   const Code code = layout.format.code;
-  if (is_grid(code)) return grid_value(code, grid_words(layout, panel, column, k), kPanelColumns, k);
+  if (is_grid(code)) {
+    const std::byte* const signs = panel + layout.signs_offset + size_t{k / 32} * kPanelColumns + column;
+    const uint32_t more = has_sign_bytes(code) ? std::to_integer<uint32_t>(*signs) : 0;
+    return grid_value(code, grid_words(layout, panel, column, k), kPanelColumns, more, k);
+  }
   return decode_value(code, panel_code(layout, panel, column, k), panel_zero(layout, panel, entry));
 }
 
@@ -110,6 +140,11 @@ inline float panel_scale(const PanelLayout& layout, const std::byte* panel, bool
   if (layout.format.scale != ScaleType::kProducts) return load_scale(layout.format.scale, section, index);
   const size_t place = entry / kPanelColumns / layout.factor_groups * kPanelColumns + entry % kPanelColumns;
   const float factor = decode_float16(load_element<uint16_t>(section, static_cast<ptrdiff_t>(place)));
+  if (has_scale_nibbles(layout.format.code)) {
+    const size_t group = entry / kPanelColumns;
+    const size_t byte = layout.whole_offset + group / 2 * kPanelColumns + entry % kPanelColumns;
+    return factor * static_cast<float>((std::to_integer<uint32_t>(section[byte]) >> (group % 2 * 4) & 15) * 2 + 1);
+  }
   if (is_grid(layout.format.code)) {
     const auto column = static_cast<uint32_t>(entry % kPanelColumns);
     const auto k = static_cast<uint32_t>(entry / kPanelColumns * 32);

@@ -25,8 +25,8 @@ enum class SourceLayout : uint8_t {
   kMxfp4 = 4,
   // weight uint8 [out, in / 2], low nibble first; scales e4m3 uint8 [out, groups]; global scale in tensor_scale.
   kNvfp4 = 5,
-  // Rows of a grid: words of 32 elements as panels have them, two (iq2_xxs) or three and one that is not read (iq3_xxs),
-  // of which the last that is read has the whole numbers of scales, too.
+  // Rows of a grid: words of 32 elements as panels have them, of iq3_s and iq2_s then one whose lowest byte has signs.
+  // Two words (iq2_xxs, iq2_xs) or four, what is left of which is not read.
   kGridWords = 6,
 };
 

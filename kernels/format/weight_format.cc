@@ -83,9 +83,10 @@ std::vector<NamedFormat> make_formats() {
   formats.emplace_back("iq4_g32_f16", grouped(Code::kIq4, ScaleType::kFloat16, 32));
   formats.emplace_back("iq4_g32_products", grouped(Code::kIq4, kProducts, 32));
   formats.emplace_back("iq3_xxs_grid_products", grouped(Code::kIq3Xxs, kProducts, 32));
-  formats.emplace_back("iq3_s_g32_products", grouped(Code::kIq3S, kProducts, 32));
+  formats.emplace_back("iq3_s_grid_products", grouped(Code::kIq3S, kProducts, 32));
   formats.emplace_back("iq2_xxs_grid_products", grouped(Code::kIq2Xxs, kProducts, 32));
-  formats.emplace_back("iq2_g16_products", grouped(Code::kIq2, kProducts, 16));
+  formats.emplace_back("iq2_xs_grid_products", grouped(Code::kIq2Xs, kProducts, 16));
+  formats.emplace_back("iq2_s_grid_products", grouped(Code::kIq2S, kProducts, 16));
   formats.emplace_back("iq1_g16_products", grouped(Code::kIq1, kProducts, 16));
   formats.emplace_back("iq1_g32_products", grouped(Code::kIq1, kProducts, 32));
   for (const bool zeros : {false, true}) {
@@ -127,13 +128,14 @@ uint32_t code_bits(Code code) {
     case Code::kInt8: return 8;
     case Code::kInt4:
     case Code::kFloat4:
-    case Code::kIq4:
-    case Code::kIq3S: return 4;
+    case Code::kIq4: return 4;
     case Code::kInt2:
-    case Code::kIq2Xxs: return 2;
+    case Code::kIq2Xxs:
+    case Code::kIq2Xs:
+    case Code::kIq2S: return 2;
     case Code::kInt3:
     case Code::kIq3Xxs:
-    case Code::kIq2:
+    case Code::kIq3S:
     case Code::kIq1: return 3;
     case Code::kInt5: return 5;
     case Code::kInt6: return 6;
@@ -154,7 +156,11 @@ uint32_t scale_bytes(ScaleType scale) {
   refuse("scale type " + std::to_string(static_cast<int>(scale)) + " is unknown");
 }
 
-bool is_grid(Code code) { return code == Code::kIq3Xxs || code == Code::kIq2Xxs; }
+bool is_grid(Code code) { return code == Code::kIq3Xxs || code == Code::kIq2Xxs || has_scale_nibbles(code); }
+
+bool has_scale_nibbles(Code code) { return code == Code::kIq2Xs || has_sign_bytes(code); }
+
+bool has_sign_bytes(Code code) { return code == Code::kIq3S || code == Code::kIq2S; }
 
 bool is_integer(Code code) { return code == Code::kInt8 || code_middle(code) != 0; }
 
@@ -185,9 +191,10 @@ const char* code_name(Code code) {
     case Code::kIq4: return "iq4";
     case Code::kIq3Xxs: return "iq3_xxs";
     case Code::kIq3S: return "iq3_s";
-    case Code::kIq2: return "iq2";
+    case Code::kIq2Xs: return "iq2_xs";
     case Code::kIq1: return "iq1";
     case Code::kIq2Xxs: return "iq2_xxs";
+    case Code::kIq2S: return "iq2_s";
   }
   refuse("element code " + std::to_string(static_cast<int>(code)) + " is unknown");
 }
@@ -283,7 +290,10 @@ void check_weight_format(const WeightFormat& format) {
                                       (format.scale != ScaleType::kFloat16 && !products))) {
     refuse("codes of 2, 3, 5 and 6 bits and iq codes need a float16 scale, or a product, per column and group");
   }
-  if (is_grid(format.code) && (!products || size != 32)) refuse("rows of a grid need products as scales, of groups of 32");
+  const uint32_t grid_group = format.code == Code::kIq2Xs || format.code == Code::kIq2S ? 16 : 32;
+  if (is_grid(format.code) && (!products || size != grid_group)) {
+    refuse("rows of a grid need products as scales, of groups of " + std::to_string(grid_group));
+  }
   if (format.ordered && (size == 0 || !in_bytes)) {
     refuse("an order is supported for int4 and int8 codes with group scales only");
   }

@@ -93,10 +93,8 @@ void run_weights_scaled_by(const GemmWork& work) {
   switch (work.layout->format.code) {
     case Code::kInt2: return run_small<2, kType>(work);
     case Code::kInt3:
-    case Code::kIq2:
     case Code::kIq1: return run_small<3, kType>(work);
-    case Code::kIq4:
-    case Code::kIq3S: return run_small<4, kType>(work);
+    case Code::kIq4: return run_small<4, kType>(work);
     case Code::kInt5: return run_small<5, kType>(work);
     case Code::kInt6: return run_small<6, kType>(work);
     default: break;

@@ -18,7 +18,7 @@ struct Float32Decoder : PlainRow {
   static constexpr uint32_t kUnitBytes = 128;
   static constexpr uint32_t kUnitK = 2;
   static constexpr int kUnitRegisters = 0;
-  explicit Float32Decoder(const WeightFormat&) {}
+  explicit Float32Decoder(const PanelLayout&) {}
 
   struct Unit {
     const float* at;
@@ -34,7 +34,7 @@ struct BFloat16Decoder : PlainRow {
   static constexpr uint32_t kUnitBytes = 64;
   static constexpr uint32_t kUnitK = 2;
   static constexpr int kUnitRegisters = 1;
-  explicit BFloat16Decoder(const WeightFormat&) {}
+  explicit BFloat16Decoder(const PanelLayout&) {}
 
   struct Unit {
     Integers words;
@@ -53,7 +53,7 @@ struct Float16Decoder {
   static constexpr uint32_t kUnitK = 2;
   static constexpr int kUnitRegisters = 0;
   static constexpr bool kRareCodes = false;
-  explicit Float16Decoder(const WeightFormat&) {}
+  explicit Float16Decoder(const PanelLayout&) {}
 
   struct Unit {
     const std::byte* at;
@@ -77,7 +77,7 @@ struct Float8Decoder : PlainRow {
   static constexpr uint32_t kUnitK = 4;
   static constexpr int kUnitRegisters = 2;
   static constexpr bool kRareCodes = true;
-  explicit Float8Decoder(const WeightFormat&) {}
+  explicit Float8Decoder(const PanelLayout&) {}
 
   struct Unit {
     Integers even;
@@ -106,7 +106,7 @@ struct Int8Decoder : PlainRow {
   static constexpr uint32_t kUnitBytes = 64;
   static constexpr uint32_t kUnitK = 4;
   static constexpr int kUnitRegisters = 1;
-  explicit Int8Decoder(const WeightFormat&) {}
+  explicit Int8Decoder(const PanelLayout&) {}
 
   struct Unit {
     Integers words;
@@ -131,9 +131,9 @@ struct PlaneDecoder : PlainRow {
   static constexpr int kUnitRegisters = 4;
   static constexpr int kLowBits = kBits < 4 ? 2 : 4;
   static constexpr int kHighBits = kBits - kLowBits;
-  explicit PlaneDecoder(const WeightFormat& format)
-      : table(Integers::bytes(kTable ? codebook_of(format.code).values : nullptr,
-                              format.mins ? 0 : 1 << (kBits - 1))) {}
+  explicit PlaneDecoder(const PanelLayout& layout)
+      : table(Integers::bytes(kTable ? codebook_of(layout.format.code).values : nullptr,
+                              layout.format.mins ? 0 : 1 << (kBits - 1))) {}
 
   struct Unit {
     Integers vectors[4];

@@ -1,91 +1,182 @@
 // Rows of a grid as signed bytes, times what finish() takes off again: decoders of dot_words.inc.h and of
 // float32_gemm.inc.h. Included INSIDE an anonymous namespace, after decode_float32.inc.h.
 
+// Codes whose units are 16 k, half of what shares bytes of signs, because they have groups of 16: words of two pairs.
+template <Code kCode>
+constexpr bool kIsPaired = kCode == Code::kIq2Xs || kCode == Code::kIq2S;
+template <Code kCode>
+constexpr uint32_t kGridLines = kCode == Code::kIq3Xxs || kCode == Code::kIq3S ? 3 : 2;
+
 struct GridBytes {
-  // Eight columns. The signs of each eight k in a byte, of which seven bits are stored.
-  static __m256i signs(const std::byte* words) {
-    const __m256i word = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(words));
-    const auto field = [](__m256i moved, int place) {
-      return _mm256_and_si256(moved, _mm256_set1_epi32(0x7f << (8 * place)));
-    };
-    __m256i bytes = _mm256_or_si256(field(word, 0), field(_mm256_slli_epi32(word, 1), 1));
-    bytes = _mm256_or_si256(bytes, field(_mm256_slli_epi32(word, 2), 2));
-    bytes = _mm256_or_si256(bytes, field(_mm256_slli_epi32(word, 3), 3));
+  static __m256i load(const std::byte* at) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)); }
+  static __m256i masked(__m256i words, uint32_t mask) {
+    return _mm256_and_si256(words, _mm256_set1_epi32(static_cast<int>(mask)));
+  }
+  // The eighth sign of seven in bytes, which makes the number of ones even.
+  static __m256i with_eighth(__m256i bytes) {
     const __m256i odd = _mm256_broadcastsi128_si256(
         _mm_setr_epi8(0, -128, -128, 0, -128, 0, 0, -128, -128, 0, 0, -128, 0, -128, -128, 0));
     const __m256i folded = _mm256_xor_si256(bytes, _mm256_srli_epi16(bytes, 4));
     return _mm256_or_si256(bytes, _mm256_shuffle_epi8(odd, _mm256_and_si256(folded, _mm256_set1_epi8(15))));
   }
 
-  // Of magnitudes of four k, kQuad of eight, with `signs`.
-  template <int kQuad>
+  // Eight columns: the signs of each eight k in a byte, of pairs in bytes 0 and 2. `more`: eight bytes, of codes that
+  // have them; `bit`: where those of 16 k begin.
+  template <Code kCode>
+  static __m256i signs(const std::byte* words, const std::byte* more, uint32_t bit) {
+    if constexpr (kCode == Code::kIq2Xs) return with_eighth(_mm256_srli_epi16(load(words), 9));
+    if constexpr (kCode == Code::kIq2S) {
+      const __m256i bytes = _mm256_srl_epi32(bytes_of(more), _mm_cvtsi32_si128(static_cast<int>(bit)));
+      const __m256i last = _mm256_or_si256(masked(_mm256_slli_epi32(bytes, 6), 0xc0),
+                                           masked(_mm256_slli_epi32(bytes, 20), 0xc00000));
+      return _mm256_or_si256(_mm256_srli_epi16(load(words), 10), last);
+    }
+    if constexpr (kCode == Code::kIq3S) {
+      const __m256i first = load(words), shared = load(words + 64), second = load(words + 128);
+      const __m256i bytes = bytes_of(more);
+      __m256i found = _mm256_or_si256(masked(bytes, 0xf), masked(_mm256_slli_epi32(bytes, 12), 0xf0000));
+      found = _mm256_or_si256(found, masked(_mm256_srli_epi32(shared, 5), 0x7f0));
+      found = _mm256_or_si256(found, masked(_mm256_slli_epi32(shared, 4), 0x7f00000));
+      found = _mm256_or_si256(found, masked(_mm256_srli_epi32(first, 8), 0x7800));
+      found = _mm256_or_si256(found, masked(_mm256_slli_epi32(first, 6), 0x8000));
+      found = _mm256_or_si256(found, masked(_mm256_slli_epi32(second, 8), 0x78000000));
+      return _mm256_or_si256(found, masked(_mm256_slli_epi32(second, 22), 0x80000000));
+    }
+    const __m256i word = load(words + (kGridLines<kCode> - 1) * 64);
+    const auto field = [](__m256i moved, int place) { return masked(moved, 0x7fU << (8 * place)); };
+    __m256i bytes = _mm256_or_si256(field(word, 0), field(_mm256_slli_epi32(word, 1), 1));
+    bytes = _mm256_or_si256(bytes, field(_mm256_slli_epi32(word, 2), 2));
+    return with_eighth(_mm256_or_si256(bytes, field(_mm256_slli_epi32(word, 3), 3)));
+  }
+  static __m256i bytes_of(const std::byte* at) {
+    return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at)));
+  }
+
+  // Of magnitudes of four k, kQuad of eight, or of four of pairs, with `signs`.
+  template <int kQuad, bool kPaired>
   static __m256i with_signs(__m256i magnitudes, __m256i signs) {
     const __m256i order = _mm256_add_epi8(
         _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12)),
-        _mm256_set1_epi8(kQuad / 2));
+        _mm256_set1_epi8(kPaired ? kQuad / 2 * 2 : kQuad / 2));
     const __m256i bit = _mm256_set1_epi32(kQuad % 2 == 0 ? 0x08040201 : static_cast<int>(0x80402010u));
     const __m256i negative = _mm256_cmpeq_epi8(_mm256_and_si256(_mm256_shuffle_epi8(signs, order), bit), bit);
     return _mm256_sub_epi8(_mm256_xor_si256(magnitudes, negative), negative);
   }
 
-  // Row `number` of eight columns' words; narrow loads, which do not cross lines, and blends, which any port does.
-  static __m256i row4(const std::byte* number) {
-    return _mm256_set1_epi32(static_cast<int>(kIq3XxsGrid.rows[static_cast<uint8_t>(*number)]));
+  static uint32_t byte_at(const std::byte* at) { return static_cast<uint8_t>(*at); }
+  static uint32_t half_at(const std::byte* at) {
+    uint16_t half;
+    __builtin_memcpy(&half, at, sizeof half);
+    return half;
   }
+
+  // Number kRow of one column's words. Fields that are no bytes begin where one operation makes an address of them.
+  template <Code kCode, int kRow>
+  static uint32_t number(const std::byte* words) {
+    if constexpr (kCode == Code::kIq3Xxs) return byte_at(words + kRow / 4 * 64 + kRow % 4);
+    if constexpr (kCode == Code::kIq2Xxs) return byte_at(words + kRow);
+    if constexpr (kCode == Code::kIq2Xs) return half_at(words + kRow * 2) & 511;
+    if constexpr (kCode == Code::kIq2S) return half_at(words + kRow * 2) & 1023;
+    const std::byte* const own = words + kRow / 4 * 128;
+    if constexpr (kRow % 4 == 0) return half_at(own) & 511;
+    if constexpr (kRow % 4 == 1) return half_at(own + 1) >> 2 & 511;
+    if constexpr (kRow % 4 == 2) return half_at(own + 2) >> 7;
+    return kRow == 3 ? half_at(words + 64) & 511 : half_at(words + 66) >> 7;
+  }
+
+  // Rows of eight columns' words; narrow loads, which do not cross lines, and blends, which any port does.
+  template <Code kCode, int kRow>
+  static __m256i row4(const std::byte* words) {
+    const uint32_t place = number<kCode, kRow>(words);
+    if constexpr (kCode == Code::kIq3S) return _mm256_set1_epi32(static_cast<int>(kIq3SGrid.rows[place]));
+    return _mm256_set1_epi32(static_cast<int>(kIq3XxsGrid.rows[place]));
+  }
+  template <Code kCode, int kRow>
   static __m256i rows4(const std::byte* at) {
-    const __m256i first = _mm256_blend_epi32(row4(at), row4(at + 4), 0x02);
-    const __m256i second = _mm256_blend_epi32(row4(at + 8), row4(at + 12), 0x08);
-    const __m256i third = _mm256_blend_epi32(row4(at + 16), row4(at + 20), 0x20);
-    const __m256i fourth = _mm256_blend_epi32(row4(at + 24), row4(at + 28), 0x80);
+    const auto row = [at](int column) { return row4<kCode, kRow>(at + 4 * column); };
+    const __m256i first = _mm256_blend_epi32(row(0), row(1), 0x02);
+    const __m256i second = _mm256_blend_epi32(row(2), row(3), 0x08);
+    const __m256i third = _mm256_blend_epi32(row(4), row(5), 0x20);
+    const __m256i fourth = _mm256_blend_epi32(row(6), row(7), 0x80);
     return _mm256_blend_epi32(_mm256_blend_epi32(first, second, 0x0c), _mm256_blend_epi32(third, fourth, 0xc0), 0xf0);
   }
-  static __m256i row8(const std::byte* number) {
-    return _mm256_set1_epi64x(static_cast<long long>(kIq2XxsGrid.rows[static_cast<uint8_t>(*number)]));
+  template <Code kCode, int kRow>
+  static __m256i row8(const std::byte* words) {
+    const uint32_t place = number<kCode, kRow>(words);
+    if constexpr (kCode == Code::kIq2Xs) return _mm256_set1_epi64x(static_cast<long long>(kIq2XsGrid.rows[place]));
+    if constexpr (kCode == Code::kIq2S) return _mm256_set1_epi64x(static_cast<long long>(kIq2SGrid.rows[place]));
+    return _mm256_set1_epi64x(static_cast<long long>(kIq2XxsGrid.rows[place]));
   }
   // Columns 0, 1, 4 and 5, of eight k each.
+  template <Code kCode, int kRow>
   static __m256 rows8(const std::byte* at) {
-    const __m256i low = _mm256_blend_epi32(row8(at), row8(at + 4), 0x0c);
-    const __m256i high = _mm256_blend_epi32(row8(at + 16), row8(at + 20), 0xc0);
+    const auto row = [at](int column) { return row8<kCode, kRow>(at + 4 * column); };
+    const __m256i low = _mm256_blend_epi32(row(0), row(1), 0x0c);
+    const __m256i high = _mm256_blend_epi32(row(4), row(5), 0xc0);
     return _mm256_castsi256_ps(_mm256_blend_epi32(low, high, 0xf0));
   }
 
-  // k+4 kQuad, ..., k+4 kQuad+3 of eight columns, of the words of 32 k.
-  template <int kBits, int kQuad>
+  // k+4 kQuad, ..., k+4 kQuad+3 of eight columns, of the words of a unit.
+  template <Code kCode, int kQuad>
   static __m256i magnitudes(const std::byte* words) {
-    if constexpr (kBits == 3) return rows4(words + kQuad / 4 * 64 + kQuad % 4);
-    const __m256 first = rows8(words + kQuad / 2), second = rows8(words + kQuad / 2 + 8);
-    constexpr int kHalf = kQuad % 2 == 0 ? _MM_SHUFFLE(2, 0, 2, 0) : _MM_SHUFFLE(3, 1, 3, 1);
-    return _mm256_castps_si256(_mm256_shuffle_ps(first, second, kHalf));
+    if constexpr (kGridLines<kCode> == 3) {
+      return rows4<kCode, kQuad>(words);
+    } else {
+      const __m256 first = rows8<kCode, kQuad / 2>(words), second = rows8<kCode, kQuad / 2>(words + 8);
+      constexpr int kHalf = kQuad % 2 == 0 ? _MM_SHUFFLE(2, 0, 2, 0) : _MM_SHUFFLE(3, 1, 3, 1);
+      return _mm256_castps_si256(_mm256_shuffle_ps(first, second, kHalf));
+    }
   }
 };
 
-// 32 k, which share a line of signs; decoded where they are multiplied, since registers do not hold them.
-template <int kBits>
+// 32 k or, of pairs, 16; decoded where they are multiplied, since registers do not hold them.
+template <Code kCode>
 struct GridUnit {
+  static constexpr uint32_t kK = kIsPaired<kCode> ? 16 : 32;
+  static constexpr uint32_t kBytes = 2 * kK * kGridLines<kCode>;
   const std::byte* words;
   __m256i signs;
 
-  static GridUnit at(const std::byte* words) { return {words, GridBytes::signs(words + (kBits - 1) * 64)}; }
   template <int kQuad>
   Integers quad() const {
-    return {GridBytes::with_signs<kQuad>(GridBytes::magnitudes<kBits, kQuad>(words), signs)};
+    const __m256i magnitudes = GridBytes::magnitudes<kCode, kQuad>(words);
+    return {GridBytes::with_signs<kQuad, kIsPaired<kCode>>(magnitudes, signs)};
   }
 };
 
-template <int kBits>
-struct GridDecoder : PlainRow {
-  static constexpr uint32_t kUnitBytes = 64 * kBits;
-  static constexpr uint32_t kUnitK = 32;
-  static constexpr int kUnitRegisters = 4;
-  explicit GridDecoder(const WeightFormat&) {}
+// Finds the bytes of signs that go with words.
+template <Code kCode>
+struct GridSigns {
+  using Unit = GridUnit<kCode>;
+  size_t offset;
 
-  using Unit = GridUnit<kBits>;
-  static Unit load(const std::byte* at, size_t, Vec) { return Unit::at(at); }
+  explicit GridSigns(const PanelLayout& layout) : offset(layout.signs_offset) {}
+  Unit unit(const std::byte* words, size_t k) const {
+    const std::byte* more = nullptr;
+    if constexpr (kCode == Code::kIq3S || kCode == Code::kIq2S) {
+      // A column's words begin in a line where the column does in the panel.
+      const size_t column = reinterpret_cast<uintptr_t>(words) % 64 / 4;
+      const std::byte* const panel = words - column * 4 - k / Unit::kK * Unit::kBytes;
+      more = panel + offset + k / 32 * kPanelColumns + column;
+    }
+    return {words, GridBytes::signs<kCode>(words, more, static_cast<uint32_t>(k / 4 & 4))};
+  }
+};
+
+template <Code kCode>
+struct GridDecoder : PlainRow {
+  using Unit = GridUnit<kCode>;
+  static constexpr uint32_t kUnitBytes = Unit::kBytes;
+  static constexpr uint32_t kUnitK = Unit::kK;
+  static constexpr int kUnitRegisters = 4;
+  explicit GridDecoder(const PanelLayout& layout) : signs(layout) {}
+
+  Unit load(const std::byte* at, size_t k, Vec) const { return signs.unit(at, k); }
   template <int j>
   static Vec value(const Unit& unit) {
     return unit.template quad<j / 4>().template signed_byte<j % 4>();
   }
-  static Vec finish(Vec even, Vec odd) {
-    return Vec::mul(Vec::add(even, odd), Vec::broadcast(kBits == 3 ? kIq3XxsUnit : kIq2XxsUnit));
-  }
+  static Vec finish(Vec even, Vec odd) { return Vec::mul(Vec::add(even, odd), Vec::broadcast(kGridUnit<kCode>)); }
+
+  GridSigns<kCode> signs;
 };

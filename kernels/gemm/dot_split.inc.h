@@ -234,7 +234,7 @@ struct ByteDecoder<Code::kIq4> {
 
 // Any codebook of 3 bits.
 template <>
-struct ByteDecoder<Code::kIq2> {
+struct ByteDecoder<Code::kIq1> {
   static constexpr int kBits = 3;
   __m512i table;
   explicit ByteDecoder(const WeightFormat& format) : table(codebook_bytes(format.code)) {}

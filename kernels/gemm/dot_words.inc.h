@@ -33,7 +33,7 @@ struct Int8Words {
   static constexpr uint32_t kUnitBytes = 64;
   static constexpr uint32_t kUnitK = 4;
   static constexpr uint32_t kPair[] = {0, 1};
-  explicit Int8Words(const WeightFormat&) {}
+  explicit Int8Words(const PanelLayout&) {}
 
   struct Unit {
     Integers words;
@@ -50,7 +50,7 @@ struct Int4Words {
   static constexpr uint32_t kUnitBytes = 64;
   static constexpr uint32_t kUnitK = 8;
   static constexpr uint32_t kPair[] = {0, 1, 2, 3};
-  explicit Int4Words(const WeightFormat&) {}
+  explicit Int4Words(const PanelLayout&) {}
 
   struct Unit {
     Integers words;
@@ -68,7 +68,7 @@ struct ByteWords {
   static constexpr uint32_t kUnitBytes = Bytes::kUnitBytes;
   static constexpr uint32_t kUnitK = Bytes::kUnitK;
   static constexpr uint32_t kPair[] = {0, 2, 1, 3, 4, 6, 5, 7};
-  explicit ByteWords(const WeightFormat& format) : bytes(format) {}
+  explicit ByteWords(const PanelLayout& layout) : bytes(layout) {}
 
   struct Unit {
     Integers vectors[kVectors];
@@ -90,20 +90,21 @@ struct ByteWords {
 };
 
 // Rows of a grid: pairs as of codes of 8 bits.
-template <int kBits>
+template <Code kCode>
 struct GridWords {
-  static constexpr uint32_t kUnitBytes = GridDecoder<kBits>::kUnitBytes;
-  static constexpr uint32_t kUnitK = GridDecoder<kBits>::kUnitK;
+  static constexpr uint32_t kUnitBytes = GridDecoder<kCode>::kUnitBytes;
+  static constexpr uint32_t kUnitK = GridDecoder<kCode>::kUnitK;
   static constexpr uint32_t kPair[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  explicit GridWords(const WeightFormat&) {}
+  explicit GridWords(const PanelLayout& layout) : signs(layout) {}
 
-  using Unit = GridUnit<kBits>;
-  static Unit load(const std::byte* at, size_t) { return Unit::at(at); }
+  using Unit = GridUnit<kCode>;
+  Unit load(const std::byte* at, size_t k) const { return signs.unit(at, k); }
   template <int j>
   static Integers step(const Unit& unit) {
     const Integers four = unit.template quad<j / 2>();
     return j % 2 == 0 ? four.even_bytes() : four.odd_bytes();
   }
+  GridSigns<kCode> signs;
 };
 
 // What every product of a code is more than it would be with the code's value.
@@ -114,8 +115,7 @@ int32_t middle_of_words(const WeightFormat& format) {
 // Of the decoders' integers.
 float unit_of_words(const WeightFormat& format) {
   if (format.code == Code::kFloat4) return 0.5f;
-  if (format.code == Code::kIq3Xxs) return kIq3XxsUnit;
-  if (format.code == Code::kIq2Xxs) return kIq2XxsUnit;
+  if (is_grid(format.code)) return grid_rows(format.code).unit;
   return format.code >= Code::kIq4 ? codebook_of(format.code).unit : 1.0f;
 }
 
@@ -159,7 +159,7 @@ struct WordBlock {
   Integers sums[kStrips][kRows];
 
   [[gnu::always_inline]] WordBlock(const GemmWork& work, uint32_t first_strip, uint32_t row)
-      : decoder(work.layout->format), layout(*work.layout) {
+      : decoder(*work.layout), layout(*work.layout) {
     for (int s = 0; s < kStrips; ++s) {
       const Strip strip = strip_of(work, first_strip + s);
       at[s] = strip.panel + strip.column * sizeof(uint32_t);
@@ -242,8 +242,8 @@ constexpr uint32_t kFewWordRows = 8;
 constexpr uint32_t kFewGridRows = 4;
 template <class Words>
 constexpr uint32_t kFewRowsOf = kFewWordRows;
-template <int kBits>
-constexpr uint32_t kFewRowsOf<GridWords<kBits>> = kFewGridRows;
+template <Code kCode>
+constexpr uint32_t kFewRowsOf<GridWords<kCode>> = kFewGridRows;
 // A line has a pair of k for the 16 columns of a panel.
 constexpr size_t kWidenedLines = size_t{kGroupsAtOnce} * 128 / 2;
 
@@ -271,7 +271,7 @@ template <class Words, int kTwo>
 template <class Words, int... kTwos>
 [[gnu::noinline]] void widen_codes(const PanelLayout& layout, const std::byte* panel, uint32_t k, uint32_t end,
                                    std::byte* target, std::integer_sequence<int, kTwos...>) {
-  const Words decoder(layout.format);
+  const Words decoder(layout);
   for (; k < end; k += Words::kUnitK, target += size_t{Words::kUnitK} * 32) {
     for (uint32_t s = 0; s < kStripsPerPanel; ++s) {
       const std::byte* const at = panel + size_t{k / Words::kUnitK} * Words::kUnitBytes + s * Vec::kLanes * 4;
@@ -411,16 +411,17 @@ void run_words(const GemmWork& work) {
     case Code::kInt4:
       return format.zeros ? run_words_of<Int4Words, Offset::kZeros>(work) : run_whole_words<Int4Words>(work);
     case Code::kFloat4: return run_words_of<ByteWords<Float4Decoder, 2>, Offset::kNone>(work);
-    case Code::kIq4:
-    case Code::kIq3S: return run_words_of<ByteWords<Iq4Decoder, 2>, Offset::kNone>(work);
-    case Code::kIq2:
+    case Code::kIq4: return run_words_of<ByteWords<Iq4Decoder, 2>, Offset::kNone>(work);
     case Code::kIq1: return run_words_of<ByteWords<PlaneDecoder<3, true>, 4>, Offset::kNone>(work);
     case Code::kInt2: return run_whole_words<ByteWords<PlaneDecoder<2, false>, 4>>(work);
     case Code::kInt3: return run_words_of<ByteWords<PlaneDecoder<3, false>, 4>, Offset::kNone>(work);
     case Code::kInt5: return run_whole_words<ByteWords<PlaneDecoder<5, false>, 4>>(work);
     case Code::kInt6: return run_words_of<ByteWords<PlaneDecoder<6, false>, 4>, Offset::kNone>(work);
-    case Code::kIq3Xxs: return run_words_of<GridWords<3>, Offset::kNone>(work);
-    case Code::kIq2Xxs: return run_words_of<GridWords<2>, Offset::kNone>(work);
+    case Code::kIq3Xxs: return run_words_of<GridWords<Code::kIq3Xxs>, Offset::kNone>(work);
+    case Code::kIq3S: return run_words_of<GridWords<Code::kIq3S>, Offset::kNone>(work);
+    case Code::kIq2Xxs: return run_words_of<GridWords<Code::kIq2Xxs>, Offset::kNone>(work);
+    case Code::kIq2Xs: return run_words_of<GridWords<Code::kIq2Xs>, Offset::kNone>(work);
+    case Code::kIq2S: return run_words_of<GridWords<Code::kIq2S>, Offset::kNone>(work);
     case Code::kFloat32:
     case Code::kBFloat16:
     case Code::kFloat16:
@@ -464,8 +465,7 @@ void prepare_words(const PanelLayout& layout, const void* row, std::byte* prepar
   auto* const offsets = reinterpret_cast<int32_t*>(sums);
   const float unit = unit_of_words(layout.format);
   const int32_t middle = layout.format.zeros ? 1 : middle_of_words(layout.format);
-  const Code code = layout.format.code;
-  const bool swaps = code == Code::kInt8 || code == Code::kIq3Xxs || code == Code::kIq2Xxs;
+  const bool swaps = layout.format.code == Code::kInt8 || is_grid(layout.format.code);
   for (uint32_t group = 0; group < layout.groups; ++group) {
     const uint32_t begin = group * layout.format.group_size;
     const uint32_t after = begin + layout.format.group_size;

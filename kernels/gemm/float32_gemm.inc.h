@@ -34,7 +34,7 @@ struct Block {
   size_t groups;
 
   [[gnu::always_inline]] Block(const GemmWork& work, uint32_t first_strip, uint32_t row)
-      : decoder(work.layout->format),
+      : decoder(*work.layout),
         row_sums(reinterpret_cast<const float*>(work.scratch) + size_t{row} * work.layout->groups),
         groups(work.layout->groups) {
     for (int s = 0; s < kStrips; ++s) {
@@ -295,11 +295,12 @@ void run_float32(const GemmWork& work) {
     case Code::kInt8: return run<Int8Decoder>(work);
     case Code::kInt4: return format.zeros ? run<Int4ZerosDecoder>(work) : run<Int4Decoder>(work);
     case Code::kFloat4: return run<Float4Decoder>(work);
-    case Code::kIq4:
-    case Code::kIq3S: return run<Iq4Decoder>(work);
+    case Code::kIq4: return run<Iq4Decoder>(work);
     case Code::kIq3Xxs:
-    case Code::kIq2Xxs: break;  // their callers'
-    case Code::kIq2:
+    case Code::kIq3S:
+    case Code::kIq2Xxs:
+    case Code::kIq2Xs:
+    case Code::kIq2S: break;  // their callers'
     case Code::kIq1: return run<PlaneDecoder<3, true>>(work);
     case Code::kInt2: return run<PlaneDecoder<2, false>>(work);
     case Code::kInt3: return run<PlaneDecoder<3, false>>(work);

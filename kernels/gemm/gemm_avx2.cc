@@ -127,7 +127,8 @@ struct NibbleDecoder : PlainRow {
   static constexpr uint32_t kUnitBytes = 64;
   static constexpr uint32_t kUnitK = 8;
   static constexpr int kUnitRegisters = 2;
-  explicit NibbleDecoder(const WeightFormat& format) {
+  explicit NibbleDecoder(const PanelLayout& layout) {
+    const WeightFormat& format = layout.format;
     const __m128i codes = _mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     const __m128i bytes = kFloat ? _mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
                                  : _mm_sub_epi8(codes, _mm_set1_epi8(format.mins ? 0 : 8));
@@ -176,8 +177,11 @@ using Iq4Decoder = NibbleDecoder<false, false>;
 // Rows of a grid as well, which AVX-512 expands (grid_gemm.inc.h).
 void run_float32_or_grid(const GemmWork& work) {
   switch (work.layout->format.code) {
-    case Code::kIq3Xxs: return run<GridDecoder<3>>(work);
-    case Code::kIq2Xxs: return run<GridDecoder<2>>(work);
+    case Code::kIq3Xxs: return run<GridDecoder<Code::kIq3Xxs>>(work);
+    case Code::kIq3S: return run<GridDecoder<Code::kIq3S>>(work);
+    case Code::kIq2Xxs: return run<GridDecoder<Code::kIq2Xxs>>(work);
+    case Code::kIq2Xs: return run<GridDecoder<Code::kIq2Xs>>(work);
+    case Code::kIq2S: return run<GridDecoder<Code::kIq2S>>(work);
     default: return run_float32(work);
   }
 }

@@ -90,7 +90,8 @@ struct NibbleDecoder : PlainRow {
   static constexpr uint32_t kUnitBytes = 64;
   static constexpr uint32_t kUnitK = 8;
   static constexpr int kUnitRegisters = kZeros ? 2 : 1;
-  explicit NibbleDecoder(const WeightFormat& format) {
+  explicit NibbleDecoder(const PanelLayout& layout) {
+    const WeightFormat& format = layout.format;
     const float first = kZeros || format.mins ? 0.0f : -8.0f;
     const __m512 integers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     if (format.code >= Code::kIq4) {

@@ -1,8 +1,9 @@
 // GEMMs of rows of a grid: panels are expanded to int8 in memory of the thread, and any kernel of that multiplies them.
 // Included INSIDE an anonymous namespace, after kernels/format/grids.h and GridLines, which expands 32 k:
 //
-//   GridLines::expand<kBits>(words, target)    lines of words to eight lines of int8
-//   GridLines::wholes(words, target)           a line of signs to 16 whole numbers of scales
+//   GridLines::expand<kCode>(words, more, target)          lines of words, and bytes of signs, to eight lines of int8
+//   GridLines::wholes(words, target)                       a line of signs to 16 whole numbers of scales
+//   GridLines::wholes_of_nibbles(bytes, bit, target)       the same of bytes
 
 // Expanded panels that kernels want side by side, because they copy rows for each call: no more than this, or one.
 constexpr size_t kExpandedBytes = size_t{1} << 20;
@@ -15,19 +16,38 @@ size_t expanded_at_once(const PanelLayout& expanded, uint32_t num_panels, bool o
   return most == 0 ? 1 : most < num_panels ? most : num_panels;
 }
 
-template <int kBits>
-[[gnu::noinline]] void expand_words(const PanelLayout& layout, const std::byte* words, const std::byte* end,
+template <Code kCode>
+[[gnu::noinline]] void expand_words(const PanelLayout& layout, const std::byte* panel, const std::byte* end,
                                     const std::byte* next, std::byte* codes, std::byte* wholes) {
-  for (uint32_t k = 0; k < layout.k_padded; k += 32, words += kBits * 64, codes += 512) {
-    for (int line = 0; line < kBits; ++line) {
+  constexpr int kLines = kCode == Code::kIq3Xxs || kCode == Code::kIq3S ? 3 : 2;
+  constexpr bool kInWords = kCode == Code::kIq3Xxs || kCode == Code::kIq2Xxs;
+  const std::byte* words = panel;
+  const std::byte* more = panel + layout.signs_offset;
+  for (uint32_t k = 0; k < layout.k_padded; k += 32, words += kLines * 64, codes += 512, more += kPanelColumns) {
+    for (int line = 0; line < kLines; ++line) {
       const std::byte* ahead = words + kGridPrefetchBytes + line * 64;
       if (ahead >= end) ahead = next == nullptr ? words : next + (ahead - end);
       __builtin_prefetch(ahead);
     }
-    GridLines::expand<kBits>(words, codes);
-    if (k >= layout.k) continue;
-    GridLines::wholes(words + (kBits - 1) * 64, wholes);
+    GridLines::expand<kCode>(words, more, codes);
+    if (!kInWords || k >= layout.k) continue;
+    GridLines::wholes(words + (kLines - 1) * 64, wholes);
     wholes += kPanelColumns;
+  }
+  if (kInWords) return;
+  const std::byte* const nibbles = panel + layout.scales_offset + layout.whole_offset;
+  for (uint32_t group = 0; group < layout.groups; ++group, wholes += kPanelColumns) {
+    GridLines::wholes_of_nibbles(nibbles + size_t{group / 2} * kPanelColumns, group % 2 * 4, wholes);
+  }
+}
+
+auto* expand_words_of(Code code) {
+  switch (code) {
+    case Code::kIq3Xxs: return expand_words<Code::kIq3Xxs>;
+    case Code::kIq3S: return expand_words<Code::kIq3S>;
+    case Code::kIq2Xxs: return expand_words<Code::kIq2Xxs>;
+    case Code::kIq2Xs: return expand_words<Code::kIq2Xs>;
+    default: return expand_words<Code::kIq2S>;
   }
 }
 
@@ -35,12 +55,10 @@ template <int kBits>
 void expand_panel(const PanelLayout& layout, const std::byte* panel, const std::byte* end, const std::byte* next,
                   const PanelLayout& expanded, std::byte* target) {
   std::byte* const scales = target + expanded.scales_offset;
-  const bool is_3 = layout.format.code == Code::kIq3Xxs;
-  const auto expand = is_3 ? expand_words<3> : expand_words<2>;
-  expand(layout, panel, end, next, target, scales + expanded.whole_offset);
+  expand_words_of(layout.format.code)(layout, panel, end, next, target, scales + expanded.whole_offset);
   __builtin_memcpy(scales, panel + layout.scales_offset, layout.whole_offset);
   auto* const units = reinterpret_cast<float*>(target + expanded.column_scale_offset);
-  for (uint32_t column = 0; column < kPanelColumns; ++column) units[column] = is_3 ? kIq3XxsUnit : kIq2XxsUnit;
+  for (uint32_t column = 0; column < kPanelColumns; ++column) units[column] = grid_rows(layout.format.code).unit;
   if (!layout.has_bias) return;
   __builtin_memcpy(target + expanded.bias_offset, panel + layout.bias_offset, kPanelColumns * sizeof(float));
 }

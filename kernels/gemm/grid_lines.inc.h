@@ -1,19 +1,53 @@
 // Rows of a grid to int8 with AVX-512, for grid_gemm.inc.h. Included INSIDE an anonymous namespace.
 
 struct GridLines {
-  // Signs of each eight k in a byte, of which seven bits are stored.
-  static __m512i signs(const std::byte* words) {
-    const __m512i word = _mm512_loadu_si512(words);
-    const auto field = [](__m512i moved, int place) {
-      return _mm512_and_si512(moved, _mm512_set1_epi32(0x7f << (8 * place)));
-    };
-    __m512i bytes = _mm512_or_si512(field(word, 0), field(_mm512_slli_epi32(word, 1), 1));
-    bytes = _mm512_or_si512(bytes, field(_mm512_slli_epi32(word, 2), 2));
-    bytes = _mm512_or_si512(bytes, field(_mm512_slli_epi32(word, 3), 3));
+  static __m512i masked(__m512i words, uint32_t mask) {
+    return _mm512_and_si512(words, _mm512_set1_epi32(static_cast<int>(mask)));
+  }
+  // The eighth sign of seven in bytes, which makes the number of ones even.
+  static __m512i with_eighth(__m512i bytes) {
     const __m512i odd = _mm512_broadcast_i32x4(
         _mm_setr_epi8(0, -128, -128, 0, -128, 0, 0, -128, -128, 0, 0, -128, 0, -128, -128, 0));
     const __m512i folded = _mm512_xor_si512(bytes, _mm512_srli_epi16(bytes, 4));
     return _mm512_or_si512(bytes, _mm512_shuffle_epi8(odd, _mm512_and_si512(folded, _mm512_set1_epi8(15))));
+  }
+  // Bytes 0 and 2 of two words as bytes 0 and 2 and, of the second, 1 and 3: the order of pairs() below.
+  static __m512i both(__m512i first, __m512i second) { return _mm512_or_si512(first, _mm512_slli_epi16(second, 8)); }
+
+  // Signs of each eight k in a byte, of codes with pairs in the order 0, 2, 1, 3. `more`: 16 bytes of codes that have
+  // them.
+  template <Code kCode>
+  static __m512i signs(const std::byte* words, const std::byte* more) {
+    if constexpr (kCode == Code::kIq2Xs) {
+      return with_eighth(both(_mm512_srli_epi16(_mm512_loadu_si512(words), 9),
+                              _mm512_srli_epi16(_mm512_loadu_si512(words + 64), 9)));
+    } else if constexpr (kCode == Code::kIq2S) {
+      const __m512i bytes = bytes_of(more);
+      const auto last = [&](int shift, uint32_t mask) { return masked(_mm512_slli_epi32(bytes, shift), mask); };
+      const __m512i first = both(_mm512_srli_epi16(_mm512_loadu_si512(words), 10),
+                                 _mm512_srli_epi16(_mm512_loadu_si512(words + 64), 10));
+      return _mm512_or_si512(_mm512_or_si512(first, _mm512_or_si512(last(6, 0xc0), last(20, 0xc00000))),
+                             _mm512_or_si512(last(10, 0xc000), last(24, 0xc0000000)));
+    } else if constexpr (kCode == Code::kIq3S) {
+      const __m512i first = _mm512_loadu_si512(words), shared = _mm512_loadu_si512(words + 64);
+      const __m512i second = _mm512_loadu_si512(words + 128), bytes = bytes_of(more);
+      __m512i found = _mm512_or_si512(masked(bytes, 0xf), masked(_mm512_slli_epi32(bytes, 12), 0xf0000));
+      found = _mm512_or_si512(found, masked(_mm512_srli_epi32(shared, 5), 0x7f0));
+      found = _mm512_or_si512(found, masked(_mm512_slli_epi32(shared, 4), 0x7f00000));
+      found = _mm512_or_si512(found, masked(_mm512_srli_epi32(first, 8), 0x7800));
+      found = _mm512_or_si512(found, masked(_mm512_slli_epi32(first, 6), 0x8000));
+      found = _mm512_or_si512(found, masked(_mm512_slli_epi32(second, 8), 0x78000000));
+      return _mm512_or_si512(found, masked(_mm512_slli_epi32(second, 22), 0x80000000));
+    } else {
+      const __m512i word = _mm512_loadu_si512(words + (kCode == Code::kIq3Xxs ? 128 : 64));
+      const auto field = [](__m512i moved, int place) { return masked(moved, 0x7fU << (8 * place)); };
+      __m512i bytes = _mm512_or_si512(field(word, 0), field(_mm512_slli_epi32(word, 1), 1));
+      bytes = _mm512_or_si512(bytes, field(_mm512_slli_epi32(word, 2), 2));
+      return with_eighth(_mm512_or_si512(bytes, field(_mm512_slli_epi32(word, 3), 3)));
+    }
+  }
+  static __m512i bytes_of(const std::byte* at) {
+    return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
   }
 
   // Of magnitudes of four k, kQuad of eight, with `signs`.
@@ -32,21 +66,52 @@ struct GridLines {
     _mm512_storeu_si512(target + kQuad * 64, with_signs<kQuad>(magnitudes, signs));
   }
 
-  template <int kBits>
-  static void expand(const std::byte* words, std::byte* target) {
-    const __m512i signs_of_words = signs(words + (kBits - 1) * 64);
+  template <Code kCode>
+  static void expand(const std::byte* words, const std::byte* more, std::byte* target) {
+    const __m512i signs_of_words = signs<kCode>(words, more);
     constexpr auto kBytes = std::make_integer_sequence<int, 4>();
-    if constexpr (kBits == 3) {
+    if constexpr (kCode == Code::kIq3Xxs) {
       expand4(_mm512_loadu_si512(words), signs_of_words, target, kBytes);
       expand4(_mm512_loadu_si512(words + 64), _mm512_srli_epi32(signs_of_words, 16), target + 256, kBytes);
-    } else {
+    } else if constexpr (kCode == Code::kIq2Xxs) {
       expand8(_mm512_loadu_si512(words), signs_of_words, target, kBytes);
+    } else if constexpr (kCode == Code::kIq3S) {
+      half_of_3_s<0>(words, signs_of_words, target);
+      half_of_3_s<1>(words, _mm512_srli_epi32(signs_of_words, 16), target + 256);
+    } else {
+      pair<kCode, 0>(_mm512_loadu_si512(words), signs_of_words, target);
+      pair<kCode, 1>(_mm512_loadu_si512(words), _mm512_srli_epi32(signs_of_words, 16), target + 128);
+      pair<kCode, 0>(_mm512_loadu_si512(words + 64), _mm512_srli_epi32(signs_of_words, 8), target + 256);
+      pair<kCode, 1>(_mm512_loadu_si512(words + 64), _mm512_srli_epi32(signs_of_words, 24), target + 384);
     }
+  }
+
+  // 16 k of iq3_s, of which the first three numbers have a word of their own.
+  template <int kHalf>
+  static void half_of_3_s(const std::byte* words, __m512i signs, std::byte* target) {
+    const __m512i own = _mm512_loadu_si512(words + kHalf * 128);
+    const __m512i shared = _mm512_srli_epi32(_mm512_loadu_si512(words + 64), kHalf * 23);
+    const auto row = [](__m512i moved) { return _mm512_i32gather_epi32(masked(moved, 511), kIq3SGrid.rows, 4); };
+    store<0>(target, row(own), signs);
+    store<1>(target, row(_mm512_srli_epi32(own, 10)), signs);
+    store<2>(target, row(_mm512_srli_epi32(own, 23)), signs);
+    store<3>(target, row(shared), signs);
+  }
+
+  // Eight k: the lower or upper half of a word, and signs in the lowest byte.
+  template <Code kCode, int kHalf>
+  static void pair(__m512i words, __m512i signs, std::byte* target) {
+    constexpr bool kIsS = kCode == Code::kIq2S;
+    const __m512i number = masked(_mm512_srli_epi32(words, kHalf * 16), kIsS ? 1023 : 511);
+    const auto* const rows =
+        kIsS ? reinterpret_cast<const int32_t*>(kIq2SGrid.rows) : reinterpret_cast<const int32_t*>(kIq2XsGrid.rows);
+    store<0>(target, _mm512_i32gather_epi32(number, rows, 8), signs);
+    store<1>(target, _mm512_i32gather_epi32(number, rows + 1, 8), signs);
   }
 
 #ifdef __AVX512VBMI__
   // Half of the rows' places, for 64 numbers at once.
-  static __m512i look_up(const uint8_t (&table)[kGridRows], __m512i numbers) {
+  static __m512i look_up(const uint8_t (&table)[256], __m512i numbers) {
     const auto part = [&](int i) { return _mm512_load_si512(table + i * 64); };
     const __m512i low = _mm512_permutex2var_epi8(part(0), numbers, part(1));
     const __m512i high = _mm512_permutex2var_epi8(part(2), numbers, part(3));
@@ -108,9 +173,18 @@ struct GridLines {
   }
 #endif
 
+  // 16 whole numbers of scales: of a line of words, or of bytes from a bit on.
   static void wholes(const std::byte* words, std::byte* target) {
     const __m512i s = _mm512_srli_epi32(_mm512_loadu_si512(words), 28);
     const __m512i whole = _mm512_or_si512(_mm512_add_epi32(s, s), _mm512_set1_epi32(1));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(target), _mm512_cvtepi32_epi8(whole));
+  }
+
+  static void wholes_of_nibbles(const std::byte* bytes, uint32_t bit, std::byte* target) {
+    const __m128i moved = _mm_srl_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes)),
+                                        _mm_cvtsi32_si128(static_cast<int>(bit)));
+    const __m128i s = _mm_and_si128(moved, _mm_set1_epi8(15));
+    const __m128i whole = _mm_or_si128(_mm_add_epi8(s, s), _mm_set1_epi8(1));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(target), whole);
   }
 };

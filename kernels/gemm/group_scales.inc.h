@@ -70,12 +70,25 @@ void widen_grid_products(const PanelLayout& layout, const std::byte* panel, uint
   }
 }
 
+// Of rows of a grid whose whole numbers lie by themselves, two to a byte.
+void widen_nibble_products(const PanelLayout& layout, const std::byte* panel, uint32_t column, uint32_t group,
+                           uint32_t count, GroupBuffer* target) {
+  const std::byte* const factors = panel + layout.scales_offset + size_t{column} * 2;
+  const std::byte* const whole = panel + layout.scales_offset + layout.whole_offset + column;
+  for (uint32_t i = 0; i < count; ++i, ++group) {
+    const Vec factor = Vec::from_float16(factors + size_t{group / layout.factor_groups} * kPanelColumns * 2);
+    const Vec number = Vec::from_nibbles(whole + size_t{group / 2} * kPanelColumns, group % 2 * 4);
+    Vec::mul(factor, number).store(target->lanes[i]);
+  }
+}
+
 // Factors that several groups share, then int8 of each.
 void widen_products(const PanelLayout& layout, const std::byte* panel, bool of_mins, uint32_t column, uint32_t group,
                     uint32_t count, GroupBuffer* target) {
   const Code code = layout.format.code;
   if (code == Code::kIq3Xxs) return widen_grid_products<3>(layout, panel, column, group, count, target);
   if (code == Code::kIq2Xxs) return widen_grid_products<2>(layout, panel, column, group, count, target);
+  if (has_scale_nibbles(code)) return widen_nibble_products(layout, panel, column, group, count, target);
   const std::byte* const factors = panel + (of_mins ? layout.mins_offset : layout.scales_offset);
   const std::byte* whole = (layout.joined ? panel + layout.scales_offset : factors) + layout.whole_offset;
   whole += size_t{group} * kPanelColumns + column;

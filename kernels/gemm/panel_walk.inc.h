@@ -128,8 +128,7 @@ struct NibbleFormat {
   static constexpr bool kMins = kOffsetOfFormat == Offset::kMins;
 };
 
-// The same for codes of 2, 3, 5 and 6 bits and for iq codes, of which kIq4 stands for all of 4 bits and kIq2 for all
-// of 3.
+// The same for codes of 2, 3, 5 and 6 bits and for iq codes.
 template <class Visit>
 inline bool visit_small_format(const WeightFormat& format, Visit&& visit) {
   constexpr auto kF16 = ScaleType::kFloat16;
@@ -156,16 +155,14 @@ inline bool visit_small_format(const WeightFormat& format, Visit&& visit) {
       visit(NibbleFormat<Code::kInt6, kProducts, 2, Offset::kNone>{});
       return true;
     case Code::kIq4:
-    case Code::kIq3S:
       if (format.group_size != 32) return false;
       products ? visit(NibbleFormat<Code::kIq4, kProducts, 4, Offset::kNone>{})
                : visit(NibbleFormat<Code::kIq4, kF16, 4, Offset::kNone>{});
       return true;
-    case Code::kIq2:
     case Code::kIq1:
       if (!products) return false;
-      format.group_size == 16 ? visit(NibbleFormat<Code::kIq2, kProducts, 2, Offset::kNone>{})
-                              : visit(NibbleFormat<Code::kIq2, kProducts, 4, Offset::kNone>{});
+      format.group_size == 16 ? visit(NibbleFormat<Code::kIq1, kProducts, 2, Offset::kNone>{})
+                              : visit(NibbleFormat<Code::kIq1, kProducts, 4, Offset::kNone>{});
       return true;
     default: return false;
   }
@@ -180,12 +177,12 @@ inline bool visit_nibble_format(const WeightFormat& format, Visit&& visit) {
   if (format.quantised_rows || format.panel_scale) return false;
   if (format.code > Code::kFloat4) return visit_small_format(format, visit);
   if (format.scale == kProducts) {
-    if (format.group_size != 32) return false;
     if (format.code == Code::kInt8 && !format.mins) {
-      visit(NibbleFormat<Code::kInt8, kProducts, 4, Offset::kNone>{});
+      format.group_size == 16 ? visit(NibbleFormat<Code::kInt8, kProducts, 2, Offset::kNone>{})
+                              : visit(NibbleFormat<Code::kInt8, kProducts, 4, Offset::kNone>{});
       return true;
     }
-    if (format.code != Code::kInt4 || !format.mins) return false;
+    if (format.code != Code::kInt4 || !format.mins || format.group_size != 32) return false;
     visit(NibbleFormat<Code::kInt4, kProducts, 4, Offset::kMins>{});
     return true;
   }

@@ -73,11 +73,12 @@ CodeBits code_bits_of(Code code, int exponent) {
     case Code::kInt5: return {~uint64_t{0}, 0, 9.247f};
     case Code::kInt6: return {~uint64_t{0}, 0, 18.48f};
     case Code::kIq4: return {~uint64_t{0}, 0, 66.0f};
-    case Code::kIq3S: return {~uint64_t{0}, 0, 9.2f};
-    case Code::kIq2: return {~uint64_t{0}, 0, 3.15f};
     case Code::kIq1: return {~uint64_t{0}, 0, 0.72f};
     case Code::kIq3Xxs: return {~uint64_t{0}, 0, 170.0f};  // times the scale's whole number
     case Code::kIq2Xxs: return {~uint64_t{0}, 0, 58.0f};
+    case Code::kIq3S: return {~uint64_t{0}, 0, 9.2f};
+    case Code::kIq2Xs:
+    case Code::kIq2S: return {~uint64_t{0}, 0, 3.15f};
   }
   return {0, 0, 1.0f};
 }
@@ -115,6 +116,9 @@ void repeat_element(std::byte* target, uint32_t bits, uint32_t bytes, size_t cou
 void repeat_product(const PanelLayout& layout, std::byte* target, const std::byte* scales, uint32_t bits) {
   repeat_element(target, bits, 2, layout.whole_offset / 2);
   const bool shared = (layout.joined && target != scales) || is_grid(layout.format.code);
+  if (has_scale_nibbles(layout.format.code)) {
+    std::memset(target + layout.whole_offset, 0, layout.signs_offset - layout.scales_offset - layout.whole_offset);
+  }
   if (!shared) std::memset(target + layout.whole_offset, layout.joined ? 0x11 : 1, size_t{layout.groups} * kPanelColumns);
 }
 
@@ -137,6 +141,9 @@ class PanelFiller {
     const uint32_t bytes = scale_bytes(format.scale);
     const size_t scales = size_t{layout_.groups} * (format.panel_scale ? 1 : kPanelColumns);
     fill_scales(panel, panel + layout_.scales_offset, scale_bits(format.scale, group_scale_), bytes, scales);
+    if (has_sign_bytes(format.code)) {
+      random.fill(words(panel + layout_.signs_offset), (layout_.zeros_offset - layout_.signs_offset) / 8, ~uint64_t{0}, 0);
+    }
     if (format.zeros) {  // 6 or 7: near the codes' mean
       const size_t count = (layout_.column_scale_offset - layout_.zeros_offset) / 8;
       random.fill(words(panel + layout_.zeros_offset), count, repeat8(1), repeat8(6));

@@ -14,15 +14,21 @@ panel, every section beginning at a multiple of 64 bytes:
                   1, 5 and vector 2i + 1 for k + 8i + 2, 6, 3, 7. First come the low 4 bits (of 5 and 6) or 2
                   bits (of 2 and 3), then what is left. A line holds 2 vectors of 4 bits, 4 of 2 bits, or 8
                   of one bit: the first at bit 0 of every byte, the next above it.
-                  Rows of a grid: 32 k take three lines (iq3_xxs) or two (iq2_xxs). First come numbers of
-                  rows, one a byte, for 4 k each (iq3_xxs: two lines) or 8. A word of the last line has 7 bits
-                  of signs for 8 k each, the eighth of which makes the number of ones even, and s in bits 28
-                  to 31
+                  Rows of a grid: 32 k take three lines (iq3) or two (iq2). iq3_xxs and iq2_xxs: first come
+                  numbers of rows, one a byte, for 4 k each (iq3_xxs: two lines) or 8. A word of the last line
+                  has 7 bits of signs for 8 k each, the eighth of which makes the number of ones even, and s
+                  in bits 28 to 31. iq2_xs and iq2_s: 16 bits for 8 k, a number in the lower 9 (10), signs
+                  above: 7, as before, or the first 6. iq3_s: lines 0 and 2 have for 16 k each three numbers,
+                  in bits 0 to 8, 10 to 18 and 23 to 31, sign 15 in bit 9 and 11 to 14 in bits 19 to 22; line
+                  1 the fourth numbers, in bits 0 to 8 and 23 to 31, and signs 4 to 10 in bits 9 to 15 and 16
+                  to 22
     scales        [groups][16] of the format's scale type; [groups] where one scale serves the whole panel.
                   "products": [groups / factor_groups][16] float16, rounded up; then, from the next multiple
                   of 64 bytes on, [groups][16] int8; a scale is the product of both. int2 with mins has 4 bits
-                  of the scale and, above, 4 of the minimum in an int8, and mins have the factors alone. Rows
-                  of a grid have the factors alone, too: 2 s + 1 is what an int8 would be
+                  of the scale and, above, 4 of the minimum in an int8, and mins have the factors alone. Of
+                  rows of a grid the int8 is 2 s + 1: iq3_xxs and iq2_xxs have the factors alone, the others
+                  [groups / 2][16] bytes, s of the even group below that of the odd one
+    signs         [k_padded / 32][16] bytes, of iq2_s signs 6 and 7 of each 8 k, of iq3_s 0 to 3 of each 16
     zeros         [groups][16] uint8
     mins          [groups][16] of the scale type
     column_scale  [16] float32
@@ -73,29 +79,29 @@ class WeightFormat:
     ordered: bool
 
 
-def _signed(magnitudes: tuple[float, ...]) -> tuple[float, ...]:
-    return (*magnitudes, *(-value for value in magnitudes))
-
-
 # What the codes of GGUF's IQ types mean (kernels/format/codebooks.h).
 CODEBOOKS: Mapping[Code, tuple[float, ...]] = {
     "iq4": (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
-    "iq3_s": _signed((1, 3, 5, 7, 9, 11, 13, 15)),
-    "iq2": _signed((1, 3.125, 5.375, 0)),
     "iq1": (-1.125, -0.125, 0.875, 0, -0.875, 0.125, 1.125, 0),
 }
 # What is subtracted from codes where there are neither zero points nor mins.
 CODE_MIDDLES: Mapping[Code, int] = {"int2": 2, "int3": 4, "int4": 8, "int5": 16, "int6": 32}
 
 # Codes whose weights are rows of a grid, and what a row's whole numbers are times.
-GRID_UNITS: Mapping[Code, float] = {"iq3_xxs": 0.5, "iq2_xxs": 0.125}
+GRID_UNITS: Mapping[Code, float] = {
+    "iq3_xxs": 0.5,
+    "iq3_s": 1.0,
+    "iq2_xxs": 0.125,
+    "iq2_xs": 0.125,
+    "iq2_s": 0.125,
+}
 
 WEIGHT_FORMATS = {name: WeightFormat(name, **fields) for name, fields in _kernels.weight_formats().items()}
 
 
 @cache
 def grid(code: Code) -> NDArray[np.uint8]:
-    """Returns `[256, 4 or 8]`: magnitudes of neighbouring weights, of a code of `GRID_UNITS`, in its unit."""
+    """Returns `[rows, 4 or 8]`: magnitudes of neighbours, of a code of `GRID_UNITS`, in its unit."""
     return _kernels.grid_rows(code)
 
 
@@ -154,6 +160,7 @@ class PanelLayout(WeightFormat):
     # Their int8 hold 4 bits of the scale and, above, 4 of the minimum, and the mins' section has none.
     joined: bool
     scales_offset: int
+    signs_offset: int
     zeros_offset: int
     mins_offset: int
     column_scale_offset: int

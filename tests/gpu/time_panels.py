@@ -32,7 +32,7 @@ FORMATS = (
     "int6_g16_products",
     "int8_g32_f16",
     "iq4_g32_products",
-    "iq3_s_g32_products",
+    "iq3_s_grid_products",
     "int2_g16_mins_products",
     "int4_g128_zeros_f16",
     "fp8_block",

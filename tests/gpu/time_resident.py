@@ -26,7 +26,8 @@ from tests.helpers.resident_layers import Shape, resident_layer, routed
 
 SHAPE = Shape(hidden=2048, intermediate=768, experts=128, top_k=8)
 FORMATS = ("int4_g32", "int4_g128_zeros", "mxfp4", "bfloat16", "fp8_block")
-# Of GGUF's Q4_K, Q5_K, Q6_K, IQ4_XS, IQ4_NL, IQ3_XXS, IQ3_S, Q2_K, IQ2_XXS, Q3_K: with `--gguf`.
+# Of GGUF's Q4_K, Q5_K, Q6_K, IQ4_XS, IQ4_NL, IQ3_XXS, IQ3_S, Q2_K, IQ2_XXS, IQ2_S, IQ2_XS, Q3_K:
+# with `--gguf`.
 GGUF_FORMATS = (
     "int4_g32_mins_products",
     "int5_g32_mins_products",
@@ -34,9 +35,11 @@ GGUF_FORMATS = (
     "iq4_g32_products",
     "iq4_g32_f16",
     "iq3_xxs_grid_products",
-    "iq3_s_g32_products",
+    "iq3_s_grid_products",
     "int2_g16_mins_products",
     "iq2_xxs_grid_products",
+    "iq2_s_grid_products",
+    "iq2_xs_grid_products",
     "int3_g16_products",
 )
 FEW, MANY = (1, 2, 4, 8, 16, 32), (4, 8, 16, 32, 64, 256, 1024, 4096)

@@ -95,9 +95,9 @@ def _code_values(code: Code, codes: NDArray[np.uint32]) -> Floats:
             return FLOAT4_VALUES[codes]
         case "int2" | "int3" | "int5" | "int6":
             return codes.astype(np.float32)
-        case "iq4" | "iq3_s" | "iq2" | "iq1":
+        case "iq4" | "iq1":
             return np.array(CODEBOOKS[code], np.float32)[codes]
-        case "iq3_xxs" | "iq2_xxs":
+        case "iq3_xxs" | "iq3_s" | "iq2_xxs" | "iq2_xs" | "iq2_s":
             raise AssertionError("rows of a grid have no codes of single weights")
 
 
@@ -161,7 +161,11 @@ def _group_values(layout: PanelLayout, scale: ScaleType, panel: Bytes, begin: in
     nbytes = layout.groups * columns * SCALE_BYTES[scale]
     if scale == "products":
         whole: NDArray[Any]
-        if layout.code in GRID_UNITS:
+        if has_scale_nibbles(layout):
+            pairs = panel[begin + layout.whole_offset :][: -(-layout.groups // 2) * columns]
+            pairs = pairs.reshape(-1, 1, columns)
+            whole = np.concatenate([pairs & 15, pairs >> 4], 1).reshape(-1, columns)[: layout.groups] * 2 + 1
+        elif layout.code in GRID_UNITS:
             whole = (grid_words(layout, panel)[: layout.groups, -1] >> 28) * 2 + 1
         else:
             of_whole = layout.scales_offset if layout.joined else begin
@@ -183,16 +187,60 @@ def grid_words(layout: PanelLayout, panel: Bytes) -> NDArray[np.uint32]:
     return panel[: layout.scales_offset].view(np.uint32).reshape(-1, layout.bits, PANEL_COLUMNS)
 
 
+def has_scale_nibbles(layout: PanelLayout) -> bool:
+    """Returns whether whole numbers of scales lie by themselves, two to a byte."""
+    return layout.code in ("iq3_s", "iq2_xs", "iq2_s")
+
+
+def grid_signs(layout: PanelLayout, panel: Bytes) -> NDArray[np.uint32]:
+    """Returns the bytes `[32 k's, 16]` of signs, of codes that have them."""
+    return panel[layout.signs_offset : layout.zeros_offset][: layout.k_padded // 2].reshape(
+        -1, 16
+    ) * np.uint32(1)
+
+
 def _grid_values(layout: PanelLayout, panel: Bytes) -> Floats:
     """Returns magnitudes with signs `[k_padded, 16]`."""
     words = grid_words(layout, panel)
-    numbers = words[:, :-1, None] >> np.arange(0, 32, 8, dtype=np.uint32)[:, None] & np.uint32(255)
-    rows = grid(layout.code)[numbers].astype(np.float32) * np.float32(GRID_UNITS[layout.code])
-    magnitudes = np.moveaxis(rows, -1, -2).reshape(layout.k_padded, PANEL_COLUMNS)
-    stored = words[:, -1, None] >> np.arange(0, 28, 7, dtype=np.uint32)[:, None] & np.uint32(127)
-    bits = stored[:, :, None] >> np.arange(7, dtype=np.uint32)[:, None] & np.uint32(1)
-    signs = np.concatenate([bits, bits.sum(2, keepdims=True) % 2], 2).reshape(layout.k_padded, PANEL_COLUMNS)
+    places = np.arange(layout.k_padded)
+    chunk, i = places // 32, places % 32
+    more = grid_signs(layout, panel)[chunk] if layout.code in ("iq3_s", "iq2_s") else None
+    numbers, signs = grid_places(layout.code, words[chunk], i, more)
+    rows = grid(layout.code)
+    magnitudes = rows[numbers, (i % rows.shape[1])[:, None]].astype(np.float32)
+    magnitudes *= np.float32(GRID_UNITS[layout.code])
     return np.where(signs == 1, -magnitudes, magnitudes).astype(np.float32)
+
+
+def grid_places(
+    code: Code, words: NDArray[np.uint32], i: NDArray[np.int64], more: NDArray[np.uint32] | None
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Returns numbers of rows and signs `[n, columns]` of elements i of 32, from `[n, words, columns]`."""
+    n, at = np.arange(len(i)), i[:, None]
+    if code in ("iq3_xxs", "iq2_xxs"):
+        width = 4 if code == "iq3_xxs" else 8
+        numbers = words[n, i // (4 * width)] >> (at // width % 4 * 8) & 255
+        return numbers, _with_eighth(words[:, -1] >> (at // 8 * 7) & 127, at % 8)
+    if code in ("iq2_xs", "iq2_s"):
+        pair = words[n, i // 16] >> (at % 16 // 8 * 16) & 0xFFFF
+        if code == "iq2_xs":
+            return pair & 511, _with_eighth(pair >> 9, at % 8)
+        assert more is not None
+        return pair & 1023, (pair >> 10 | (more >> (at // 8 * 2) & 3) << 6) >> (at % 8) & 1
+    assert more is not None
+    own, shared, half = words[n, i // 16 * 2], words[:, 1], at // 16
+    row = at % 16 // 4
+    numbers = np.where(row == 3, shared >> (half * 23), own >> np.array([0, 10, 23, 0])[row]) & 511
+    signs = (more >> (half * 4) & 15) | (shared >> (9 + half * 7) & 127) << 4
+    signs |= (own >> 19 & 15) << 11 | (own >> 9 & 1) << 15
+    return numbers, signs >> (at % 16) & 1
+
+
+def _with_eighth(stored: NDArray[Any], which: NDArray[np.int64]) -> NDArray[Any]:
+    """Returns sign `which` of eight, of which seven are stored and the number of ones is even."""
+    ones = sum(stored >> bit & 1 for bit in range(7))
+    signs: NDArray[Any] = (stored | (ones & 1) << 7) >> which & 1
+    return signs
 
 
 def unpack_bias(layout: PanelLayout, panel: Bytes) -> Floats:

@@ -257,40 +257,75 @@ def _products(values: Floats, sign: int, shared: int, most: int) -> tuple[NDArra
 
 
 def grid_rows(name: str, weights: Floats) -> Quantised:
-    """GGUF's IQ3_XXS and IQ2_XXS: rows of a grid, signs with an even number of ones, products as scales."""
+    """GGUF's IQ2 and IQ3: rows of a grid, signs, whose number of ones is even in some types, and products as
+    scales.
+    """
     rows, cols = weights.shape
-    code = weight_format(name).code
+    kind = weight_format(name)
+    code, size = kind.code, kind.group_size
     magnitudes = grid(code).astype(np.float32) * np.float32(GRID_UNITS[code])
-    groups, width = in_groups(weights, 32), magnitudes.shape[1]
+    width = magnitudes.shape[1]
+    groups = in_groups(in_groups(weights, 32).reshape(rows, -1), size)
     negative = groups.reshape(rows, -1, 8) < 0
-    # An odd number of them: the eighth gets another one.
-    negative[..., 7] ^= negative.sum(-1) % 2 == 1
-    signs = (
-        (negative[..., :7].astype(np.uint32) << np.arange(7, dtype=np.uint32)).sum(-1).reshape(rows, -1, 4)
-    )
-    reach = np.abs(groups).max(2) / magnitudes.max()
-    shared = max(32, math.gcd(cols, 256)) // 32
+    if code not in ("iq3_s", "iq2_s"):
+        # An odd number of them: the eighth gets another one.
+        negative[..., 7] ^= negative.sum(-1) % 2 == 1
+    reach = np.abs(groups).max(2)[:, : -(-cols // size)] / magnitudes.max()
+    shared = max(size, math.gcd(cols, 256)) // size
     blocks = np.pad(reach, [(0, 0), (0, -reach.shape[1] % shared)]).reshape(rows, -1, shared)
     factors = np.maximum(blocks.max(2, keepdims=True) / 31, 1e-6).astype(np.float16)
     s = np.clip(np.rint((blocks / factors - 1) / 2), 0, 15).astype(np.int32).reshape(rows, -1)
     s = s[:, : reach.shape[1]]
     factor = np.repeat(factors.reshape(rows, -1), shared, 1)[:, : reach.shape[1]]
     scales = factor.astype(np.float32) * (2 * s + 1)
-    wanted = (np.abs(groups) / scales[..., None]).reshape(rows, -1, width)
+    whole = np.pad(scales, [(0, 0), (0, groups.shape[1] - scales.shape[1])], constant_values=1)
+    wanted = (np.abs(groups) / whole[..., None]).reshape(rows, -1, width)
     # The nearest row, by the square of the distance less what all have in common.
-    numbers = ((magnitudes**2).sum(1) - 2 * wanted @ magnitudes.T).argmin(-1).astype(np.uint8)
-    words = numbers.view(np.uint32).reshape(rows, -1, 32 // width // 4)
-    last = (signs << np.arange(0, 28, 7, dtype=np.uint32)).sum(-1, dtype=np.uint32) | s.astype(
-        np.uint32
-    ) << 28
-    stored = [words, last[..., None], np.zeros((*last.shape, int(width == 4)), np.uint32)]
-    codes = np.concatenate(stored, -1).reshape(rows, -1).view(np.int32)
+    numbers = ((magnitudes**2).sum(1) - 2 * wanted @ magnitudes.T).argmin(-1).astype(np.uint32)
+    signs = (negative.astype(np.uint32) << np.arange(8, dtype=np.uint32)).sum(-1, dtype=np.uint32)
+    in_words = np.zeros((rows, signs.shape[1] // 4), np.uint32)
+    if code in ("iq3_xxs", "iq2_xxs"):
+        in_words = s.astype(np.uint32)
+    codes = _grid_words(code, numbers.reshape(rows, -1, 32 // width), signs.reshape(rows, -1, 4), in_words)
+    codes = codes.reshape(rows, -1).view(np.int32)
     products = factor.view(np.uint16).astype(np.int32) | (2 * s + 1) << 16
     found = magnitudes[numbers].reshape(rows, -1)
-    meant = np.where(negative.reshape(rows, -1), -found, found)[:, :cols] * per_element(scales, 32, cols)
+    meant = np.where(negative.reshape(rows, -1), -found, found)[:, :cols] * per_element(scales, size, cols)
     source = SourceMatrix(codes, "grid_words", code=code, cols=cols, scales=products, scale_type="products")
-    source = replace(source, group_size=32)
+    source = replace(source, group_size=size)
     return Quantised(name, source, meant.astype(np.float32), {"codes": codes, "scales": products})
+
+
+def _grid_words(code: str, numbers: Array, signs: Array, s: Array) -> Array:
+    """Returns a source's words `[rows, chunks, words]` of 32 weights each: numbers `[rows, chunks, 4 or 8]`,
+    bytes of signs `[rows, chunks, 4]`, and s where words have it.
+    """
+
+    def joined(fields: Array, step: int) -> Array:
+        places = np.arange(0, step * fields.shape[-1], step, dtype=np.uint32)
+        return np.bitwise_or.reduce(fields.astype(np.uint32) << places, -1)
+
+    nothing = np.zeros(signs.shape[:2], np.uint32)
+    if code in ("iq3_xxs", "iq2_xxs"):
+        last = joined(signs & 127, 7) | s << 28
+        low = [joined(numbers[..., i : i + 4], 8) for i in range(0, numbers.shape[-1], 4)]
+        words = [*low, last, nothing] if code == "iq3_xxs" else [*low, last]
+    elif code == "iq2_xs":
+        pairs = numbers | (signs & 127) << 9
+        words = [joined(pairs[..., :2], 16), joined(pairs[..., 2:], 16)]
+    elif code == "iq2_s":
+        pairs = numbers | (signs & 63) << 10
+        words = [joined(pairs[..., :2], 16), joined(pairs[..., 2:], 16), joined(signs >> 6, 2), nothing]
+    else:
+        halves = joined(signs[..., :2], 8), joined(signs[..., 2:], 8)
+        own = [
+            n[..., 0] | n[..., 1] << 10 | n[..., 2] << 23 | (of >> 11 & 15) << 19 | of >> 15 << 9
+            for n, of in zip((numbers[..., :4], numbers[..., 4:]), halves, strict=True)
+        ]
+        shared = numbers[..., 3] | numbers[..., 7] << 23
+        shared |= (halves[0] >> 4 & 127) << 9 | (halves[1] >> 4 & 127) << 16
+        words = [own[0], shared, own[1], (halves[0] & 15) | (halves[1] & 15) << 4]
+    return np.stack(words, -1)
 
 
 # Formats of GGUF's types whose codes have fewer than 8 bits.

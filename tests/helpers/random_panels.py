@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from moebius import _kernels
 from moebius.kernels.weight_formats import CODE_MIDDLES, GRID_UNITS, PanelLayout, panel_layout
+from tests.helpers.numpy_unpack import has_scale_nibbles
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,10 @@ def _products(rng: np.random.Generator, layout: PanelLayout, count: int, of_mins
         factors *= 4
         steps = rng.integers(5, 16, (count, whole)) + rng.integers(10, 15, (count, whole)) * 16
     section[:, : layout.whole_offset] = factors.astype(np.float16).view(np.uint8)
-    if layout.code not in GRID_UNITS and not (layout.joined and of_mins):
+    if has_scale_nibbles(layout):
+        rest = section[:, layout.whole_offset :]  # Signs, too.
+        rest[:] = rng.integers(0, 256, rest.shape, np.uint8)
+    elif layout.code not in GRID_UNITS and not (layout.joined and of_mins):
         section[:, layout.whole_offset : layout.whole_offset + whole] = steps.astype(np.uint8)
     return section.reshape(-1)
 

@@ -21,7 +21,14 @@ from moebius.kernels.weight_formats import (
     panel_layout,
     weight_format,
 )
-from tests.helpers.numpy_unpack import grid_words, unpack_bias, unpack_codes, unpack_expert, unpack_matrix
+from tests.helpers.numpy_unpack import (
+    grid_words,
+    has_scale_nibbles,
+    unpack_bias,
+    unpack_codes,
+    unpack_expert,
+    unpack_matrix,
+)
 from tests.helpers.quantised_sources import ENCODERS, random_weights
 
 SHAPES = [(16, 64), (40, 136), (8, 8), (24, 2880)]
@@ -49,8 +56,9 @@ STATED = {
     "iq4_g32_f16": ("iq4", 4, "float16", 32),
     "iq3_xxs_grid_products": ("iq3_xxs", 3, "products", 32),
     "iq2_xxs_grid_products": ("iq2_xxs", 2, "products", 32),
-    "iq3_s_g32_products": ("iq3_s", 4, "products", 32),
-    "iq2_g16_products": ("iq2", 3, "products", 16),
+    "iq3_s_grid_products": ("iq3_s", 3, "products", 32),
+    "iq2_xs_grid_products": ("iq2_xs", 2, "products", 16),
+    "iq2_s_grid_products": ("iq2_s", 2, "products", 16),
     "iq1_g32_products": ("iq1", 3, "products", 32),
     "mxfp4": ("float4", 4, "e8m0", 32),
     "nvfp4": ("float4", 4, "e4m3", 16, "column_scale"),
@@ -99,18 +107,22 @@ def test_sections_follow_one_another(name: str, k: int, has_bias: bool) -> None:
         shared = max(found.group_size, math.gcd(k, 256)) // found.group_size
         factors = -(-found.groups // shared) * 32
         assert (found.factor_groups, found.whole_offset) == (shared, -(-factors // 64) * 64)
-        scales = found.whole_offset + scales * (found.code not in GRID_UNITS)
+        wholes = scales * (found.code not in GRID_UNITS)
+        if has_scale_nibbles(found):
+            wholes = -(-found.groups // 2) * 16
+        scales = found.whole_offset + -(-wholes // 64) * 64
     sizes = (
         found.k_padded * 16 * found.bits // 8,
         scales,
+        found.k_padded // 2 * (found.code in ("iq3_s", "iq2_s")),
         found.groups * 16 * found.zeros,
         (found.whole_offset if found.joined else scales) * found.mins,
         64 * found.column_scale,
         64 * has_bias,
     )
     ends = list(itertools.accumulate(-(-size // 64) * 64 for size in sizes))
-    offsets = [found.scales_offset, found.zeros_offset, found.mins_offset, found.column_scale_offset]
-    assert [*offsets, found.bias_offset, found.panel_bytes] == ends
+    offsets = [found.scales_offset, found.signs_offset, found.zeros_offset, found.mins_offset]
+    assert [*offsets, found.column_scale_offset, found.bias_offset, found.panel_bytes] == ends
     assert (found.k, found.has_bias, found.k_padded) == (k, has_bias, -(-k // 64) * 64)
 
 

@@ -173,7 +173,7 @@ def test_mixed_formats(gate_up: str, down: str) -> None:
 
 # With what rows are quantised for, what has planes, what is widened and what has mins.
 APART = {
-    "iq2_xxs_grid_products+int6_g16_products": "iq3_s_g32_products",
+    "iq2_xxs_grid_products+int6_g16_products": "iq3_s_grid_products",
     "mxfp4+bfloat16": "int8_w8a8",
     "int4_g32+int8_g32_f16": "int4_g32",
     "fp8_block+int4_g32_mins_products": "nvfp4",

@@ -31,7 +31,7 @@ PACKED = {
     "qwen3_moe": "int4_g32_mins_products, int4_g32_mins_products/int6_g16_products",
     "minimax_m2": "int4_g32_mins/int8_g32_f16",
     "olmoe": "int8_g32_f16+int4_g32_f16/int8_g32_f16",
-    "deepseek_v3": "int5_g32_mins_products/iq3_s_g32_products",
+    "deepseek_v3": "int5_g32_mins_products/iq3_s_grid_products",
     "glm4_moe": "int4_g32_f16/int8_g32_f16",
     "glm_moe_dsa": "int4_g32_f16/int8_g32_f16",
     "qwen3_5_moe": "int4_g32_f16/int8_g32_f16",

@@ -68,13 +68,6 @@ def small_value(code, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
         low = tl.where(code < 4, IQ4_0, IQ4_1)
         four = tl.where(code < 8, low, tl.where(code < 12, IQ4_2, IQ4_3))
         value = ((four << (24 - (code & 3) * 8)) >> 24).to(tl.float32)
-    elif PANEL.code == "iq3_s":
-        value = ((code & 7) * 2 + 1).to(tl.float32)
-        value = tl.where(code >= 8, -value, value)
-    elif PANEL.code == "iq2":
-        place = code & 3
-        value = tl.where(place == 2, 5.375, 1.0 + place.to(tl.float32) * 2.125)
-        value = tl.where(place == 3, 0.0, tl.where(code >= 4, -value, value))
     elif PANEL.code == "iq1":
         place = code & 3
         value = (place - 1).to(tl.float32) + tl.where(code >= 4, 0.125, -0.125)
@@ -86,15 +79,31 @@ def small_value(code, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @jit
 def grid_value(words, signs, i, grids, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Returns the float32 of element i of words of numbers of rows, and of the signs that go with them."""
-    number = (words >> (i // PANEL.grid_row * 8)) & 255
+    """Returns the float32 of element i of words of numbers of rows, and of the signs that go with them
+    (`high_words`).
+    """
+    if PANEL.code == "iq2_xs" or PANEL.code == "iq2_s":
+        number = (words >> (i // 8 * 16)) & (1023 if PANEL.code == "iq2_s" else 511)
+    elif PANEL.code == "iq3_s":
+        own = words >> tl.where(i // 4 == 0, 0, tl.where(i // 4 == 1, 10, 23))
+        number = tl.where(i // 4 == 3, signs >> 16, own) & 511
+    else:
+        number = (words >> (i // PANEL.grid_row * 8)) & 255
     at = PANEL.grid_begin + number * (PANEL.grid_row // 4) + i % PANEL.grid_row // 4
     magnitude = (tl.load(grids + at) >> (i % 4 * 8)) & 255
-    stored = (signs >> (i // 8 * 7)) & 127
-    folded = stored ^ (stored >> 4)
-    folded = folded ^ (folded >> 2)
-    # The eighth sign makes the number of ones even.
-    negative = ((stored | ((folded ^ (folded >> 1)) & 1) << 7) >> (i % 8)) & 1
+    if PANEL.code == "iq3_s":
+        both = (signs & 0x7FF) | ((words >> 8) & 0x7800) | ((words << 6) & 0x8000)
+        eight = both >> (i // 8 * 8)
+    elif PANEL.code == "iq2_s":
+        eight = ((words >> (i // 8 * 16 + 10)) & 63) | ((signs >> (i // 8 * 2)) & 3) << 6
+    else:
+        is_paired: tl.constexpr = PANEL.code == "iq2_xs"
+        stored = (words >> (i // 8 * 16 + 9) if is_paired else signs >> (i // 8 * 7)) & 127
+        folded = stored ^ (stored >> 4)
+        folded = folded ^ (folded >> 2)
+        # The eighth sign makes the number of ones even.
+        eight = stored | ((folded ^ (folded >> 1)) & 1) << 7
+    negative = (eight >> (i % 8)) & 1
     value = magnitude.to(tl.float32) * PANEL.grid_unit
     return tl.where(negative != 0, -value, value)
 
@@ -102,7 +111,9 @@ def grid_value(words, signs, i, grids, PANEL: tl.constexpr):  # type: ignore[no-
 @jit
 def low_words(words, panel, line, column, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
     """Returns int32 words of lines, which have 32 // PANEL.low_bits elements each; `panel` in words."""
-    if PANEL.high_bits:
+    if PANEL.code == "iq3_s":
+        line = line // 2 * 3 + line % 2 * 2
+    elif PANEL.high_bits and PANEL.code != "iq2_s":
         # In 32 k as many lines of either plane as that has bits.
         line = line // PANEL.low_bits * PANEL.bits + line % PANEL.low_bits
     return tl.load(words + panel + line * 16 + column)
@@ -110,8 +121,20 @@ def low_words(words, panel, line, column, PANEL: tl.constexpr):  # type: ignore[
 
 @jit
 def high_words(words, panel, line, column, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """For the lines of `low_words` those with the elements' high bits, moved to where element 0 begins."""
-    if PANEL.is_grid:
+    """For the lines of `low_words` those with the elements' high bits, moved to where element 0 begins.
+
+    Of rows of a grid signs; of iq3_s those that words lack, and the fourth number from bit 16 on.
+    """
+    if PANEL.code == "iq2_s" or PANEL.code == "iq3_s":
+        at = panel + PANEL.signs_offset // 4 + line // 2 * 4 + column // 4
+        high = tl.load(words + at) >> (column % 4 * 8 + line % 2 * 4)
+        if PANEL.code == "iq3_s":
+            shared = tl.load(words + panel + (line // 2 * 3 + 1) * 16 + column)
+            number = (shared >> (line % 2 * 23)) & 511
+            high = (high & 15) | ((shared >> (9 + line % 2 * 7)) & 127) << 4 | number << 16
+    elif PANEL.code == "iq2_xs":
+        high = 0
+    elif PANEL.is_grid:
         held = line // PANEL.low_bits * PANEL.bits + PANEL.low_bits
         # Seven bits for eight k.
         high = tl.load(words + panel + held * 16 + column) >> (line % PANEL.low_bits * 14)
@@ -138,7 +161,11 @@ def load_scales(  # type: ignore[no-untyped-def]
         factor = tl.load(scales + at + column, mask=mask, other=0).to(tl.float32)
         if PANEL.joined and MINS:
             section += PANEL.scales_offset - PANEL.mins_offset
-        if PANEL.is_grid:
+        if PANEL.has_scale_nibbles:
+            at = section + PANEL.whole_offset + group // 2 * 16
+            both = tl.load(bytes_ + at + column, mask=mask, other=0).to(tl.int32)
+            whole = ((both >> (group % 2 * 4)) & 15) * 2 + 1
+        elif PANEL.is_grid:
             # The upper half of the last byte of the group's last word.
             at = section - PANEL.scales_offset + ((group + 1) * PANEL.bits - 1) * 64 + 3
             whole = (tl.load(bytes_ + at + column * 4, mask=mask, other=0).to(tl.int32) >> 4) * 2 + 1

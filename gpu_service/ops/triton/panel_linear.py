@@ -290,6 +290,7 @@ def _unpack(
         PANELS=1,
         LINES=panel_sizes.unpacked_lines(panels),
         SCALED=True,
+        TURN=-1,
         num_warps=4,
     )
     return matrix

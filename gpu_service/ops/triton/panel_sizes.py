@@ -47,8 +47,11 @@ def warps(lines_at_once: int) -> int:
 
 
 def chunk(panels: PanelFormat) -> int:
-    """Returns the k that a tile takes at once: many, since each time it waits for scales."""
-    return min(MAX_CHUNK if panels.bits <= 8 else 64, panels.k_padded & -panels.k_padded)
+    """Returns the k that a tile takes at once: many, since each time it waits for scales; fewer where more
+    would not stay in registers.
+    """
+    is_small = panels.bits <= 8 and panels.code != "iq3_s"
+    return min(MAX_CHUNK if is_small else 64, panels.k_padded & -panels.k_padded)
 
 
 def has_parts(panels: PanelFormat) -> bool:

@@ -1,9 +1,9 @@
-"""Codes and scales of GGUF's types whose rows of a grid are written out: IQ1, IQ2_S, IQ2_XS and IQ3_S.
+"""Codes and scales of GGUF's types whose rows of a grid are written out: IQ1.
 
-A block names rows of four or eight numbers, each one of three or eight magnitudes, and has signs. Packed
-formats have the magnitude's place and the sign of each weight (`weight_formats.CODEBOOKS`), and
-scales as products: the block's float16 times 2 s + 1, with the s that the block has for each group. Grids are
-those of the package `gguf`, and so are the layouts of blocks.
+A block names rows of eight numbers, each -1, 0 or 1, and says where an eighth is added and where it is taken
+off. Packed formats have a place in a table for each weight (`weight_formats.CODEBOOKS`), and scales as
+products: the block's float16 times 2 s + 1, with the s that the block has for each group. Grids are those of
+the package `gguf`, and so are the layouts of blocks.
 """
 
 from __future__ import annotations
@@ -41,21 +41,6 @@ def _grid(kind: str) -> Bytes:
     return np.searchsorted(np.array(found.grid_map, np.float32), rows).astype(np.uint8)
 
 
-@cache
-def _signs() -> Bytes:
-    """Returns `[128, 8]`: signs of eight weights, of which seven bits are stored and the number of ones is
-    even.
-    """
-    from gguf import quants
-
-    return _bits(np.frombuffer(quants.IQ2_XXS.ksigns, np.uint8))
-
-
-def _bits(found: Bytes) -> Bytes:
-    """Returns `[..., 8]` of bytes, the lowest bit first."""
-    return np.unpackbits(found[..., None], axis=-1, bitorder="little")
-
-
 def _fields(found: Integers, places: tuple[int, ...], bits: int) -> Integers:
     """Returns `[n, count * places]` of `[n, count]`: `bits` from each place on, one after the other."""
     kind = found.dtype.type
@@ -69,30 +54,6 @@ def _factor(blocks: Bytes) -> NDArray[np.float16]:
 
 def _words(blocks: Bytes, kind: type[np.unsignedinteger]) -> Integers:
     return np.ascontiguousarray(blocks).view(kind)
-
-
-def _signed(kind: str, rows: Integers, signs: Bytes, place: int) -> Bytes:
-    """Returns codes `[n, 256]` from rows of the grid, and signs of all weights, which are bit `place` of a
-    code.
-    """
-    codes: Bytes = _grid(kind)[rows].reshape(len(rows), 256)
-    codes |= signs.reshape(codes.shape) << np.uint8(place)
-    return codes
-
-
-def _iq3_s_codes(blocks: Bytes) -> Bytes:
-    high = _bits(blocks[:, 66:74]).reshape(len(blocks), 64).astype(np.uint16) << 8
-    return _signed("IQ3_S", blocks[:, 2:66] | high, _bits(blocks[:, 74:106]), 3)
-
-
-def _iq2_xs_codes(blocks: Bytes) -> Bytes:
-    words = _words(blocks[:, 2:66], np.uint16)
-    return _signed("IQ2_XS", words & np.uint16(511), _signs()[words >> np.uint16(9)], 2)
-
-
-def _iq2_s_codes(blocks: Bytes) -> Bytes:
-    high = _fields(blocks[:, 66:74], (0, 2, 4, 6), 2).astype(np.uint16) << 8
-    return _signed("IQ2_S", blocks[:, 2:34] | high, _bits(blocks[:, 34:66]), 2)
 
 
 def _iq1_codes(rows: Integers, shift_is_up: NDArray[np.bool_]) -> Bytes:
@@ -120,14 +81,7 @@ def _iq1_m_scales(blocks: Bytes) -> tuple[NDArray[np.float16], Integers]:
     return bits.astype(np.uint16)[:, None].view(np.float16), _fields(words, (0, 3, 6, 9), 3)
 
 
-def _nibble_scales(begin: int) -> Callable[[Bytes], tuple[NDArray[np.float16], Integers]]:
-    return lambda blocks: (_factor(blocks), _fields(blocks[:, begin:], (0, 4), 4))
-
-
 GRID_PARTS: Mapping[str, GridParts] = {
-    "IQ3_S": GridParts(_iq3_s_codes, _nibble_scales(106)),
-    "IQ2_XS": GridParts(_iq2_xs_codes, _nibble_scales(66)),
-    "IQ2_S": GridParts(_iq2_s_codes, _nibble_scales(74)),
     "IQ1_S": GridParts(
         _iq1_s_codes, lambda blocks: (_factor(blocks), _words(blocks[:, 34:50], np.uint16) >> 12 & 7)
     ),

@@ -6,6 +6,7 @@
 
 #include "kernels/format/numbers.h"
 #include "kernels/format/requantise.h"
+#include "kernels/format/source_access.h"
 
 namespace moebius::fuzz {
 namespace {
@@ -101,7 +102,7 @@ class Builder {
   void grid_words() {
     matrix().layout = SourceLayout::kGridWords;
     matrix().code = format_.code;
-    matrix().row_stride = groups_of(cols_, 32) * (format_.code == Code::kIq3Xxs ? 4 : 2);
+    matrix().row_stride = groups_of(cols_, 32) * grid_source_words(format_.code);
     matrix().data = random_bytes(size_t{rows_} * static_cast<size_t>(matrix().row_stride) * 4);
   }
 
@@ -123,7 +124,7 @@ class Builder {
   float scale_target() const {
     // Of random codes.
     static constexpr float kSpread[] = {1.0f, 1.0f, 1.0f, 160.0f, 74.0f, 4.6f, 2.9f, 1.2f,
-                                        2.3f, 9.2f, 18.5f, 66.0f, 9.2f,  9.2f, 3.2f, 0.7f, 3.2f};
+                                        2.3f, 9.2f, 18.5f, 66.0f, 9.2f,  9.2f, 3.2f, 0.7f, 3.2f, 3.2f};
     return 1.0f / (kSpread[static_cast<size_t>(format_.code)] * std::sqrt(static_cast<float>(cols_)));
   }
 
@@ -190,6 +191,7 @@ class Builder {
   // Of rows of a grid the one that their words have.
   uint32_t whole_number(size_t row, size_t group) {
     if (!is_grid(format_.code)) return 1 + random_.below(format_.code == Code::kInt2 ? 15 : 63);
+    if (has_scale_nibbles(format_.code)) return random_.below(16) * 2 + 1;
     const bool is_3 = format_.code == Code::kIq3Xxs;
     const size_t word = row * static_cast<size_t>(matrix().row_stride) + group * (is_3 ? 4 : 2) + (is_3 ? 2 : 1);
     return (load_element<uint32_t>(matrix().data, static_cast<ptrdiff_t>(word)) >> 28) * 2 + 1;

@@ -24,8 +24,9 @@ COVERING = (
     "awq_int4_g64",
     "int4_g32_mins_products",
     "int6_g16_products",
-    "iq3_s_g32_products",
+    "iq3_s_grid_products",
     "iq3_xxs_grid_products",
+    "iq2_s_grid_products",
     "nvfp4",
 )
 ALL = [pytest.param(name, marks=[] if name in COVERING else pytest.mark.full) for name in FORMATS]

@@ -157,7 +157,7 @@ def test_gate_up_and_down_keep_types_of_their_own(tmp_path: Path) -> None:
     kinds = {"gate": "Q4_K", "up": "Q6_K", "down": "IQ3_S"}
     stacks = {which: (stack(kind, 2), kind) for which, kind in kinds.items()}
     found = checkpoint_of(tmp_path, stacks).expert(0, 0)
-    assert found.formats == ("int4_g32_mins_products+int6_g16_products", "iq3_s_g32_products")
+    assert found.formats == ("int4_g32_mins_products+int6_g16_products", "iq3_s_grid_products")
     assert not found.is_rounded
     with MappedReader() as reader:
         sources = found.read(reader, 0, SIZE, keeps=True)
