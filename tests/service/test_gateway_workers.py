@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,9 +23,9 @@ from tests.helpers import tls_everywhere
 from tests.helpers.fake_engine import MODEL, FakeEngine, Script, serving
 from tests.helpers.gateway_server import gateway_config
 from tests.helpers.ports import free_port
-from tests.helpers.stack import ROOT
 from tests.helpers.swapped_files import put, swap_tokens
 from tests.helpers.tiny_tokenizer import byte_level_tokenizer, write_tokenizer
+from tests.helpers.warm_processes import Program, run_program, start_program
 
 PROGRAM = """
 import sys
@@ -57,7 +55,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[FakeEngin
 class Gateway:
     """The processes of one port."""
 
-    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    def __init__(self, process: Program, port: int, log: Path) -> None:
         self.process, self.url, self.log = process, f"{tls_everywhere.scheme()}://127.0.0.1:{port}", log
 
     def workers(self) -> list[psutil.Process]:
@@ -114,8 +112,7 @@ def gateway(
     config = config.model_copy(update=sections)
     config = tls_everywhere.with_https(config)
     with log.open("wb") as sink:
-        command = [sys.executable, "-c", PROGRAM, config.model_dump_json()]
-        process = subprocess.Popen(command, cwd=ROOT, stdout=sink, stderr=sink)
+        process = start_program(["-c", PROGRAM, config.model_dump_json()], sink, sink)
     started = Gateway(process, port, log)
     try:
         started.until(lambda: len(started.workers()) == 2 and started.answers())
@@ -255,9 +252,7 @@ def test_they_do_not_outlive_the_first(engine: tuple[FakeEngine, str], tmp_path:
     with gateway(engine, tmp_path) as running:
         port = int(running.url.rsplit(":", 1)[1])
         config = gateway_config(engine[1], port=port, workers=2).model_dump_json()
-        second = subprocess.run(
-            [sys.executable, "-c", PROGRAM, config], cwd=ROOT, capture_output=True, text=True, timeout=60
-        )
+        second = run_program(["-c", PROGRAM, config])
         assert second.returncode == 1
         assert f"cannot serve HTTP on 127.0.0.1:{port}" in second.stderr
         workers = running.workers()
@@ -282,10 +277,7 @@ def test_settings_that_can_not_be_used_are_refused_once(
             "/nowhere",
         ),
     ):
-        ended = subprocess.run(
-            [sys.executable, "-c", PROGRAM, json.dumps(config)],
-            cwd=ROOT, capture_output=True, text=True, timeout=300,
-        )  # fmt: skip
+        ended = run_program(["-c", PROGRAM, json.dumps(config)])
         assert ended.returncode == 1, ended.stderr
         assert words in ended.stderr.splitlines()[-1]
         assert "Traceback" not in ended.stderr
