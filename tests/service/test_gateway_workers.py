@@ -246,21 +246,6 @@ def test_one_that_finds_another_tokenizer_does_not_serve(
     engine[0].identity = ""
 
 
-def test_they_do_not_outlive_the_first(engine: tuple[FakeEngine, str], tmp_path: Path) -> None:
-    """A process without its supervising process ends, and the port is free for later ones; until then
-    it cannot be taken by accident."""
-    with gateway(engine, tmp_path) as running:
-        port = int(running.url.rsplit(":", 1)[1])
-        config = gateway_config(engine[1], port=port, workers=2).model_dump_json()
-        second = run_program(["-c", PROGRAM, config])
-        assert second.returncode == 1
-        assert f"cannot serve HTTP on 127.0.0.1:{port}" in second.stderr
-        workers = running.workers()
-        running.process.kill()
-        _, alive = psutil.wait_procs(workers, timeout=60)
-        assert not alive
-
-
 def test_settings_that_can_not_be_used_are_refused_once(
     engine: tuple[FakeEngine, str], tmp_path: Path
 ) -> None:
@@ -283,11 +268,15 @@ def test_settings_that_can_not_be_used_are_refused_once(
         assert "Traceback" not in ended.stderr
 
 
-def test_operators_have_a_port_of_their_own(engine: tuple[FakeEngine, str], tmp_path: Path) -> None:
-    """Metrics and probes of all processes on one port, by the first one; metrics are nowhere else."""
-    port = free_port()
-    with gateway(engine, tmp_path, gateway_metrics_port=port) as one:
-        url = f"http://127.0.0.1:{port}"
+def test_operators_have_a_port_and_no_process_outlives_the_first(
+    engine: tuple[FakeEngine, str], tmp_path: Path
+) -> None:
+    """Metrics and probes of all processes are on one port, by the first one; metrics are nowhere else. The
+    port of clients cannot be taken by accident until a process without its supervising process has ended.
+    """
+    operators = free_port()
+    with gateway(engine, tmp_path, gateway_metrics_port=operators) as one:
+        url = f"http://127.0.0.1:{operators}"
         assert one.post(BODY).status_code == 200
         page = httpx.get(f"{url}/metrics", timeout=60).text
         assert "moebius:gateway_workers 2.0" in page
@@ -295,3 +284,13 @@ def test_operators_have_a_port_of_their_own(engine: tuple[FakeEngine, str], tmp_
         assert httpx.get(f"{one.url}/metrics", timeout=60).status_code == 404
         for path in ("/health", "/ready"):
             assert httpx.get(url + path, timeout=60).status_code == 200, path
+
+        port = int(one.url.rsplit(":", 1)[1])
+        config = gateway_config(engine[1], port=port, workers=2).model_dump_json()
+        second = run_program(["-c", PROGRAM, config])
+        assert second.returncode == 1
+        assert f"cannot serve HTTP on 127.0.0.1:{port}" in second.stderr
+        workers = one.workers()
+        one.process.kill()
+        _, alive = psutil.wait_procs(workers, timeout=60)
+        assert not alive
