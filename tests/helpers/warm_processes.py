@@ -63,13 +63,18 @@ class _Warm(ForkServer):
 
     def __init__(self, purpose: str) -> None:
         self._control, theirs = socket.socketpair()
-        self.environment = dict(os.environ)
+        self._environment = dict(os.environ)
         environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
         command = [sys.executable, "-m", __spec__.name, purpose, _ROOM]
         with theirs:
             self._process = subprocess.Popen(
                 command, stdin=theirs.fileno(), env=environment if purpose == "expert" else None, cwd=ROOT
             )
+
+    def fits(self, environment: Mapping[str, str]) -> bool:
+        """Returns whether its modules were imported with the variables that they look at meanwhile."""
+        different = dict(set(self._environment.items()) ^ set(environment.items()))
+        return all(name.startswith(_READ_LATER) for name in different)
 
 
 _start = functools.cache(_Warm)
@@ -156,10 +161,7 @@ def start_program(
     It is a program of its own where a variable differs that a module may have read, and with TLS or coverage.
     """
     environment = dict(os.environ if env is None else env)
-    known = _warm("moebius").environment
-    differ = {name for name in {*known, *environment} if known.get(name) != environment.get(name)}
-    is_known = all(name.startswith(_READ_LATER) for name in differ)
-    if not is_known or tls_everywhere.is_on() or "coverage" in sys.modules:
+    if tls_everywhere.is_on() or "coverage" in sys.modules or not _warm("moebius").fits(environment):
         command = [sys.executable, *arguments]
         return subprocess.Popen(
             command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, env=environment
