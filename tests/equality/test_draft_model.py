@@ -170,7 +170,8 @@ def test_its_memory_is_planned(target: Path, tmp_path: Path) -> None:
     assert ledger.of(DRAFTING) == taken
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_next"])
+# States divided over ranks are in test_parallel_ranks.py, states with drafts in test_speculation_states.py.
+@pytest.mark.parametrize("name", ["deepseek_v3", pytest.param("qwen3_next", marks=pytest.mark.full)])
 def test_ranks_draft_whole_models_beside_latents_and_states(name: str, tmp_path: Path) -> None:
     """Two ranks with a draft model each give what one gives without: over shared prefixes, an abort, seeds,
     penalties, biases and log-probabilities.

@@ -63,7 +63,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
 
 def _drafting(script: Script) -> dict[str, list[Outcome]]:
     """Returns answers to prompts in chunks, and the draft tokens that were verified and accepted."""
-    names = [script.submit(f"a{i}", p, ignore_eos=True) for i, p in enumerate(script.prompts)]
+    names = [script.submit(f"a{i}", p, ignore_eos=True, max_tokens=16) for i, p in enumerate(script.prompts)]
     answers, load = script.outcomes(names), script.built.engine.load
     return {"answers": answers, "drafts": [Outcome([load.draft_tokens, load.accepted_tokens], "", 0)]}
 

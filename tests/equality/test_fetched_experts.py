@@ -82,6 +82,7 @@ def check_sums(
         assert (ours - theirs).abs().max() / theirs.abs().max() < tolerances.EXPERTS_SUMMED_APART
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("weight_format", EXPERT_FORMATS)
 @pytest.mark.parametrize("split", [tensor_split, expert_split])
 def test_every_format(weight_format: str, split: Any) -> None:

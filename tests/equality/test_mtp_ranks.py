@@ -30,10 +30,10 @@ def some_cases(script: Script) -> dict[str, list[Outcome]]:
     """Returns chunked prompts in one batch, greedy and drawn; drafts that were verified, and that
     were right.
     """
-    greedy = [script.submit(f"a{i}", p, ignore_eos=True) for i, p in enumerate(script.prompts)]
+    greedy = [script.submit(f"a{i}", p, ignore_eos=True, max_tokens=16) for i, p in enumerate(script.prompts)]
     found = {"greedy": script.outcomes(greedy)}
     drawn = [
-        script.submit(f"b{i}", p, ignore_eos=True, temperature=0.8, seed=i)
+        script.submit(f"b{i}", p, ignore_eos=True, max_tokens=16, temperature=0.8, seed=i)
         for i, p in enumerate(script.prompts)
     ]
     found["drawn"] = script.outcomes(drawn)

@@ -117,7 +117,7 @@ def cases(extent: str) -> Iterator[Case]:
             for sizes in () if is_short else sizes_of(config, config.layers, storage):
                 yield Case(f"ops {label}", partial(_ops, sizes))
             attend = _ATTEND[type(cached(config.layers)[0][0])]
-            yield Case(f"attention {label}", partial(attend, config, storage))
+            yield Case(f"attention {label}", partial(attend, config, storage, extent == "key"))
     for shape in dict.fromkeys(_layer(published(name)) for name in LAYERS[extent]):
         for weights in FORMATS[extent]:
             label = f"experts {shape.hidden} x {shape.intermediate} {weights}"
@@ -195,8 +195,11 @@ def _pages() -> None:
     list_pages(inputs.block_table, inputs.seq_lens_tensor, torch.zeros(999, dtype=torch.int32), 4)
 
 
-def _attend(config: ModelConfig, storage: torch.dtype | None) -> None:
-    """Decodes in one piece and in splits, and a chunk, for each kind of the model's layers."""
+def _attend(config: ModelConfig, storage: torch.dtype | None, is_key: bool) -> None:
+    """Decodes in one piece and in splits, and a chunk, for each kind of the model's layers.
+
+    `is_key`: pages of 8 bits have the chunk only, which takes more shared memory.
+    """
     for _, kind, _ in kinds_of_layers(grouped_queries(config.layers), BF16, CPU):
         geometry = Geometry(
             kind.num_heads,
@@ -210,7 +213,7 @@ def _attend(config: ModelConfig, storage: torch.dtype | None) -> None:
             chunk=kind.chunk,
             block_size=0 if kind.blocks is None else kind.blocks.block_size,
         )
-        for shape in ([(900, 1)], [(30, 1), (3, 7)]):
+        for shape in ([(900, 1)], [(30, 1), (3, 7)])[is_key and storage is not None :]:
             case = make_case(geometry, shape)
             attention = TritonAttention(geometry.config().layers, case.cache)
             run(case, attention)
@@ -218,18 +221,23 @@ def _attend(config: ModelConfig, storage: torch.dtype | None) -> None:
                 attend(attention, case, Options())
 
 
-def _attend_latents(config: ModelConfig, storage: torch.dtype | None) -> None:
-    """Few rows, whose keys are divided, and enough that a program has 64 heads; all tokens and a choice."""
+def _attend_latents(config: ModelConfig, storage: torch.dtype | None, is_key: bool) -> None:
+    """Few rows, whose keys are divided, and enough that a program has 64 heads; all tokens and a choice.
+
+    `is_key`: few rows choose, many see all; otherwise each does both.
+    """
     dimensions = mla_dimensions(config.layers)
     choices = [None, dimensions.index] if dimensions.index is not None and storage is None else [None]
     for index in choices:
         chosen = replace(dimensions, index=None if index is None else replace(index, top_k=256))
         for new in (1, 200):
+            if is_key and (new == 1) == (index is None):
+                continue
             case = make_mla_case(chosen, [(900, new)], 64, BF16, storage)
             run_absorbed(case, TritonMlaAttention(chosen, case.cache))
 
 
-def _attend_compressed(config: ModelConfig, storage: torch.dtype | None) -> None:
+def _attend_compressed(config: ModelConfig, storage: torch.dtype | None, is_key: bool) -> None:
     """A layer of each kind, all entries and a choice; pages of 8 bits are refused before."""
     if storage is not None:
         return

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from app.cli import main as cli
-from tests.helpers.stack import ROOT
+from tests.helpers.warm_processes import Program, start_program
 
 
 def write_one_layer(directory: Path) -> Path:
@@ -20,14 +18,14 @@ def write_one_layer(directory: Path) -> Path:
 
 
 @contextlib.contextmanager
-def engine_process(model: Path, address: str, log: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
+def engine_process(model: Path, address: str, log: Path, *options: str) -> Iterator[Program]:
     """Serves `model` as "tiny" at `address` until it is left, however that is."""
     command = [
-        *(sys.executable, "-m", "moebius", "gpu", str(model), "--device", "cpu", "--gpu-address", address),
+        *("-m", "moebius", "gpu", str(model), "--device", "cpu", "--gpu-address", address),
         *("--expert-transport", "local", "--served-model-name", "tiny", *options),
     ]
     with log.open("wb") as sink:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=sink, stderr=sink)
+        process = start_program(command, sink, sink)
     try:
         yield process
     finally:

@@ -121,7 +121,7 @@ class Script(EngineOutputs):
         **params: Any,
     ) -> Request:
         """Returns a request."""
-        chosen = SamplingParams(**({"temperature": 0.0, "max_tokens": 16} | params))
+        chosen = SamplingParams(**({"temperature": 0.0, "max_tokens": 8} | params))
         request = Request(name, prompt, chosen, vision=vision)
         if constraint is not None:
             assert self.built.compiler is not None, "the checkpoint has no tokenizer"
@@ -148,7 +148,7 @@ class Script(EngineOutputs):
         grammars = [pattern, None, thought, pattern]
         return self.outcomes(
             [
-                self.submit(f"f{i}", p, constraint=grammar, seed=i, temperature=0.9)
+                self.submit(f"f{i}", p, constraint=grammar, seed=i, temperature=0.9, max_tokens=16)
                 for i, (p, grammar) in enumerate(zip(self.prompts, grammars, strict=True))
             ]
         )

@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,15 +15,15 @@ import psutil
 from tests.helpers import tls_everywhere
 from tests.helpers.ports import free_port
 from tests.helpers.waiting import LIMIT_S, wait_ready
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.helpers.warm_processes import ROOT as ROOT
+from tests.helpers.warm_processes import Program, start_program
 
 
 @dataclass(frozen=True)
 class Stack:
     """A running `moebius serve`; filled by `running_stack`."""
 
-    process: subprocess.Popen[bytes]
+    process: Program
     base_url: str
     log: Path
     state_dir: Path
@@ -57,7 +56,7 @@ def running_stack(
             flags += (f"--{name.replace('_', '-')}", value)
     log = directory / "serve.log"
     state_dir = directory / "state"
-    command = [sys.executable, "-m", "moebius", "serve", str(model), "--port", str(port)]
+    command = ["-m", "moebius", "serve", str(model), "--port", str(port)]
     # One process prepares prompts, unless a flag says otherwise: each takes a second of a core to start.
     command += ["--state-dir", str(state_dir), "--prompt-workers", "1", *flags]
     metrics_url = base_url = f"{scheme}://127.0.0.1:{port}"
@@ -66,7 +65,7 @@ def running_stack(
         metrics_url = f"http://127.0.0.1:{metrics_port}"
     user = {**os.environ, "XDG_STATE_HOME": str(directory / "user-state")}
     with log.open("wb") as sink:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=sink, stderr=subprocess.STDOUT, env=user)
+        process = start_program(command, sink, sink, user)
     try:
         wait_ready(base_url, process, log, limit_s=timeout_s)
         yield Stack(process, base_url, log, state_dir, metrics_url)

@@ -1,57 +1,89 @@
-"""A process that has imported what prompt processes and expert servers need, forked by this test process.
+"""Processes that have imported what services need, forked by this test process.
 
-Starting one of them takes most of a second of a core, and tests start hundreds. The processes that `moebius`
-starts, and those of tests/unit/gateway/prompts, begin as they do for users.
+Starting an expert server takes a second of a core, an engine five, and tests start hundreds. Whatever a whole
+system restarts is a program of its own, as are the commands of tests/service/test_demo_command.py and
+test_docs_commands.py, gateways of test_gateway_process.py, and the prompt processes of
+tests/unit/gateway/prompts.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import ctypes
+import fcntl
 import functools
 import gc
 import importlib
 import json
 import os
 import random
+import runpy
 import signal
 import socket
 import struct
 import subprocess
 import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import IO, Any
 
+from app.supervisor import early
 from gateway.prompts import worker
 from gateway.prompts.fork_server import EarlyServer, ForkServer, serve_forks
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
-from tests.helpers.waiting import wait_until
+from tests.helpers import tls_everywhere
 
 ROOT = Path(__file__).resolve().parents[2]
 # What a fork becomes: its first byte.
-_PROMPTS, _EXPERT = b"P", b"E"
-# An expert server imports the others when it needs them.
-_EXPERT_MODULES = ("expert_service.main", "expert_service.metrics", "moebius.models.served")
+_PROMPTS, _EXPERT, _PROGRAM = b"P", b"E", b"M"
+# By what is asked of a warm process. An expert server imports the others when it needs them.
+_MODULES = {
+    "expert": ("expert_service.main", "expert_service.metrics", "moebius.models.served"),
+    "moebius": (
+        *("app.cli", "app.commands.running", "app.commands.serve", "app.services", "rich.progress"),
+        *("expert_service.main", "gateway.main", "gateway.workers.member", "gpu_service.main"),
+        *("gpu_service.assembly.build", "gpu_service.models.common", *early._SHARED),
+    ),
+}
+# Beginnings of variables that none of these modules has looked at while it was imported.
+_READ_LATER = ("HF_", "HOME", "PYTEST_CURRENT_TEST", "SSL_CERT_FILE", "XDG_STATE_HOME")
 _PID = struct.Struct("!i")
+# Room for the command lines that forks show in its place.
+_ROOM = "-" * 8192
 
 
 class _Warm(ForkServer):
     """The process itself, started as `python -m` this module."""
 
-    def __init__(self) -> None:
+    def __init__(self, purpose: str) -> None:
         self._control, theirs = socket.socketpair()
+        self._environment = dict(os.environ)
         environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", __spec__.name]
+        command = [sys.executable, "-m", __spec__.name, purpose, _ROOM]
         with theirs:
-            self._process = subprocess.Popen(command, stdin=theirs.fileno(), env=environment, cwd=ROOT)
+            self._process = subprocess.Popen(
+                command, stdin=theirs.fileno(), env=environment if purpose == "expert" else None, cwd=ROOT
+            )
+
+    def fits(self, environment: Mapping[str, str]) -> bool:
+        """Returns whether its modules were imported with the variables that they look at meanwhile."""
+        different = dict(set(self._environment.items()) ^ set(environment.items()))
+        return all(name.startswith(_READ_LATER) for name in different)
 
 
 _start = functools.cache(_Warm)
 
 
-def _warm() -> ForkServer:
-    if _start().ended:
+def _warm(purpose: str = "expert") -> _Warm:
+    if _start(purpose).ended:
         _start.cache_clear()
-    return _start()
+    return _start(purpose)
 
 
 class WarmForkServer(ForkServer):
@@ -64,16 +96,15 @@ class WarmForkServer(ForkServer):
         self._control.sendall(_PROMPTS + message)
 
 
-class ExpertProcess:
-    """An expert server, with the methods of a `Popen`."""
+class Forked:
+    """A fork of a warm process, with the methods of a `Popen`."""
 
-    def __init__(self, config: MoebiusConfig, log: Path) -> None:
-        """Starts it with this process's environment; its output is appended to `log`."""
-        log.touch()  # for a test that reads it before the process writes
-        channel, self._fork = _warm().fork()
-        job = {"config": config.model_dump_json(), "log": str(log), "environment": dict(os.environ)}
+    def __init__(self, purpose: str, kind: bytes, job: dict[str, Any], files: Sequence[int] = ()) -> None:
+        """Has a fork do what `job` says with this process's open files."""
+        channel, self._fork = _warm(purpose).fork()
         with channel:
-            channel.sendall(_EXPERT + json.dumps(job).encode())
+            socket.send_fds(channel, [kind], files)
+            channel.sendall(json.dumps({"environment": dict(os.environ)} | job).encode())
             channel.shutdown(socket.SHUT_WR)
             (self.pid,) = _PID.unpack(channel.recv(_PID.size))
 
@@ -81,13 +112,20 @@ class ExpertProcess:
         """Returns the exit status, negative by a signal; None while it runs."""
         return self._fork.poll()
 
+    @property
+    def returncode(self) -> int | None:
+        return self.poll()
+
     def wait(self, timeout: float | None = None) -> int:
-        """Returns the exit status once there is one; AssertionError after `timeout` seconds."""
-        if timeout is not None:
-            wait_until(lambda: self.poll() is not None, limit_s=timeout)
+        """Returns the exit status once there is one; TimeoutExpired after `timeout` seconds."""
+        end = time.monotonic() + (timeout or 0)
+        while timeout is not None and self.poll() is None:
+            if time.monotonic() > end:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+            time.sleep(0.01)
         return self._fork.wait()
 
-    def send_signal(self, number: signal.Signals) -> None:
+    def send_signal(self, number: int) -> None:
         """Sends a signal to a process that has not ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
@@ -101,21 +139,75 @@ class ExpertProcess:
         self.send_signal(signal.SIGKILL)
 
 
+class ExpertProcess(Forked):
+    """An expert server."""
+
+    def __init__(self, config: MoebiusConfig, log: Path) -> None:
+        """Starts it with this process's environment; its output is appended to `log`."""
+        with log.open("ab") as sink:
+            super().__init__(
+                "expert", _EXPERT, {"config": config.model_dump_json()}, [sink.fileno(), sink.fileno()]
+            )
+
+
+Program = Forked | subprocess.Popen[bytes]
+
+
+def start_program(
+    arguments: Sequence[str], stdout: IO[bytes], stderr: IO[bytes], env: Mapping[str, str] | None = None
+) -> Program:
+    """Starts `python ARGUMENTS` in the repository, for `-m moebius …` or `-c PROGRAM …`, with an empty input.
+
+    It is a program of its own where a variable differs that a module may have read, and with TLS or coverage.
+    """
+    environment = dict(os.environ if env is None else env)
+    if tls_everywhere.is_on() or "coverage" in sys.modules or not _warm("moebius").fits(environment):
+        command = [sys.executable, *arguments]
+        return subprocess.Popen(
+            command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, env=environment
+        )
+    job = {"arguments": list(arguments), "environment": environment}
+    return Forked("moebius", _PROGRAM, job, [stdout.fileno(), stderr.fileno()])
+
+
+def run_program(
+    arguments: Sequence[str], timeout: float = 240.0, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Returns what it printed, once it has ended; TimeoutExpired when it has not after `timeout` seconds."""
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        process = start_program(arguments, out, err, env)
+        try:
+            status = process.wait(timeout)
+        finally:
+            process.kill()
+        printed = []
+        for file in (out, err):
+            file.seek(0)
+            printed.append(file.read().decode())
+    return subprocess.CompletedProcess(list(arguments), status, *printed)
+
+
 def _run(channel: socket.socket) -> int:
     """Runs what the test asks for, as a process of its own would."""
     gc.freeze()
     random.seed()
-    if channel.recv(1) == _PROMPTS:
+    kind, files, _, _ = socket.recv_fds(channel, 1, 2)
+    if kind == _PROMPTS:
         return worker.main(channel)
     with channel, channel.makefile("rb") as asked:
         job = json.load(asked)
         channel.sendall(_PID.pack(os.getpid()))
     os.environ.clear()
     os.environ.update(job["environment"])
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    log = os.open(job["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    for stream in (1, 2):
-        os.dup2(log, stream)
+    opened = [os.open(os.devnull, os.O_RDONLY), *files]  # one of them may have the number of a stream
+    for stream, number in enumerate([fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, 3) for each in opened]):
+        os.dup2(number, stream)
+        os.close(number)
+    for each in opened:
+        if each > 2:
+            os.close(each)
+    if kind == _PROGRAM:
+        return _run_program(job["arguments"])
     from expert_service.main import run
 
     try:
@@ -127,7 +219,49 @@ def _run(channel: socket.socket) -> int:
     return status
 
 
+def _run_program(arguments: list[str]) -> int:
+    """Runs what Python's own command line would, and returns the exit status."""
+    how, what, *rest = arguments
+    _show([sys.executable, *arguments])
+    sys.argv, sys.orig_argv = ["-c", *rest], [sys.executable, *arguments]
+    gc.collect()
+    gc.freeze()
+    status: object = None
+    try:
+        if how == "-m":
+            runpy.run_module(what, run_name="__main__", alter_sys=True)
+        else:
+            main = sys.modules["__main__"] = type(sys)("__main__")
+            exec(compile(what, "<string>", "exec"), main.__dict__)
+    except SystemExit as end:
+        status = end.code
+        if not isinstance(status, int | None):
+            print(status, file=sys.stderr)
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    threading._shutdown()  # type: ignore[attr-defined]  # what the interpreter does at its end
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    return status if isinstance(status, int) else int(status is not None)
+
+
+def _show(command: list[str]) -> None:
+    """Has `ps` show this command line."""
+    begin, size = early._command_line()
+    shown = b"".join(os.fsencode(part) + b"\0" for part in command)[:size]
+    ctypes.memset(begin, 0, size)
+    ctypes.memmove(begin, shown, len(shown))
+
+
 if __name__ == "__main__":
-    for module in _EXPERT_MODULES:
+    for module in _MODULES[sys.argv[1]]:
         importlib.import_module(module)
+    assert "huggingface_hub" not in sys.modules, "it reads its variables when it is imported"
+    gc.collect()
     serve_forks(socket.socket(fileno=0), _run)

@@ -12,16 +12,17 @@ import pytest
 
 from lab.random_model import RandomModelOptions, write_random_model
 from tests.helpers.command_line import run_cli
+from tests.helpers.warm_processes import run_program
 
 
 def test_engine_bench_end_to_end(tmp_path: Path) -> None:
     """Rows for 1 and 3 streams; one stream touches exactly top_k experts a layer, three touch more."""
     model, target = tmp_path / "model", tmp_path / "out.json"
     write_random_model(model, RandomModelOptions("tiny", "int4_g32"))
-    command = [sys.executable, "-m", "moebius", "bench", "engine", str(model), "--streams", "1,3"]
+    command = ["-m", "moebius", "bench", "engine", str(model), "--streams", "1,3"]
     command += ["--prompt-len", "8", "--max-tokens", "24", "--prefill", "40", "--probe-mib", "16"]
     command += ["--expert-servers", "1", "--no-calibrate-kernels", "--device", "cpu", "--json", str(target)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    ended = run_program(command)
     assert ended.returncode == 0, ended.stderr[-3000:]
     document = json.loads(target.read_text())
     one, three = document["decode"]
@@ -44,10 +45,10 @@ def test_prefill_bench_end_to_end(tmp_path: Path) -> None:
     """All experts of both layers are copied for each step of a prompt; on the servers none are."""
     model, target = tmp_path / "model", tmp_path / "out.json"
     write_random_model(model, RandomModelOptions("tiny", "int4_g32"))
-    command = [sys.executable, "-m", "moebius", "bench", "prefill", str(model), "--lengths", "20,40"]
+    command = ["-m", "moebius", "bench", "prefill", str(model), "--lengths", "20,40"]
     command += ["--modes", "cpu,stream", "--repeats", "2", "--max-num-batched-tokens", "32"]
     command += ["--expert-servers", "1", "--no-calibrate-kernels", "--device", "cpu", "--json", str(target)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    ended = run_program(command)
     assert ended.returncode == 0, ended.stderr[-3000:]
     rows = json.loads(target.read_text())["prefill"]
     assert [(row["mode"], row["prompt_len"], row["streamed_steps"]) for row in rows] == [
@@ -70,11 +71,11 @@ def test_placement_bench_end_to_end(tmp_path: Path) -> None:
     """Several engines in turn on the same servers; at 50 % half of the experts chosen are the device's."""
     model, target = tmp_path / "model", tmp_path / "out.json"
     write_random_model(model, RandomModelOptions("tiny", "bfloat16", skew="zipf:1.2"))
-    command = [sys.executable, "-m", "moebius", "bench", "placement", str(model), "--ratios", "0,50,100"]
+    command = ["-m", "moebius", "bench", "placement", str(model), "--ratios", "0,50,100"]
     command += ["--strategies", "uniform,frequency", "--prompt-len", "8", "--max-tokens", "24"]
     command += ["--probe-mib", "16", "--streams", "2", "--expert-servers", "1", "--no-calibrate-kernels"]
     command += ["--device", "cpu", "--json", str(target)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    ended = run_program(command)
     assert ended.returncode == 0, ended.stderr[-3000:]
     points = {
         (point["strategy"], point["ratio_percent"]): point["decode"]
@@ -97,10 +98,10 @@ def test_speculation_bench_end_to_end(tmp_path: Path) -> None:
     """Drafts are accepted where the prompt holds the chain, in part where it differs; outputs are equal."""
     model, target = tmp_path / "model", tmp_path / "out.json"
     write_random_model(model, RandomModelOptions("small", "int4_g32", head="chain"))
-    command = [sys.executable, "-m", "moebius", "bench", "speculation", str(model), "--streams", "2"]
+    command = ["-m", "moebius", "bench", "speculation", str(model), "--streams", "2"]
     command += ["--changed", "0,50", "--text-len", "128", "--probe-mib", "16", "--no-adaptive-drafts"]
     command += ["--expert-servers", "1", "--no-calibrate-kernels", "--device", "cpu", "--json", str(target)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    ended = run_program(command)
     assert ended.returncode == 0, ended.stderr[-3000:]
     rows = json.loads(target.read_text())["rows"]
     assert [(row["method"], row["changed_percent"]) for row in rows] == [
@@ -129,11 +130,11 @@ def test_speculation_bench_of_a_models_own_drafts(tmp_path: Path) -> None:
     write_random_model(
         model, RandomModelOptions("glm-4.5-air-tiny", "int4_g32", head="chain", mtp_acceptance=80)
     )
-    command = [sys.executable, "-m", "moebius", "bench", "speculation", str(model), "--streams", "2"]
+    command = ["-m", "moebius", "bench", "speculation", str(model), "--streams", "2"]
     command += ["--speculative-method", "mtp", "--num-draft-tokens", "1", "--no-adaptive-drafts"]
     command += ["--text-len", "256", "--probe-mib", "16", "--expert-servers", "1", "--no-calibrate-kernels"]
     command += ["--device", "cpu", "--json", str(target)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    ended = run_program(command)
     assert ended.returncode == 0, ended.stderr[-3000:]
     rows = json.loads(target.read_text())["rows"]
     # What prompts repeat is nothing to this method: a row for each number of streams.
@@ -226,7 +227,6 @@ def test_mask_bench_end_to_end(tmp_path: Path) -> None:
     model, target = tmp_path / "model", tmp_path / "out.json"
     write_random_model(model, RandomModelOptions("tiny", "int4_g32"))
     command = [
-        sys.executable,
         "-m",
         "moebius",
         "bench",
@@ -239,7 +239,7 @@ def test_mask_bench_end_to_end(tmp_path: Path) -> None:
     ]
     command += ["--prompt-len", "8", "--max-tokens", "24", "--expert-servers", "1", "--no-calibrate-kernels"]
     command += ["--device", "cpu", "--json", str(target)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    ended = run_program(command)
     assert ended.returncode == 0, ended.stderr[-3000:]
     rows = json.loads(target.read_text())
     assert [row["constrained"] for row in rows] == [0, 1, 2]
@@ -254,11 +254,11 @@ def test_memory_bench_end_to_end(tmp_path: Path) -> None:
     """
     model, target = tmp_path / "model", tmp_path / "out.json"
     write_random_model(model, RandomModelOptions("small"))
-    command = [sys.executable, "-m", "moebius", "bench", "memory", str(model), "--prompt-len", "2000"]
+    command = ["-m", "moebius", "bench", "memory", str(model), "--prompt-len", "2000"]
     command += ["--streams", "2", "--before", "0.5", "--after", "0.5", "--gpu-experts-ratio", "0.9"]
     command += ["--kv-cache-gib", "0.002", "--max-num-batched-tokens", "64"]
     command += ["--expert-servers", "1", "--no-calibrate-kernels", "--device", "cpu", "--json", str(target)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    ended = run_program(command)
     assert ended.returncode == 0, ended.stderr[-3000:]
     document = json.loads(target.read_text())
     elastic, fixed = document["rows"]

@@ -376,7 +376,7 @@ def test_answers_satisfy_the_schemas_of_the_public_suite(stack: Stack) -> None:
     assert len(whole) > 190
 
 
-def complete(stack: Stack, prompt: str, max_tokens: int = 96) -> str:
+def complete(stack: Stack, prompt: str, max_tokens: int = 64) -> str:
     """Returns greedy text of one completion."""
     body = {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
     response = httpx.post(f"{stack.base_url}/v1/completions", json=body, timeout=280)

@@ -11,6 +11,7 @@ from moebius.config import MoebiusConfig
 from moebius.errors import USER_ERROR_EXIT
 from tests.helpers.checkpoints import TinyMoe
 from tests.helpers.tiny_models import TinyModel, write_tiny_model
+from tests.helpers.warm_processes import run_program
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -66,8 +67,7 @@ def test_failure_after_building_ends_in_order(tmp_path: Path) -> None:
     }
     config = MoebiusConfig.model_validate(document).model_dump_json()
     for _ in range(3):
-        command = [sys.executable, "-c", FAILS_AFTER_BUILDING, config]
-        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+        result = run_program(["-c", FAILS_AFTER_BUILDING, config])
         assert result.returncode == USER_ERROR_EXIT, result.stderr
         assert result.stderr.splitlines()[-1] == "moebius: error: a warm-up step failed: a NaN"
         assert "Traceback" not in result.stderr

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -23,9 +21,9 @@ from tests.helpers.agent_gateway import agent_gateway
 from tests.helpers.fake_engine import MODEL, FakeEngine, Script, serving
 from tests.helpers.gateway_server import gateway_config, running_gateway
 from tests.helpers.ports import free_port
-from tests.helpers.stack import ROOT
 from tests.helpers.tiny_tokenizer import byte_level_tokenizer, write_tokenizer
 from tests.helpers.waiting import wait_ready, wait_until
+from tests.helpers.warm_processes import Program, start_program
 
 PROGRAM = """
 import sys
@@ -63,10 +61,9 @@ class Restarted:
         self.url = f"{tls_everywhere.scheme()}://127.0.0.1:{config.gateway.port}"
         self.process = self._started()
 
-    def _started(self) -> subprocess.Popen[bytes]:
+    def _started(self) -> Program:
         with self._log.open("ab") as sink:
-            command = [sys.executable, "-c", PROGRAM, self._config.model_dump_json()]
-            return subprocess.Popen(command, cwd=ROOT, stdout=sink, stderr=sink)
+            return start_program(["-c", PROGRAM, self._config.model_dump_json()], sink, sink)
 
     def restart(self) -> None:
         """Kills the gateway as the kernel does, and starts it again."""

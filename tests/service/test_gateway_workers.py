@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,9 +23,9 @@ from tests.helpers import tls_everywhere
 from tests.helpers.fake_engine import MODEL, FakeEngine, Script, serving
 from tests.helpers.gateway_server import gateway_config
 from tests.helpers.ports import free_port
-from tests.helpers.stack import ROOT
 from tests.helpers.swapped_files import put, swap_tokens
 from tests.helpers.tiny_tokenizer import byte_level_tokenizer, write_tokenizer
+from tests.helpers.warm_processes import Program, run_program, start_program
 
 PROGRAM = """
 import sys
@@ -57,7 +55,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[FakeEngin
 class Gateway:
     """The processes of one port."""
 
-    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    def __init__(self, process: Program, port: int, log: Path) -> None:
         self.process, self.url, self.log = process, f"{tls_everywhere.scheme()}://127.0.0.1:{port}", log
 
     def workers(self) -> list[psutil.Process]:
@@ -114,8 +112,7 @@ def gateway(
     config = config.model_copy(update=sections)
     config = tls_everywhere.with_https(config)
     with log.open("wb") as sink:
-        command = [sys.executable, "-c", PROGRAM, config.model_dump_json()]
-        process = subprocess.Popen(command, cwd=ROOT, stdout=sink, stderr=sink)
+        process = start_program(["-c", PROGRAM, config.model_dump_json()], sink, sink)
     started = Gateway(process, port, log)
     try:
         started.until(lambda: len(started.workers()) == 2 and started.answers())
@@ -249,23 +246,6 @@ def test_one_that_finds_another_tokenizer_does_not_serve(
     engine[0].identity = ""
 
 
-def test_they_do_not_outlive_the_first(engine: tuple[FakeEngine, str], tmp_path: Path) -> None:
-    """A process without its supervising process ends, and the port is free for later ones; until then
-    it cannot be taken by accident."""
-    with gateway(engine, tmp_path) as running:
-        port = int(running.url.rsplit(":", 1)[1])
-        config = gateway_config(engine[1], port=port, workers=2).model_dump_json()
-        second = subprocess.run(
-            [sys.executable, "-c", PROGRAM, config], cwd=ROOT, capture_output=True, text=True, timeout=60
-        )
-        assert second.returncode == 1
-        assert f"cannot serve HTTP on 127.0.0.1:{port}" in second.stderr
-        workers = running.workers()
-        running.process.kill()
-        _, alive = psutil.wait_procs(workers, timeout=60)
-        assert not alive
-
-
 def test_settings_that_can_not_be_used_are_refused_once(
     engine: tuple[FakeEngine, str], tmp_path: Path
 ) -> None:
@@ -282,20 +262,21 @@ def test_settings_that_can_not_be_used_are_refused_once(
             "/nowhere",
         ),
     ):
-        ended = subprocess.run(
-            [sys.executable, "-c", PROGRAM, json.dumps(config)],
-            cwd=ROOT, capture_output=True, text=True, timeout=300,
-        )  # fmt: skip
+        ended = run_program(["-c", PROGRAM, json.dumps(config)])
         assert ended.returncode == 1, ended.stderr
         assert words in ended.stderr.splitlines()[-1]
         assert "Traceback" not in ended.stderr
 
 
-def test_operators_have_a_port_of_their_own(engine: tuple[FakeEngine, str], tmp_path: Path) -> None:
-    """Metrics and probes of all processes on one port, by the first one; metrics are nowhere else."""
-    port = free_port()
-    with gateway(engine, tmp_path, gateway_metrics_port=port) as one:
-        url = f"http://127.0.0.1:{port}"
+def test_operators_have_a_port_and_no_process_outlives_the_first(
+    engine: tuple[FakeEngine, str], tmp_path: Path
+) -> None:
+    """Metrics and probes of all processes are on one port, by the first one; metrics are nowhere else. The
+    port of clients cannot be taken by accident until a process without its supervising process has ended.
+    """
+    operators = free_port()
+    with gateway(engine, tmp_path, gateway_metrics_port=operators) as one:
+        url = f"http://127.0.0.1:{operators}"
         assert one.post(BODY).status_code == 200
         page = httpx.get(f"{url}/metrics", timeout=60).text
         assert "moebius:gateway_workers 2.0" in page
@@ -303,3 +284,13 @@ def test_operators_have_a_port_of_their_own(engine: tuple[FakeEngine, str], tmp_
         assert httpx.get(f"{one.url}/metrics", timeout=60).status_code == 404
         for path in ("/health", "/ready"):
             assert httpx.get(url + path, timeout=60).status_code == 200, path
+
+        port = int(one.url.rsplit(":", 1)[1])
+        config = gateway_config(engine[1], port=port, workers=2).model_dump_json()
+        second = run_program(["-c", PROGRAM, config])
+        assert second.returncode == 1
+        assert f"cannot serve HTTP on 127.0.0.1:{port}" in second.stderr
+        workers = one.workers()
+        one.process.kill()
+        _, alive = psutil.wait_procs(workers, timeout=60)
+        assert not alive

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +18,7 @@ from lab.random_model import RandomModelOptions, write_random_model
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
 from tests.helpers.hub_server import HubServer, hub_server
+from tests.helpers.warm_processes import run_program
 
 NAME = "someone/tiny-moe"
 
@@ -29,10 +28,7 @@ def moebius(server_url: str, home: Path, *arguments: str, **environment: str) ->
     variables = {**os.environ, "HF_ENDPOINT": server_url, "HF_HOME": str(home), "HOME": str(home)}
     for name in ("HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE"):
         variables.pop(name, None)
-    command = [sys.executable, "-m", "moebius", *arguments]
-    ended = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, check=False, env={**variables, **environment}
-    )
+    ended = run_program(["-m", "moebius", *arguments], env={**variables, **environment})
     return ended.returncode, ended.stdout, ended.stderr
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,9 +15,10 @@ import pytest
 from app.cli import main as cli
 from app.supervisor.running_systems import running_systems
 from tests.helpers.ports import free_port
-from tests.helpers.stack import ROOT, Stack
+from tests.helpers.stack import Stack
 from tests.helpers.swapped_files import put
 from tests.helpers.waiting import wait_ready
+from tests.helpers.warm_processes import start_program
 
 pytestmark = [pytest.mark.full, pytest.mark.plain_http]
 LIMIT_S = 300
@@ -45,10 +44,10 @@ supervisor: {{state_dir: {directory / "state"}, model_residency_s: 0}}
 models:
 """
     (directory / "models.yaml").write_text(text + "\n".join(models) + "\n")
-    command = [sys.executable, "-m", "moebius", "serve", str(directory / "models.yaml")]
+    command = ["-m", "moebius", "serve", str(directory / "models.yaml")]
     log, url = directory / "log", f"http://127.0.0.1:{port}"
     with log.open("wb") as sink:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=sink, stderr=subprocess.STDOUT)
+        process = start_program(command, sink, sink)
     try:
         wait_ready(url, process, log, LIMIT_S)
         yield Stack(process, url, log, directory / "state", url)

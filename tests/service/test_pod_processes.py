@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,9 +22,9 @@ from moebius.network.grpc_channels import open_channel
 from moebius.process.operations import NOT_READY_METADATA
 from tests.helpers.ports import free_port
 from tests.helpers.rank_serving import TOKENS, complete, generate
-from tests.helpers.stack import ROOT
 from tests.helpers.tiny_models import TinyModel, write_tiny_model
 from tests.helpers.waiting import wait_until
+from tests.helpers.warm_processes import Program, start_program
 
 MODEL = TinyModel("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2})
 LIMIT_S = 120.0
@@ -42,7 +40,7 @@ class Containers:
         self.mailbox = f"moebius-test-{directory.name[-20:]}-{free_port()}"
         self.experts = [free_port(), free_port()]
         self.engine = free_port()
-        self.running: list[subprocess.Popen[bytes]] = []
+        self.running: list[Program] = []
 
     def settings(self, transport: str, **parallel: object) -> None:
         """Writes what all containers read."""
@@ -64,20 +62,20 @@ class Containers:
         }
         self.config.write_text(yaml.safe_dump(tree))
 
-    def start(self, *arguments: str) -> subprocess.Popen[bytes]:
+    def start(self, *arguments: str) -> Program:
         """`moebius …`"""
-        command = [sys.executable, "-m", "moebius", *arguments, "--config", str(self.config)]
+        command = ["-m", "moebius", *arguments, "--config", str(self.config)]
         with (self.directory / "log").open("ab") as log:
-            process = subprocess.Popen(command, cwd=ROOT, stderr=log, stdout=log)
+            process = start_program(command, log, log)
         self.running.append(process)
         return process
 
-    def start_expert(self, index: int, *flags: str) -> subprocess.Popen[bytes]:
+    def start_expert(self, index: int, *flags: str) -> Program:
         """Returns one expert server's container."""
         address = f"127.0.0.1:{self.experts[index]}"
         return self.start("expert", "--split-index", str(index), "--expert-address", address, *flags)
 
-    def kill(self, process: subprocess.Popen[bytes]) -> None:
+    def kill(self, process: Program) -> None:
         """kill -9."""
         process.kill()
         process.wait()

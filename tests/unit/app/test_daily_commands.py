@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -16,21 +15,13 @@ from app.server_address import server_url
 from app.supervisor.runfile import start_ticks
 from app.supervisor.running_systems import chosen_system, running_systems
 from moebius.errors import UserError
+from tests.helpers.warm_processes import run_program
 
 
 def moebius(*arguments: str, cache: Path | None = None) -> tuple[int, str, str]:
     """Returns exit status, stdout and stderr of a command."""
     environment = os.environ | ({"HF_HUB_CACHE": str(cache)} if cache else {})
-    command = [sys.executable, "-m", "moebius", *arguments]
-    ended = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-    )
+    ended = run_program(["-m", "moebius", *arguments], env=environment)
     return ended.returncode, ended.stdout, ended.stderr
 
 

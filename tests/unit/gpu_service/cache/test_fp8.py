@@ -19,6 +19,7 @@ from gpu_service.device import TORCH_DTYPES
 from tests.helpers.attention_cases import LAYER, MIXTURES, Geometry, make_case, naive, run
 from tests.helpers.paged_runner import load_runner
 from tests.helpers.tiny_models import TINY_MODELS, attending_to_all, write_tiny_model
+from tests.parity.test_tiny_models_engine import cached
 from tests.tolerances import ATTENTION_FP8, LOGITS_FLOAT32_SELF, LOGITS_FP8_KV_KL
 
 GEOMETRY = Geometry(storage_dtype=E4M3)
@@ -80,7 +81,7 @@ def test_half_the_memory_and_the_same_rules() -> None:
     assert not cache.pages(1).float().any()
 
 
-@pytest.mark.covering(1, name=lambda name: TINY_MODELS[name].model_type)
+@pytest.mark.covering(1, name=cached)
 @pytest.mark.parametrize(
     # Compressed attention has no such pages.
     "name",

@@ -117,7 +117,9 @@ def test_the_list_of_the_very_steps_bounds_other_lists() -> None:
     assert max(speeds, key=lambda name: speeds[name]) == "frequency"
 
 
-@pytest.mark.parametrize(("exponent", "overlap"), [(1.2, 0), (1.2, 45), (0.0, 45)])
+@pytest.mark.parametrize(
+    ("exponent", "overlap"), [pytest.param(1.2, 0, marks=pytest.mark.full), (1.2, 45), (0.0, 45)]
+)
 def test_adaptive_loses_to_no_list(exponent: float, overlap: int) -> None:
     """The engine's policy is as fast as the best list that stays, within what the list gains from knowing so
     few steps in advance; where neighbours share experts without a skew, it is faster.

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from app.demo_model import default_directory
 from gpu_service.ops.triton.table import IMPLEMENTATIONS
 
 ROOT = Path(__file__).resolve().parents[5]
@@ -51,10 +52,11 @@ def test_kernels_fit(extent: str, architecture: int) -> None:
     """Kernels are compiled in a process of its own: the interpreter is chosen when a kernel's module is
     imported.
 
-    What was compiled is kept by its source: only the first run on a machine takes long.
+    What was compiled is kept by its source, in the user's cache: only the first run on a machine takes long,
+    not each fresh clone's.
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(ROOT / "build" / "triton")
+    environment["TRITON_CACHE_DIR"] = str(default_directory().parent / "triton-of-tests")
     program = [sys.executable, "-m", "tests.helpers.compile_kernels", extent, str(architecture)]
     run = subprocess.run(
         program, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=880
