@@ -23,7 +23,7 @@ from app.bench.output import BenchTable, Column, write_json
 if TYPE_CHECKING:
     import torch
 
-    from gpu_service.device.graphs import CapturedGraph, graph_sizes
+    from gpu_service.device.graphs import CapturedGraph
     from gpu_service.engine.engine import Engine
     from gpu_service.server.servicer import EngineServicer
     from protos import engine_pb2 as pb
@@ -231,7 +231,7 @@ def _make_runner(streams: int, max_len: int, num_pages: int) -> Any:
     import torch
 
     from gpu_service.core.step import TokenPool
-    from gpu_service.device.graphs import CapturedGraph, GraphBackend
+    from gpu_service.device.graphs import CapturedGraph, GraphBackend, graph_sizes
     from gpu_service.device.stream import HostDeviceStream, Uploader
     from gpu_service.engine.decode_graphs import DecodeGraphs
     from gpu_service.engine.device_runner import DeviceRunner
@@ -273,7 +273,7 @@ class _NoModel:
 
     def forward(self, context: Any) -> torch.Tensor:
         positions: torch.Tensor = context.inputs.positions
-        return positions.new_zeros((positions.shape[0], 1), dtype=torch.float32)
+        return positions.new_zeros((positions.shape[0], 1)).float()
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return hidden_states.new_zeros((hidden_states.shape[0], _VOCABULARY))
