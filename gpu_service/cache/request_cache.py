@@ -315,6 +315,9 @@ class RequestCache:
         """The batch's next row is of this request."""
         if self.states is not None:
             self.states.advance(request, batch)
+
+    def planned(self, batch: Batch) -> None:
+        """The batch has all its rows and is going to be launched."""
         if self.tiers is not None:
             self.tiers.planned(batch)
 

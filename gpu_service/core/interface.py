@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from opentelemetry.context import Context
 
@@ -165,6 +166,79 @@ def delta_of(request: Request) -> OutputDelta:
     )
 
 
+def token_delta(request: Request, token_id: int, count: int) -> OutputDelta:
+    """Returns the delta of an output that goes on, of one token and nothing else; `count` with it."""
+    drafts = request.accepted_draft_tokens, request.rejected_draft_tokens
+    return OutputDelta(request, (token_id,), (), (), count, request.cached_len, *drafts, None, None, "")
+
+
+@dataclass(slots=True, eq=False)
+class Emission(Sequence[OutputDelta]):
+    """What is new of outputs after a step; iterated, a delta of each. Filled by `take_tokens` and the engine.
+
+    Of most outputs a step brings one token and nothing else: those are kept in columns, since a delta of each
+    costs more than all else that is done with a token.
+    """
+
+    deltas: list[OutputDelta] = field(default_factory=list)
+    # Outputs that began before and go on, their new tokens, and how many each has with that.
+    requests: list[Request] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all outputs."""
+        return len(self.token_ids) + sum(len(delta.token_ids) for delta in self.deltas)
+
+    def __len__(self) -> int:
+        return len(self.requests) + len(self.deltas)
+
+    def __getitem__(self, index: Any) -> Any:
+        return list(self)[index]
+
+    def tokens(self) -> Iterator[tuple[Request, int, int]]:
+        """Returns the rows of the columns."""
+        return zip(self.requests, self.token_ids, self.counts, strict=True)
+
+    def __iter__(self) -> Iterator[OutputDelta]:
+        yield from itertools.starmap(token_delta, self.tokens())
+        yield from self.deltas
+
+
+def take_tokens(
+    requests: Sequence[Request], starts: Sequence[int], token_ids: Sequence[int]
+) -> tuple[Emission, list[int]]:
+    """Gives each output that began before and goes on, and that only tokens are wanted of, the one that a
+    step has computed from position `starts` on.
+
+    Returns what is new of them, and which of the requests are others, none of which is changed.
+    """
+    emission, others = Emission(), list[int]()
+    going, tokens, counts = emission.requests, emission.token_ids, emission.counts
+    for index, (request, start, token_id) in enumerate(zip(requests, starts, token_ids, strict=True)):
+        output = request.output_token_ids
+        count = len(output) + 1
+        if (
+            count == 1
+            or count >= request.longest_output
+            or token_id in request.ending_ids
+            or request.slot < 0
+            or request.finish_reason is not None
+            or request.constraint is not None
+        ):
+            others.append(index)
+            continue
+        output.append(token_id)
+        request.inflight_tokens -= 1
+        request.computed_len = start + 1
+        request.reported_len = count
+        going.append(request)
+        tokens.append(token_id)
+        counts.append(count)
+    return emission, others
+
+
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
     """A snapshot of queues and cache; filled by the engine thread after every step."""
@@ -193,7 +267,7 @@ class EngineObserver(Protocol):
     def launched(self, batch: Batch) -> Context | None:
         """A step is about to be launched; returns the trace context its expert spans hang under."""
 
-    def committed(self, batch: Batch, result: StepResult | None, deltas: list[OutputDelta]) -> None:
+    def committed(self, batch: Batch, result: StepResult | None, emission: Emission) -> None:
         """A step's results were applied; None when the step failed."""
 
     def ended(self, deltas: list[OutputDelta]) -> None:
@@ -216,7 +290,7 @@ class NullObserver:
         """Never traced."""
         return None
 
-    def committed(self, batch: Batch, result: StepResult | None, deltas: list[OutputDelta]) -> None:
+    def committed(self, batch: Batch, result: StepResult | None, emission: Emission) -> None:
         """Does nothing."""
 
     def ended(self, deltas: list[OutputDelta]) -> None:

@@ -33,6 +33,7 @@ import structlog
 from gpu_service.core.interface import (
     Abort,
     Add,
+    Emission,
     EngineLoad,
     EngineObserver,
     Flush,
@@ -78,7 +79,7 @@ class Engine:
         scheduler: Scheduler,
         builder: InputBuilder,
         runner: StepRunner,
-        on_output: Callable[[list[OutputDelta]], None],
+        on_output: Callable[[Emission], None],
         *,
         observer: EngineObserver | None = None,
         overlap: bool = True,
@@ -397,14 +398,18 @@ class Engine:
         if is_worthless and step.batch is self.scheduler.pacing.batch:
             self._compute_again(step.batch, "an expert was damaged", keep=False)
             return
-        pages = self.scheduler.poisoned_pages(step.batch, result.rows)
         replayed = result.num_replays > 0 or is_worthless
-        reported = self.scheduler.commit(step.batch, result.rows, replayed=replayed)
-        deltas = [delta_of(request) for request in reported]
-        if pages:
-            self._runner.zero_pages(pages)
-        self._observer.committed(step.batch, result, deltas)
-        self._emit(deltas)
+        if result.token_ids is not None and self.scheduler.commits_tokens and not replayed:
+            emission = self.scheduler.commit_tokens(step.batch, result.token_ids)
+        else:
+            rows = result.all_rows()
+            pages = self.scheduler.poisoned_pages(step.batch, rows)
+            reported = self.scheduler.commit(step.batch, rows, replayed=replayed)
+            emission = Emission([delta_of(request) for request in reported])
+            if pages:
+                self._runner.zero_pages(pages)
+        self._observer.committed(step.batch, result, emission)
+        self._emit(emission)
 
     def _apply(self, message: Message) -> None:
         match message:
@@ -448,8 +453,8 @@ class Engine:
         self.scheduler.give_up(batch, keep)
         if not keep:
             self._damage.clear_pages()
-        self._observer.committed(batch, None, [])
-        self._emit([])
+        self._observer.committed(batch, None, Emission())
+        self._emit(Emission())
 
     def _fail(self, batch: Batch, message: str) -> None:
         """Ends the unfinished requests of a failed step; none of their uncommitted pages is kept."""
@@ -457,9 +462,9 @@ class Engine:
         for request in failed:
             self.scheduler.finish(request, FinishReason.ERROR, message, keep=False)
         self.scheduler.ended(batch)
-        deltas = [delta_of(request) for request in failed]
-        self._observer.committed(batch, None, deltas)
-        self._emit(deltas)
+        emission = Emission([delta_of(request) for request in failed])
+        self._observer.committed(batch, None, emission)
+        self._emit(emission)
 
     def _lose(self, reason: str, error: Exception | None = None) -> None:
         """Ends the engine, unless it has ended already."""
@@ -482,12 +487,12 @@ class Engine:
     def _end(self, deltas: list[OutputDelta]) -> None:
         if deltas:
             self._observer.ended(deltas)
-            self._emit(deltas)
+            self._emit(Emission(deltas))
 
-    def _emit(self, deltas: list[OutputDelta]) -> None:
+    def _emit(self, emission: Emission) -> None:
         self._snapshot()
-        if deltas:
-            self.on_output(deltas)
+        if emission:
+            self.on_output(emission)
 
     def _snapshot(self) -> None:
         self.load = self.scheduler.load()

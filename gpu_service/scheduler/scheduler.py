@@ -13,7 +13,7 @@ from functools import partial
 
 from gpu_service.cache.radix_cache import PrefixHandle
 from gpu_service.cache.request_cache import RequestCache
-from gpu_service.core.interface import EngineLoad
+from gpu_service.core.interface import Emission, EngineLoad, delta_of, take_tokens
 from gpu_service.core.request import (
     FinishReason,
     Request,
@@ -29,6 +29,7 @@ from gpu_service.scheduler.admission import (
     Division,
     Prompt,
     admissible,
+    all_decode,
     divide_among_prompts,
     divide_budget,
     fits,
@@ -75,6 +76,7 @@ class Scheduler:
         """Queues a request. Raises RequestRefused when it could never fit, alone, in the pool."""
         refuse_impossible(request.prompt_len, request.params.max_tokens, self.limits)
         request.arrival = self._arrivals
+        request.bound(self.limits)
         self.num_constrained += request.constraint is not None
         self._arrivals += 1
         self.shares.came(request)
@@ -121,6 +123,8 @@ class Scheduler:
 
     def _schedule_main(self, apart: bool = True) -> Batch | None:
         """Returns a step of everyone's; `apart`: but for the prompts that have steps without others."""
+        if (decode := self._decode_all()) is not None:
+            return decode
         cache, pacing, excludes = self.cache, self.pacing, self.pacing.excludes_any or self.num_constrained
         division = divide_budget(
             self.running,
@@ -135,6 +139,27 @@ class Scheduler:
             rank=self.shares.rank,
         )
         return self._plan(division)
+
+    def _decode_all(self) -> Batch | None:
+        """Returns the step where requests only decode and all have room; None: that has to be divided."""
+        cache, running = self.cache, self.running
+        may_start = bool(self.waiting and self._free_slots)
+        if may_start or cache.states is not None or len(running) > self.pacing.main_tokens:
+            return None
+        found = all_decode(running, cache.page_size, self.next_step)
+        if found is None or not all(cache.grow(other, other.scheduled_len + 1) for other in found[1]):
+            return None
+        batch, _ = found
+        clients, step = list[str](), batch.step
+        for request, start in zip(batch.requests, batch.start_positions, strict=True):
+            request.scheduled_len = start + 1
+            request.inflight_tokens += 1
+            request.last_step = step
+            if start >= request.charged_len:
+                request.charged_len = start + 1
+                clients.append(request.fairness_id)
+        self.shares.decoded(clients)
+        return self._planned(batch)
 
     def _is_excluded(self, apart: bool, request: Request, need: int) -> bool:
         """Whether a running request is not in a step of `_schedule_main`."""
@@ -189,6 +214,9 @@ class Scheduler:
         # Admitting right after a preemption would take the pages that were just made free.
         if not preempted:
             self._admit(batch, division)
+        return self._planned(batch)
+
+    def _planned(self, batch: Batch) -> Batch | None:
         if not batch.requests:
             return None
         self.next_step += 1
@@ -196,6 +224,7 @@ class Scheduler:
             batch.runs_drafter = self.speculation.runs_drafter
         if self.supply is not None:
             self.supply.planned(batch)
+        self.cache.planned(batch)
         return batch
 
     def commit(self, batch: Batch, results: Sequence[RowResult], *, replayed: bool = False) -> list[Request]:
@@ -207,30 +236,49 @@ class Scheduler:
         """
         reported: list[Request] = []
         for index, (request, result) in enumerate(zip(batch.requests, results, strict=True)):
-            if request.finished:
-                continue
-            request.inflight_tokens -= batch.samples[index]
-            if replayed and request.slot < 0:
-                continue
-            if result.error:
-                self.finish(request, FinishReason.ERROR, result.error, keep=False)
-                reported.append(request)
-                continue
-            if request.slot >= 0:
-                request.computed_len = batch.start_positions[index] + batch.num_new_tokens[index]
-                if batch.state_writes:
-                    self.cache.keep_state(request, batch.state_writes[index])
-            if result.prompt_logprobs or request.params.prompt_logprobs is not None:
-                self._append_prompt_logprobs(request, result)
-            if result.pooled_sum is not None:
-                request.add_pooled(result.pooled_sum, result.pooled_from_start)
-            if batch.samples[index]:
-                self._append_token(request, result)
-                if self.speculation is not None:
-                    self._append_drafts(batch, index, result)
+            if self._commit_row(batch, index, result, replayed):
                 reported.append(request)
         self.ended(batch)
         return reported
+
+    @property
+    def commits_tokens(self) -> bool:
+        """Returns whether `commit_tokens` may be called where a step's result is its tokens alone."""
+        return self.speculation is None and self.cache.states is None
+
+    def commit_tokens(self, batch: Batch, token_ids: Sequence[int]) -> Emission:
+        """`commit` of a step that was not replayed, and of whose requests all came to a token and no more."""
+        emission, others = take_tokens(batch.requests, batch.start_positions, token_ids)
+        for index in others:
+            if self._commit_row(batch, index, RowResult(token_ids[index])):
+                emission.deltas.append(delta_of(batch.requests[index]))
+        self.ended(batch)
+        return emission
+
+    def _commit_row(self, batch: Batch, index: int, result: RowResult, replayed: bool = False) -> bool:
+        """Returns whether the request has something new to report."""
+        request, samples = batch.requests[index], batch.samples[index]
+        if request.finished:
+            return False
+        request.inflight_tokens -= samples
+        if replayed and request.slot < 0:
+            return False
+        if result.error:
+            self.finish(request, FinishReason.ERROR, result.error, keep=False)
+            return True
+        if request.slot >= 0:
+            request.computed_len = batch.start_positions[index] + batch.num_new_tokens[index]
+            if batch.state_writes:
+                self.cache.keep_state(request, batch.state_writes[index])
+        if result.prompt_logprobs or request.params.prompt_logprobs is not None:
+            self._append_prompt_logprobs(request, result)
+        if result.pooled_sum is not None:
+            request.add_pooled(result.pooled_sum, result.pooled_from_start)
+        if samples:
+            self._append_token(request, result)
+            if self.speculation is not None:
+                self._append_drafts(batch, index, result)
+        return samples
 
     def poisoned_pages(self, batch: Batch, results: Sequence[RowResult]) -> list[int]:
         """Returns pages with KV that is not finite, before `commit`; no request has them once that is done.
@@ -463,7 +511,7 @@ class Scheduler:
         request.output_token_ids.append(result.token_id)
         if result.logprobs is not None:
             request.output_logprobs.append(result.logprobs)
-        mark_finish(request, result.token_id, self.limits)
+        mark_finish(request, result.token_id)
         if request.finish_reason is not None:
             self.finish(request, request.finish_reason)
         elif len(request.output_token_ids) == 1 and request.slot >= 0:

@@ -176,7 +176,7 @@ async def _queued(queue: asyncio.Queue[pb.GenerateManyRequest]) -> AsyncIterator
 def _calls(options: HostOptions, streams: int, tokens: int) -> pb.GenerateManyRequest:
     from protos import engine_pb2 as pb
 
-    message = pb.GenerateManyRequest()
+    message = pb.GenerateManyRequest(takes_tokens=True)
     for number in range(streams):
         request = pb.GenerateRequest(request_id=f"bench-{number}", stream=True)
         request.tokenized.input_ids.extend([number // 32 % 32, number % 32] * (options.prompt_len // 2))
@@ -217,6 +217,7 @@ def _make_engine(streams: int, context: int, clock: _Clock) -> tuple[Engine, Eng
     clock.around(builder, "build", "inputs")
     clock.around(runner, "launch", "launch", lambda step: clock.around(step, "wait", "results"))
     clock.around(scheduler, "commit", "commit")
+    clock.around(scheduler, "commit_tokens", "commit")
     clock.around(telemetry, "committed", "metrics")
     clock.around(telemetry, "loaded", "metrics")
     clock.around(engine, "on_output", "hand over")
