@@ -193,6 +193,14 @@ class Request:
         self.ending_ids = stop_token_ids(self, limits)
         self.longest_output = min(self.params.max_tokens, limits.context_limit - self.prompt_len)
 
+    def add_prompt_logprobs(self, records: Sequence[TokenLogprobs], start: int) -> None:
+        """Adds what is new of records from position `start` on; a prompt recomputed after a preemption brings
+        some of it twice.
+        """
+        if self.params.prompt_logprobs is not None and not self.prompt_logprobs:
+            self.prompt_logprobs.append(TokenLogprobs(self.prompt_token_ids[0], None))
+        self.prompt_logprobs.extend(records[max(0, len(self.prompt_logprobs) - start) :])
+
     def add_pooled(self, step_sum: npt.NDArray[np.float32], from_start: bool) -> None:
         """Adds a step's sum of hidden states, float32 `[H]`; a prompt that is computed again from its start,
         after a preemption, begins a new sum."""

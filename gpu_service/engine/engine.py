@@ -403,9 +403,8 @@ class Engine:
             emission = self.scheduler.commit_tokens(step.batch, result.token_ids)
         else:
             rows = result.all_rows()
-            pages = self.scheduler.poisoned_pages(step.batch, rows)
-            reported = self.scheduler.commit(step.batch, rows, replayed=replayed)
-            emission = Emission([delta_of(request) for request in reported])
+            pages = self.scheduler.cache.poisoned_pages(step.batch, rows)
+            emission = Emission([*map(delta_of, self.scheduler.commit(step.batch, rows, replayed=replayed))])
             if pages:
                 self._runner.zero_pages(pages)
         self._observer.committed(step.batch, result, emission)
@@ -424,7 +423,7 @@ class Engine:
                 self._operate(operation, argument, ended)
             case Stop():
                 self._stopping = True
-        self._snapshot()
+        self._emit()
 
     def _operate(self, operation: str, argument: str, ended: Future[None]) -> None:
         try:
@@ -454,7 +453,7 @@ class Engine:
         if not keep:
             self._damage.clear_pages()
         self._observer.committed(batch, None, Emission())
-        self._emit(Emission())
+        self._emit()
 
     def _fail(self, batch: Batch, message: str) -> None:
         """Ends the unfinished requests of a failed step; none of their uncommitted pages is kept."""
@@ -489,14 +488,11 @@ class Engine:
             self._observer.ended(deltas)
             self._emit(Emission(deltas))
 
-    def _emit(self, emission: Emission) -> None:
-        self._snapshot()
-        if emission:
-            self.on_output(emission)
-
-    def _snapshot(self) -> None:
+    def _emit(self, emission: Emission | None = None) -> None:
         self.load = self.scheduler.load()
         self._observer.loaded(self.load)
+        if emission:
+            self.on_output(emission)
 
     def _check_integrity(self) -> None:
         try:

@@ -42,7 +42,7 @@ _PLACES = {
 Logprobs = tuple[Tensor, Tensor, Tensor]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepOutputs:
     """What a step leaves on the device: logits once its layers have run, and what they become."""
 

@@ -18,7 +18,6 @@ from gpu_service.core.request import (
     FinishReason,
     Request,
     SchedulerLimits,
-    TokenLogprobs,
     mark_finish,
     refuse_impossible,
 )
@@ -271,32 +270,14 @@ class Scheduler:
             if batch.state_writes:
                 self.cache.keep_state(request, batch.state_writes[index])
         if result.prompt_logprobs or request.params.prompt_logprobs is not None:
-            self._append_prompt_logprobs(request, result)
+            request.add_prompt_logprobs(result.prompt_logprobs, result.prompt_logprobs_start)
         if result.pooled_sum is not None:
             request.add_pooled(result.pooled_sum, result.pooled_from_start)
         if samples:
-            self._append_token(request, result)
+            self.append_token(request, result)
             if self.speculation is not None:
-                self._append_drafts(batch, index, result)
+                self.speculation.append_drafts(self, batch, index, result)
         return samples
-
-    def poisoned_pages(self, batch: Batch, results: Sequence[RowResult]) -> list[int]:
-        """Returns pages with KV that is not finite, before `commit`; no request has them once that is done.
-
-        Of a request that ends by its own error all that only it has; else from the first failed draft on.
-        """
-        pages: list[int] = []
-        if not any(result.error or result.verified for result in results):
-            return pages
-        for request, start, result in zip(batch.requests, batch.start_positions, results, strict=True):
-            if request.slot < 0 or request.finished or not (result.error or result.verified):
-                continue
-            failed = next((place for place, row in enumerate(result.verified, 1) if row.error), 0)
-            if result.error:
-                pages += self.cache.exclusive_pages(request)
-            elif failed:
-                pages += request.pages[(start + failed) // self.cache.page_size :]
-        return pages
 
     def ended(self, batch: Batch) -> None:
         """The step will not be run again, whether it came to anything; `commit` calls it."""
@@ -494,14 +475,8 @@ class Scheduler:
         request.slot = -1
         self.cache.release(request, keep)
 
-    def _append_prompt_logprobs(self, request: Request, result: RowResult) -> None:
-        """Adds what is new; a prompt recomputed after a preemption brings some of it twice."""
-        if request.params.prompt_logprobs is not None and not request.prompt_logprobs:
-            request.prompt_logprobs.append(TokenLogprobs(request.prompt_token_ids[0], None))
-        known = len(request.prompt_logprobs) - result.prompt_logprobs_start
-        request.prompt_logprobs.extend(result.prompt_logprobs[max(0, known) :])
-
-    def _append_token(self, request: Request, result: RowResult) -> None:
+    def append_token(self, request: Request, result: RowResult) -> None:
+        """Adds a step's token, which may end the output."""
         assert result.token_id is not None
         if request.constraint is not None:
             request.constraint.accept(result.token_id)
@@ -517,31 +492,3 @@ class Scheduler:
         elif len(request.output_token_ids) == 1 and request.slot >= 0:
             # The prompt is computed: others may start from it, this request's siblings first.
             self.cache.store(request)
-
-    def _append_drafts(self, batch: Batch, index: int, result: RowResult) -> None:
-        """After the step's own token: those of the drafts' rows, as long as the draft was what came before.
-
-        known tokens   |-- computed before --| t |
-        rows                                 | t   d0   d1   d2 |     each samples the token after its own
-        appended                                  d0   d1    x        d2 was wrong: its KV is written over
-        """
-        assert self.speculation is not None
-        request, drafts = batch.requests[index], batch.drafts[index] if batch.drafts else []
-        accepted = 0
-        for draft, row in zip(drafts, result.verified, strict=True):
-            if request.finished or request.output_token_ids[-1] != draft:
-                break
-            if row.error:
-                self.finish(request, FinishReason.ERROR, row.error, keep=False)
-                break
-            accepted += 1
-            if request.slot >= 0:
-                request.computed_len += 1
-                request.scheduled_len += 1
-                self.cache.accept_draft(batch, index, accepted - 1)
-            self._append_token(request, row)
-        self.speculation.committed(request, len(drafts), accepted, result.drafts)
-        if request.slot >= 0 and any(row.error for row in result.verified):
-            # Its last page is among `poisoned_pages`.
-            request.speculates = False
-            self.preempt(request)

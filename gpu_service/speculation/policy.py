@@ -19,13 +19,18 @@ import json
 import sys
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from gpu_service.core.request import Request, SchedulerLimits
+from gpu_service.core.request import FinishReason, Request, SchedulerLimits
+from gpu_service.core.results import RowResult
 from gpu_service.core.step import Batch
 from gpu_service.speculation.acceptance import KEPT_OF_ALL, AcceptanceRates, DraftSource
 from gpu_service.speculation.drafter import HostDrafter
 from gpu_service.speculation.rest import DrafterRest
+
+if TYPE_CHECKING:
+    from gpu_service.scheduler.scheduler import Scheduler
 
 # Captured graphs make stairs of what rows cost: a step of 9 runs the graph of 16, which took twice as long
 # as that of 8 on one H200. With times of 9 to 16 taken as one, 9 looked half as dear.
@@ -203,6 +208,33 @@ class Speculation:
         self.num_accepted += accepted
         request.drafts = next_drafts
         request.drafts_source = DraftSource.LAYERS if next_drafts else DraftSource.TEXT
+
+    def append_drafts(self, scheduler: Scheduler, batch: Batch, index: int, result: RowResult) -> None:
+        """After the step's own token: those of the drafts' rows, as long as the draft was what came before.
+
+        known tokens   |-- computed before --| t |
+        rows                                 | t   d0   d1   d2 |     each samples the token after its own
+        appended                                  d0   d1    x        d2 was wrong: its KV is written over
+        """
+        request, drafts = batch.requests[index], batch.drafts[index] if batch.drafts else []
+        accepted = 0
+        for draft, row in zip(drafts, result.verified, strict=True):
+            if request.finished or request.output_token_ids[-1] != draft:
+                break
+            if row.error:
+                scheduler.finish(request, FinishReason.ERROR, row.error, keep=False)
+                break
+            accepted += 1
+            if request.slot >= 0:
+                request.computed_len += 1
+                request.scheduled_len += 1
+                scheduler.cache.accept_draft(batch, index, accepted - 1)
+            scheduler.append_token(request, row)
+        self.committed(request, len(drafts), accepted, result.drafts)
+        if request.slot >= 0 and any(row.error for row in result.verified):
+            # Its last page is among `RequestCache.poisoned_pages`.
+            request.speculates = False
+            scheduler.preempt(request)
 
     def ended(self, batch: Batch) -> None:
         """The step is in flight no more."""
