@@ -206,37 +206,36 @@ class Emission(Sequence[OutputDelta]):
         yield from self.deltas
 
 
-def take_tokens(
-    requests: Sequence[Request], starts: Sequence[int], token_ids: Sequence[int]
-) -> tuple[Emission, list[int]]:
-    """Gives each output that began before and goes on, and that only tokens are wanted of, the one that a
-    step has computed from position `starts` on.
+def take_tokens(batch: Batch, token_ids: list[int]) -> tuple[Emission, list[int]]:
+    """Gives each output of a step of the main lane the token that the step sampled, if the output began
+    before and goes on.
 
-    Returns what is new of them, and which of the requests are others, none of which is changed.
+    Returns what is new of them, and which of the batch's requests are others, none of which is changed.
     """
-    emission, others = Emission(), list[int]()
-    going, tokens, counts = emission.requests, emission.token_ids, emission.counts
-    for index, (request, start, token_id) in enumerate(zip(requests, starts, token_ids, strict=True)):
-        output = request.output_token_ids
-        count = len(output) + 1
-        if (
-            count == 1
-            or count >= request.longest_output
-            or token_id in request.ending_ids
-            or request.slot < 0
-            or request.finish_reason is not None
-            or request.constraint is not None
-        ):
-            others.append(index)
-            continue
-        output.append(token_id)
+    requests, starts, positions = batch.requests, batch.start_positions, batch.output_positions
+    others = [
+        index
+        for index, (request, token_id, position) in enumerate(
+            zip(requests, token_ids, positions, strict=True)
+        )
+        if position == 0
+        or position + 1 >= request.longest_output
+        or token_id in request.ending_ids
+        or request.slot < 0
+        or request.constraint is not None
+    ]
+    if others:
+        left = set(others)
+        going = [index for index in range(len(requests)) if index not in left]
+        requests, starts = [requests[index] for index in going], [starts[index] for index in going]
+        token_ids, positions = [token_ids[index] for index in going], [positions[index] for index in going]
+    counts = [position + 1 for position in positions]
+    for request, start, token_id, count in zip(requests, starts, token_ids, counts, strict=True):
+        request.output_token_ids.append(token_id)
         request.inflight_tokens -= 1
         request.computed_len = start + 1
         request.reported_len = count
-        going.append(request)
-        tokens.append(token_id)
-        counts.append(count)
-    return emission, others
+    return Emission([], requests, token_ids, counts), others
 
 
 @dataclass(frozen=True, slots=True)

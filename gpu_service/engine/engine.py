@@ -399,7 +399,7 @@ class Engine:
             self._compute_again(step.batch, "an expert was damaged", keep=False)
             return
         replayed = result.num_replays > 0 or is_worthless
-        if result.token_ids is not None and self.scheduler.commits_tokens and not replayed:
+        if result.token_ids is not None and not replayed and self.scheduler.commits_tokens(step.batch):
             emission = self.scheduler.commit_tokens(step.batch, result.token_ids)
         else:
             rows = result.all_rows()

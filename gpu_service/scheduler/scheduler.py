@@ -240,14 +240,14 @@ class Scheduler:
         self.ended(batch)
         return reported
 
-    @property
-    def commits_tokens(self) -> bool:
+    def commits_tokens(self, batch: Batch) -> bool:
         """Returns whether `commit_tokens` may be called where a step's result is its tokens alone."""
-        return self.speculation is None and self.cache.states is None
+        is_lane = batch is self.pacing.batch
+        return self.speculation is None and self.cache.states is None and not is_lane
 
-    def commit_tokens(self, batch: Batch, token_ids: Sequence[int]) -> Emission:
+    def commit_tokens(self, batch: Batch, token_ids: list[int]) -> Emission:
         """`commit` of a step that was not replayed, and of whose requests all came to a token and no more."""
-        emission, others = take_tokens(batch.requests, batch.start_positions, token_ids)
+        emission, others = take_tokens(batch, token_ids)
         for index in others:
             if self._commit_row(batch, index, RowResult(token_ids[index])):
                 emission.deltas.append(delta_of(batch.requests[index]))

@@ -83,8 +83,11 @@ class _Clock:
         call: Callable[..., Any] = getattr(owner, method)
 
         def timed(*arguments: Any, **keywords: Any) -> Any:
-            with self.measure(part):
+            begin = self._enter()
+            try:
                 result = call(*arguments, **keywords)
+            finally:
+                self._leave(part, begin)
             made(result)
             return result
 
@@ -93,14 +96,20 @@ class _Clock:
     @contextmanager
     def measure(self, part: str) -> Iterator[None]:
         """What is done meanwhile counts for this part, but for other parts' share of it."""
-        begin = time.thread_time()
-        self._inner.append(0.0)
+        begin = self._enter()
         try:
             yield
         finally:
-            whole = time.thread_time() - begin
-            self.spent[part] += whole - self._inner.pop()
-            self._inner[-1] += whole
+            self._leave(part, begin)
+
+    def _enter(self) -> float:
+        self._inner.append(0.0)
+        return time.thread_time()
+
+    def _leave(self, part: str, begin: float) -> None:
+        whole = time.thread_time() - begin
+        self.spent[part] += whole - self._inner.pop()
+        self._inner[-1] += whole
 
     def taken(self) -> dict[str, float]:
         """Returns what was added up since the last call, in seconds."""
