@@ -58,7 +58,3 @@ class StepResult:
     seconds: float = 0.0
     # Of nearly all steps: the token of each request, of which nothing else came.
     token_ids: list[int] | None = None
-
-    def all_rows(self) -> list[RowResult]:
-        """Returns `rows`, also where `token_ids` says it all."""
-        return self.rows if self.token_ids is None else [RowResult(token_id) for token_id in self.token_ids]

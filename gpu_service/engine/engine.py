@@ -54,7 +54,7 @@ from gpu_service.core.request import (
     refuse_impossible,
     trace_fields,
 )
-from gpu_service.core.results import StepResult
+from gpu_service.core.results import RowResult, StepResult
 from gpu_service.core.step import Batch, StepPlan
 from gpu_service.engine.damage import COMPUTE_AGAIN, DamageWatch
 from gpu_service.engine.input_builder import InputBuilder
@@ -402,7 +402,7 @@ class Engine:
         if result.token_ids is not None and not replayed and self.scheduler.commits_tokens(step.batch):
             emission = self.scheduler.commit_tokens(step.batch, result.token_ids)
         else:
-            rows = result.all_rows()
+            rows = result.rows or [*map(RowResult, result.token_ids or ())]
             pages = self.scheduler.cache.poisoned_pages(step.batch, rows)
             emission = Emission([*map(delta_of, self.scheduler.commit(step.batch, rows, replayed=replayed))])
             if pages:

@@ -19,18 +19,16 @@ import json
 import sys
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
+from gpu_service.cache.request_cache import RequestCache
 from gpu_service.core.request import FinishReason, Request, SchedulerLimits
 from gpu_service.core.results import RowResult
 from gpu_service.core.step import Batch
 from gpu_service.speculation.acceptance import KEPT_OF_ALL, AcceptanceRates, DraftSource
 from gpu_service.speculation.drafter import HostDrafter
 from gpu_service.speculation.rest import DrafterRest
-
-if TYPE_CHECKING:
-    from gpu_service.scheduler.scheduler import Scheduler
 
 # Captured graphs make stairs of what rows cost: a step of 9 runs the graph of 16, which took twice as long
 # as that of 8 on one H200. With times of 9 to 16 taken as one, 9 looked half as dear.
@@ -79,6 +77,21 @@ class StepCosts:
             return sys.maxsize
         tried = self._verifying[-1][0] if self._verifying else rows
         return 2 * max(rows, tried)
+
+
+class Outputs(Protocol):
+    """What a step with drafts does to the outputs of its requests: the scheduler."""
+
+    cache: RequestCache
+
+    def append_token(self, request: Request, result: RowResult) -> None:
+        """Adds a token, which may end the output."""
+
+    def finish(self, request: Request, reason: FinishReason, error: str = "", keep: bool = True) -> None:
+        """Ends a request."""
+
+    def preempt(self, victim: Request, keep: bool = True) -> None:
+        """Takes a request's pages."""
 
 
 class Speculation:
@@ -209,7 +222,7 @@ class Speculation:
         request.drafts = next_drafts
         request.drafts_source = DraftSource.LAYERS if next_drafts else DraftSource.TEXT
 
-    def append_drafts(self, scheduler: Scheduler, batch: Batch, index: int, result: RowResult) -> None:
+    def append_drafts(self, scheduler: Outputs, batch: Batch, index: int, result: RowResult) -> None:
         """After the step's own token: those of the drafts' rows, as long as the draft was what came before.
 
         known tokens   |-- computed before --| t |
