@@ -41,7 +41,7 @@ class TokenEvent(NamedTuple):
 
 @dataclass
 class Streams:
-    """Requests in flight together. Adding events costs the engine's thread little, whoever waits for them."""
+    """Requests in flight together. Adding events costs the engine's thread little, however many wait for them."""
 
     submitted: float
     count: int
