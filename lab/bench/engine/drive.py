@@ -41,7 +41,7 @@ class TokenEvent(NamedTuple):
 
 @dataclass
 class Streams:
-    """Requests in flight together. Adding events costs the engine's thread little, however many wait for them."""
+    """Requests in flight together. Events cost the engine's thread little, whatever waits for them."""
 
     submitted: float
     count: int
