@@ -168,10 +168,12 @@ class Choice(_message.Message):
     def __init__(self, options: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GenerateManyRequest(_message.Message):
-    __slots__ = ("requests",)
+    __slots__ = ("requests", "takes_tokens")
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    TAKES_TOKENS_FIELD_NUMBER: _ClassVar[int]
     requests: _containers.RepeatedCompositeFieldContainer[CallRequest]
-    def __init__(self, requests: _Optional[_Iterable[_Union[CallRequest, _Mapping]]] = ...) -> None: ...
+    takes_tokens: bool
+    def __init__(self, requests: _Optional[_Iterable[_Union[CallRequest, _Mapping]]] = ..., takes_tokens: _Optional[bool] = ...) -> None: ...
 
 class GenerateWithImagesRequest(_message.Message):
     __slots__ = ("request", "piece")
@@ -206,14 +208,26 @@ class GenerateManyResponse(_message.Message):
     def __init__(self, updates: _Optional[_Iterable[_Union[CallUpdate, _Mapping]]] = ...) -> None: ...
 
 class CallUpdate(_message.Message):
-    __slots__ = ("call", "response", "end")
+    __slots__ = ("call", "response", "end", "tokens")
     CALL_FIELD_NUMBER: _ClassVar[int]
     RESPONSE_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
     call: int
     response: GenerateResponse
     end: CallEnd
-    def __init__(self, call: _Optional[int] = ..., response: _Optional[_Union[GenerateResponse, _Mapping]] = ..., end: _Optional[_Union[CallEnd, _Mapping]] = ...) -> None: ...
+    tokens: CallTokens
+    def __init__(self, call: _Optional[int] = ..., response: _Optional[_Union[GenerateResponse, _Mapping]] = ..., end: _Optional[_Union[CallEnd, _Mapping]] = ..., tokens: _Optional[_Union[CallTokens, _Mapping]] = ...) -> None: ...
+
+class CallTokens(_message.Message):
+    __slots__ = ("calls", "token_ids", "completion_tokens")
+    CALLS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    calls: _containers.RepeatedScalarFieldContainer[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    completion_tokens: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, calls: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., completion_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class CallEnd(_message.Message):
     __slots__ = ("code", "details")

@@ -57,19 +57,34 @@ class _Unsupported(Exception):
 class _StreamedCall:
     """One call on the shared stream, with the updates not read yet. Filled by `_ManyCalls`."""
 
-    __slots__ = ("_arrived", "ended", "updates")
+    __slots__ = ("_arrived", "_latest", "ended", "updates")
 
     def __init__(self) -> None:
         self.updates: deque[engine_pb2.GenerateResponse] = deque()
         self.ended: Exception | bool = False  # True: without an error
         self._arrived: asyncio.Future[None] | None = None
+        # The latest of the updates that was no token alone.
+        self._latest = engine_pb2.GenerateResponse()
 
     def put(self, update: engine_pb2.CallUpdate) -> None:
         """Takes the next update."""
         if update.HasField("end"):
             self.end(call_error(_CODES[update.end.code], update.end.details) if update.end.code else True)
             return
-        self.updates.append(update.response)
+        self._latest = update.response
+        self.updates.append(self._latest)
+        self._wake()
+
+    def put_token(self, token_id: int, completion_tokens: int) -> None:
+        """Takes the next token of the only output; else its chunk is like the one before it."""
+        response, before = engine_pb2.GenerateResponse(), self._latest.chunk
+        chunk = response.chunk
+        chunk.token_ids.append(token_id)
+        chunk.completion_tokens = completion_tokens
+        chunk.prompt_tokens = before.prompt_tokens
+        if before.cached_tokens:
+            chunk.cached_tokens = before.cached_tokens
+        self.updates.append(response)
         self._wake()
 
     def end(self, reason: Exception | bool) -> None:
@@ -131,9 +146,7 @@ class _ManyCalls:
         try:
             async for message in stream:
                 for update in message.updates:
-                    call = self._calls.get(update.call)
-                    if call is not None:
-                        call.put(update)
+                    self._take(update)
         except grpc.aio.AioRpcError as error:
             end = error
             if error.code() == grpc.StatusCode.UNIMPLEMENTED:
@@ -149,6 +162,15 @@ class _ManyCalls:
             for call in calls.values():
                 call.end(call.ended or end)
 
+    def _take(self, update: engine_pb2.CallUpdate) -> None:
+        if update.HasField("tokens"):
+            columns = update.tokens.calls, update.tokens.token_ids, update.tokens.completion_tokens
+            for number, token_id, count in zip(*columns, strict=True):
+                if (call := self._calls.get(number)) is not None:
+                    call.put_token(token_id, count)
+        elif (call := self._calls.get(update.call)) is not None:
+            call.put(update)
+
     async def close(self) -> None:
         """Ends the stream and its calls."""
         if self._running is not None:
@@ -160,7 +182,7 @@ async def _write(stream: Any, outbox: Outbox[engine_pb2.CallRequest]) -> None:
     """Sends all that waits in one message, until the stream ends; the reader reports why it did."""
     with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
         while requests := await outbox.take():
-            await stream.write(engine_pb2.GenerateManyRequest(requests=requests))
+            await stream.write(engine_pb2.GenerateManyRequest(requests=requests, takes_tokens=True))
 
 
 async def _write_with_images(call: Any, request: engine_pb2.GenerateRequest, images: Sequence[bytes]) -> None:

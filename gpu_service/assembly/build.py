@@ -53,7 +53,7 @@ from gpu_service.cache.request_cache import make_request_cache
 from gpu_service.cache.request_states import allocate_states
 from gpu_service.cache.state_cache import StateSlots
 from gpu_service.core.constraint import PREPARE, ConstraintCompiler, make_compiler
-from gpu_service.core.interface import EngineObserver, OutputDelta
+from gpu_service.core.interface import Emission, EngineObserver
 from gpu_service.core.partition import rank_layers
 from gpu_service.core.request import SchedulerLimits
 from gpu_service.core.step import TokenPool
@@ -97,7 +97,7 @@ __all__ = ["Built", "WarmUpGate", "build_engine", "model_info"]
 
 
 def build_engine(
-    config: MoebiusConfig, observer: EngineObserver, on_output: Callable[[list[OutputDelta]], None]
+    config: MoebiusConfig, observer: EngineObserver, on_output: Callable[[Emission], None]
 ) -> Built:
     """Loads the model and waits for the expert servers. The engine thread is not started yet.
 
@@ -141,7 +141,7 @@ def _assemble(
     group: RankGroup,
     stream: DeviceStream,
     observer: EngineObserver,
-    on_output: Callable[[list[OutputDelta]], None],
+    on_output: Callable[[Emission], None],
     undo: ExitStack,
 ) -> Built:
     device, dtype, fingerprint = stream.device, TORCH_DTYPES[model_config.dtype], identity.experts
@@ -344,7 +344,7 @@ def _engine(
     kv: EngineCache,
     stream: DeviceStream,
     check: StepCheck,
-    on_output: Callable[[list[OutputDelta]], None],
+    on_output: Callable[[Emission], None],
     compiler: ConstraintCompiler | None,
 ) -> Engine:
     """Returns scheduler and loops around what runs the steps."""

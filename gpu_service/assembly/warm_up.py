@@ -7,7 +7,7 @@ import threading
 import torch
 
 from gpu_service.assembly.kv_tiers import OPEN_TIERS
-from gpu_service.core.interface import OutputDelta
+from gpu_service.core.interface import Emission
 from gpu_service.core.request import Request, SamplingParams
 from gpu_service.engine.engine import Engine
 from moebius.errors import UserError
@@ -60,9 +60,9 @@ class WarmUpGate:
     def __init__(self) -> None:
         self._ended = threading.Semaphore(0)
 
-    def on_output(self, deltas: list[OutputDelta]) -> None:
+    def on_output(self, emission: Emission) -> None:
         """Called by the engine thread."""
-        for delta in deltas:
+        for delta in emission.deltas:
             if delta.finish_reason is not None:
                 self._ended.release()
 

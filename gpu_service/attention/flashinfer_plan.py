@@ -11,10 +11,10 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import triton.language as tl
 
@@ -288,9 +288,11 @@ def page_bounds(
 
     They are pinned where a device copies from them.
     """
-    counts = [-(-length // page_size) for length in seq_lens]
-    indptr = list(accumulate(counts, initial=0))
-    last = [length - (count - 1) * page_size for length, count in zip(seq_lens, counts, strict=True)]
-    if not pinned:
-        device = torch.device("cpu")
-    return PageBounds(host_int32(indptr, device), host_int32(last, device), indptr[-1])
+    lengths = np.asarray(seq_lens, dtype=np.int32)
+    counts = -(-lengths // page_size)
+    indptr = np.zeros(len(lengths) + 1, dtype=np.int32)
+    counts.cumsum(out=indptr[1:])
+    bounds = torch.from_numpy(indptr), torch.from_numpy(lengths - (counts - 1) * page_size)
+    if pinned and device.type == "cuda":
+        bounds = bounds[0].pin_memory(), bounds[1].pin_memory()
+    return PageBounds(*bounds, int(indptr[-1]))

@@ -17,6 +17,7 @@ from gpu_service.cache.radix_cache import PrefixHandle, RadixCache
 from gpu_service.cache.request_states import RequestStates, StatePool, num_snapshots
 from gpu_service.cache.state_cache import StateSlots
 from gpu_service.core.request import Pooling, Request
+from gpu_service.core.results import RowResult
 from gpu_service.core.step import Batch
 from moebius.config import GpuConfig
 
@@ -315,6 +316,27 @@ class RequestCache:
         """The batch's next row is of this request."""
         if self.states is not None:
             self.states.advance(request, batch)
+
+    def poisoned_pages(self, batch: Batch, results: Sequence[RowResult]) -> list[int]:
+        """Returns pages with KV that is not finite, before `commit`; no request has them once that is done.
+
+        Of a request that ends by its own error all that only it has; else from the first failed draft on.
+        """
+        pages: list[int] = []
+        if not any(result.error or result.verified for result in results):
+            return pages
+        for request, start, result in zip(batch.requests, batch.start_positions, results, strict=True):
+            if request.slot < 0 or request.finished or not (result.error or result.verified):
+                continue
+            failed = next((place for place, row in enumerate(result.verified, 1) if row.error), 0)
+            if result.error:
+                pages += self.exclusive_pages(request)
+            elif failed:
+                pages += request.pages[(start + failed) // self.page_size :]
+        return pages
+
+    def planned(self, batch: Batch) -> None:
+        """The batch has all its rows and is going to be launched."""
         if self.tiers is not None:
             self.tiers.planned(batch)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from opentelemetry.context import Context
 
@@ -165,6 +166,78 @@ def delta_of(request: Request) -> OutputDelta:
     )
 
 
+def token_delta(request: Request, token_id: int, count: int) -> OutputDelta:
+    """Returns the delta of an output that goes on, of one token and nothing else; `count` with it."""
+    drafts = request.accepted_draft_tokens, request.rejected_draft_tokens
+    return OutputDelta(request, (token_id,), (), (), count, request.cached_len, *drafts, None, None, "")
+
+
+@dataclass(slots=True, eq=False)
+class Emission(Sequence[OutputDelta]):
+    """What is new of outputs after a step; iterated, a delta of each. Filled by `take_tokens` and the engine.
+
+    Of most outputs a step brings one token and nothing else: those are kept in columns, since a delta of each
+    costs more than all else that is done with a token.
+    """
+
+    deltas: list[OutputDelta] = field(default_factory=list)
+    # Outputs that began before and go on, their new tokens, and how many each has with that.
+    requests: list[Request] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all outputs."""
+        return len(self.token_ids) + sum(len(delta.token_ids) for delta in self.deltas)
+
+    def __len__(self) -> int:
+        return len(self.requests) + len(self.deltas)
+
+    def __getitem__(self, index: Any) -> Any:
+        return list(self)[index]
+
+    def tokens(self) -> Iterator[tuple[Request, int, int]]:
+        """Returns the rows of the columns."""
+        return zip(self.requests, self.token_ids, self.counts, strict=True)
+
+    def __iter__(self) -> Iterator[OutputDelta]:
+        yield from itertools.starmap(token_delta, self.tokens())
+        yield from self.deltas
+
+
+def take_tokens(batch: Batch, token_ids: list[int]) -> tuple[Emission, list[int]]:
+    """Gives each output of a step of the main lane the token that the step sampled, if the output began
+    before and goes on.
+
+    Returns what is new of them, and which of the batch's requests are others, none of which is changed.
+    """
+    requests, starts, positions = batch.requests, batch.start_positions, batch.output_positions
+    others = [
+        index
+        for index, (request, token_id, position) in enumerate(
+            zip(requests, token_ids, positions, strict=True)
+        )
+        if position == 0
+        or position + 1 >= request.longest_output
+        or token_id in request.ending_ids
+        or request.slot < 0
+        or request.constraint is not None
+    ]
+    if others:
+        left = set(others)
+        going = [index for index in range(len(requests)) if index not in left]
+        requests, starts = [requests[index] for index in going], [starts[index] for index in going]
+        token_ids, positions = [token_ids[index] for index in going], [positions[index] for index in going]
+    counts = [position + 1 for position in positions]
+    for request, start, token_id, count in zip(requests, starts, token_ids, counts, strict=True):
+        request.output_token_ids.append(token_id)
+        request.inflight_tokens -= 1
+        request.computed_len = start + 1
+        request.reported_len = count
+    return Emission([], requests, token_ids, counts), others
+
+
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
     """A snapshot of queues and cache; filled by the engine thread after every step."""
@@ -193,7 +266,7 @@ class EngineObserver(Protocol):
     def launched(self, batch: Batch) -> Context | None:
         """A step is about to be launched; returns the trace context its expert spans hang under."""
 
-    def committed(self, batch: Batch, result: StepResult | None, deltas: list[OutputDelta]) -> None:
+    def committed(self, batch: Batch, result: StepResult | None, emission: Emission) -> None:
         """A step's results were applied; None when the step failed."""
 
     def ended(self, deltas: list[OutputDelta]) -> None:
@@ -216,7 +289,7 @@ class NullObserver:
         """Never traced."""
         return None
 
-    def committed(self, batch: Batch, result: StepResult | None, deltas: list[OutputDelta]) -> None:
+    def committed(self, batch: Batch, result: StepResult | None, emission: Emission) -> None:
         """Does nothing."""
 
     def ended(self, deltas: list[OutputDelta]) -> None:

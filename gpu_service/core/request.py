@@ -125,6 +125,10 @@ class Request:
     vision: VisionPrompt | None = None  # None: there is no image in the prompt.
     constraint: OutputConstraint | None = None  # of this output alone; None: it may be anything.
 
+    # Filled by `bound` when it is queued: the ids that may end the output, and the tokens of the longest one.
+    ending_ids: frozenset[int] = frozenset()
+    longest_output: int = 0
+
     # Filled by the scheduler. The slot is fixed from admission to the end or the next preemption.
     slot: int = -1
     cached_len: int = 0
@@ -183,6 +187,19 @@ class Request:
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.prompt_token_ids)
+
+    def bound(self, limits: SchedulerLimits) -> None:
+        """Notes what ends the output, which every step asks for."""
+        self.ending_ids = stop_token_ids(self, limits)
+        self.longest_output = min(self.params.max_tokens, limits.context_limit - self.prompt_len)
+
+    def add_prompt_logprobs(self, records: Sequence[TokenLogprobs], start: int) -> None:
+        """Adds what is new of records from position `start` on; a prompt recomputed after a preemption brings
+        some of it twice.
+        """
+        if self.params.prompt_logprobs is not None and not self.prompt_logprobs:
+            self.prompt_logprobs.append(TokenLogprobs(self.prompt_token_ids[0], None))
+        self.prompt_logprobs.extend(records[max(0, len(self.prompt_logprobs) - start) :])
 
     def add_pooled(self, step_sum: npt.NDArray[np.float32], from_start: bool) -> None:
         """Adds a step's sum of hidden states, float32 `[H]`; a prompt that is computed again from its start,
@@ -291,11 +308,6 @@ def refuse_impossible(prompt_len: int, max_tokens: int, limits: SchedulerLimits)
         )
 
 
-def ends_by_length(request: Request, length: int, limits: SchedulerLimits) -> bool:
-    """Returns whether `length` tokens, prompt and output, are the last; needs no token's id."""
-    return length - request.prompt_len >= request.params.max_tokens or length >= limits.context_limit
-
-
 def stop_token_ids(request: Request, limits: SchedulerLimits) -> frozenset[int]:
     """Returns the ids that end the output (and that are masked before `min_tokens`)."""
     if request.params.ignore_eos:
@@ -303,19 +315,13 @@ def stop_token_ids(request: Request, limits: SchedulerLimits) -> frozenset[int]:
     return request.params.stop_token_ids | limits.eos_token_ids
 
 
-def is_stop_token(request: Request, token_id: int, limits: SchedulerLimits) -> bool:
-    """Returns whether the id is one of `stop_token_ids`, without building the set for every token."""
-    params = request.params
-    return token_id in params.stop_token_ids or (not params.ignore_eos and token_id in limits.eos_token_ids)
-
-
-def mark_finish(request: Request, token_id: int, limits: SchedulerLimits) -> None:
+def mark_finish(request: Request, token_id: int) -> None:
     """Sets the finish reason if `token_id`, the last output token, ends the output."""
-    is_stop = is_stop_token(request, token_id, limits)
+    is_stop = token_id in request.ending_ids
     if is_stop and len(request.output_token_ids) > request.params.min_tokens:
         request.finish_reason = FinishReason.STOP
         request.matched_stop_token = token_id
     elif request.constraint is not None and request.constraint.is_complete:
         request.finish_reason = FinishReason.STOP
-    elif ends_by_length(request, request.total_len, limits):
+    elif len(request.output_token_ids) >= request.longest_output:
         request.finish_reason = FinishReason.LENGTH

@@ -44,7 +44,7 @@ class RowResult:
 class StepResult:
     """Host values of one step; filled by `to_result`, the last two by the step runner."""
 
-    # In batch order.
+    # In batch order; none where `token_ids` says it all.
     rows: list[RowResult] = field(default_factory=list)
     # Layers after which a row first was not finite; empty where that is not noted.
     nonfinite_layers: frozenset[int] = frozenset()
@@ -56,3 +56,5 @@ class StepResult:
     predicted_seconds: float | None = None
     num_replays: int = 0
     seconds: float = 0.0
+    # Of nearly all steps: the token of each request, of which nothing else came.
+    token_ids: list[int] | None = None

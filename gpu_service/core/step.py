@@ -23,7 +23,7 @@ import dataclasses
 import enum
 import functools
 import itertools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -323,8 +323,8 @@ class SamplingPlan:
     def takes_argmax(self) -> bool:
         """Returns whether every row's token is that of its largest logit, and nothing else is asked."""
         changed = (self.bias, self.banned, self.penalties, self.allowed, self.bad_words, self.masks)
-        is_plain = not self.awaits_masks and all(change is None for change in changed)
-        return self.random_rows.numel() == 0 and not self.logprob_rows and is_plain
+        is_plain = changed.count(None) == len(changed) and not self.awaits_masks
+        return is_plain and not self.logprob_rows and self.random_rows.numel() == 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -486,6 +486,11 @@ def _holders(record: Any) -> tuple[str, ...]:
     return tuple(f.name for f in dataclasses.fields(record) if f.name not in stays and _holds(hints[f.name]))
 
 
+@functools.cache
+def _names(record: Any) -> tuple[str, ...]:
+    return tuple(entry.name for entry in dataclasses.fields(record))
+
+
 def _holds(hint: Any) -> bool:
     if get_origin(hint) is None and isinstance(hint, type):
         return issubclass(hint, Tensor) or (dataclasses.is_dataclass(hint) and bool(_holders(hint)))
@@ -499,9 +504,13 @@ def _walk(tree: Any, found: list[Tensor]) -> list[Tensor]:
         for element in tree:
             _walk(element, found)
     elif tree is not None:
-        for name in _holders(tree.__class__):
-            _walk(getattr(tree, name), found)
+        for _, value in _held(tree):
+            _walk(value, found)
     return found
+
+
+def _held(tree: Any) -> Iterator[tuple[str, Any]]:
+    return ((name, getattr(tree, name)) for name in _holders(tree.__class__))
 
 
 def _map(tree: Any, replace: Callable[[Tensor], Tensor]) -> Any:
@@ -509,8 +518,11 @@ def _map(tree: Any, replace: Callable[[Tensor], Tensor]) -> Any:
         return tree if tree is None else replace(tree)
     if isinstance(tree, (list, tuple)):
         return type(tree)([_map(element, replace) for element in tree])
-    changes = {name: _map(getattr(tree, name), replace) for name in _holders(tree.__class__)}
-    return dataclasses.replace(tree, **changes)
+    changes = {name: _map(value, replace) for name, value in _held(tree) if value is not None}
+    copied = object.__new__(tree.__class__)  # a constructor would take several times as long
+    for name in _names(tree.__class__):
+        object.__setattr__(copied, name, changes[name] if name in changes else getattr(tree, name))
+    return copied
 
 
 class TokenPool:

@@ -244,6 +244,8 @@ class Uploader:
     def __init__(self, stream: DeviceStream) -> None:
         self._stream = stream
         self._buffers = HostBuffers(stream)
+        # The buffers that `fill` had, as arrays: each is the same object in every call.
+        self._arrays: dict[torch.Tensor, npt.NDArray[np.uint8]] = {}
 
     def upload(
         self, tensors: Sequence[torch.Tensor], destination: torch.Tensor | None = None
@@ -267,9 +269,14 @@ class Uploader:
     def fill(
         self, destination: torch.Tensor, nbytes: int, write: Callable[[npt.NDArray[np.uint8]], None]
     ) -> None:
-        """The first `nbytes` of uint8 memory on the device become what `write` writes on the host."""
+        """The first `nbytes` of uint8 memory on the device become what `write` writes on the host, to one of
+        few arrays.
+        """
         staging = self._buffers.take(nbytes)
-        write(staging.numpy())
+        array = self._arrays.get(staging)
+        if array is None:
+            array = self._arrays[staging] = staging.numpy()
+        write(array)
         destination[:nbytes].copy_(staging[:nbytes], non_blocking=True)
         self._buffers.give_back(staging, self._stream.record())
 

@@ -73,6 +73,8 @@ class PackedRows:
             place = slice(begin, begin + array.nbytes)
             self._fields.append((name, place, array.dtype, array.shape, value, declared.valid))
         self._fields.pop()
+        # Of each array that was written to, by its identity: itself, and the fields' rows in it.
+        self._views: dict[int, tuple[npt.NDArray[np.uint8], list[npt.NDArray[Any]]]] = {}
 
     def nbytes(self, num_pages: int) -> int:
         """Returns the bytes that rows with `num_pages` columns of pages take."""
@@ -81,8 +83,11 @@ class PackedRows:
     def write(self, plan: StepPlan, memory: npt.NDArray[np.uint8]) -> None:
         """Writes a step's rows, then padding, as `graph_rows` returns them."""
         count, is_padded = plan.num_requests, plan.num_requests < self._size
-        for name, place, dtype, shape, padding, valid in self._fields:
-            rows = memory[place].view(dtype).reshape(shape)
+        if id(memory) not in self._views:
+            views = [memory[place].view(dtype).reshape(shape) for _, place, dtype, shape, *_ in self._fields]
+            self._views[id(memory)] = memory, views
+        _, views = self._views[id(memory)]
+        for (name, *_, padding, valid), rows in zip(self._fields, views, strict=True):
             if is_padded:
                 rows[..., count:] = padding
             rows[..., :count] = getattr(plan, name).numpy() if valid is None else valid

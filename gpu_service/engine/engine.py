@@ -33,6 +33,7 @@ import structlog
 from gpu_service.core.interface import (
     Abort,
     Add,
+    Emission,
     EngineLoad,
     EngineObserver,
     Flush,
@@ -53,7 +54,7 @@ from gpu_service.core.request import (
     refuse_impossible,
     trace_fields,
 )
-from gpu_service.core.results import StepResult
+from gpu_service.core.results import RowResult, StepResult
 from gpu_service.core.step import Batch, StepPlan
 from gpu_service.engine.damage import COMPUTE_AGAIN, DamageWatch
 from gpu_service.engine.input_builder import InputBuilder
@@ -78,7 +79,7 @@ class Engine:
         scheduler: Scheduler,
         builder: InputBuilder,
         runner: StepRunner,
-        on_output: Callable[[list[OutputDelta]], None],
+        on_output: Callable[[Emission], None],
         *,
         observer: EngineObserver | None = None,
         overlap: bool = True,
@@ -397,14 +398,17 @@ class Engine:
         if is_worthless and step.batch is self.scheduler.pacing.batch:
             self._compute_again(step.batch, "an expert was damaged", keep=False)
             return
-        pages = self.scheduler.poisoned_pages(step.batch, result.rows)
         replayed = result.num_replays > 0 or is_worthless
-        reported = self.scheduler.commit(step.batch, result.rows, replayed=replayed)
-        deltas = [delta_of(request) for request in reported]
-        if pages:
-            self._runner.zero_pages(pages)
-        self._observer.committed(step.batch, result, deltas)
-        self._emit(deltas)
+        if result.token_ids is not None and not replayed and self.scheduler.commits_tokens(step.batch):
+            emission = self.scheduler.commit_tokens(step.batch, result.token_ids)
+        else:
+            rows = result.rows or [*map(RowResult, result.token_ids or ())]
+            pages = self.scheduler.cache.poisoned_pages(step.batch, rows)
+            emission = Emission([*map(delta_of, self.scheduler.commit(step.batch, rows, replayed=replayed))])
+            if pages:
+                self._runner.zero_pages(pages)
+        self._observer.committed(step.batch, result, emission)
+        self._emit(emission)
 
     def _apply(self, message: Message) -> None:
         match message:
@@ -419,7 +423,7 @@ class Engine:
                 self._operate(operation, argument, ended)
             case Stop():
                 self._stopping = True
-        self._snapshot()
+        self._emit()
 
     def _operate(self, operation: str, argument: str, ended: Future[None]) -> None:
         try:
@@ -448,8 +452,8 @@ class Engine:
         self.scheduler.give_up(batch, keep)
         if not keep:
             self._damage.clear_pages()
-        self._observer.committed(batch, None, [])
-        self._emit([])
+        self._observer.committed(batch, None, Emission())
+        self._emit()
 
     def _fail(self, batch: Batch, message: str) -> None:
         """Ends the unfinished requests of a failed step; none of their uncommitted pages is kept."""
@@ -457,9 +461,9 @@ class Engine:
         for request in failed:
             self.scheduler.finish(request, FinishReason.ERROR, message, keep=False)
         self.scheduler.ended(batch)
-        deltas = [delta_of(request) for request in failed]
-        self._observer.committed(batch, None, deltas)
-        self._emit(deltas)
+        emission = Emission([delta_of(request) for request in failed])
+        self._observer.committed(batch, None, emission)
+        self._emit(emission)
 
     def _lose(self, reason: str, error: Exception | None = None) -> None:
         """Ends the engine, unless it has ended already."""
@@ -482,16 +486,13 @@ class Engine:
     def _end(self, deltas: list[OutputDelta]) -> None:
         if deltas:
             self._observer.ended(deltas)
-            self._emit(deltas)
+            self._emit(Emission(deltas))
 
-    def _emit(self, deltas: list[OutputDelta]) -> None:
-        self._snapshot()
-        if deltas:
-            self.on_output(deltas)
-
-    def _snapshot(self) -> None:
+    def _emit(self, emission: Emission | None = None) -> None:
         self.load = self.scheduler.load()
         self._observer.loaded(self.load)
+        if emission:
+            self.on_output(emission)
 
     def _check_integrity(self) -> None:
         try:

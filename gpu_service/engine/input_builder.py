@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -95,6 +96,11 @@ class _Rows:
         self.has_images = any(request.vision is not None for request in requests)
         self.scores_prompts = any(request.params.prompt_logprobs is not None for request in requests)
         self.pools = any(request.params.pooling for request in requests)
+        # Of steps in which each computes one token and samples the next.
+        self.slots_tensor = torch.from_numpy(self.slots)
+        self.index, self.places = np.arange(len(requests)), list(range(len(requests)))
+        self.index_tensor = torch.from_numpy(self.index)
+        self.starts, self.starts_tensor = [*self.places, len(requests)], torch.arange(len(requests) + 1).int()
 
 
 class InputBuilder:
@@ -116,38 +122,29 @@ class InputBuilder:
         if batch.drafts:
             drafts, batch = plan_drafts(batch), as_rows(batch)
         rows = self._rows_of(batch)
-        counts = np.asarray(batch.num_new_tokens, dtype=np.int64)
         starts = np.asarray(batch.start_positions, dtype=np.int64)
-        ends, owner, positions = _spread(counts, starts, batch.is_uniform_decode)
         block_table = self._block_table.rows(rows.slots, self._block_table.sync(batch.requests))
-        token_slots = rows.slots[owner]
+        sampled, output_positions = rows.sampled, batch.output_positions
+        if batch.is_uniform_decode and all(batch.samples):
+            owner, positions, seq_lens = rows.index, starts, starts + 1
+            where = _decoding(rows, seq_lens)
+        else:
+            counts = np.asarray(batch.num_new_tokens, dtype=np.int64)
+            seq_lens = starts + counts
+            owner, positions, where = _spread(rows, counts, starts, batch.samples)
+            if not all(batch.samples):
+                sampling_rows = where["sample_batch_indices"]
+                sampled = SampledRows([batch.requests[index] for index in sampling_rows])
+                output_positions = [output_positions[index] for index in sampling_rows]
         pages = block_table[owner, positions // self._page_size].astype(np.int64)
-        seq_lens = starts + counts
-        query_start_loc = np.concatenate(([0], ends))
-        sampling_rows, sampled = list(range(len(counts))), rows.sampled
-        sample_slots, sample_lens, logits_indices = rows.slots, seq_lens, ends - 1
-        output_positions = batch.output_positions
-        if not all(batch.samples):
-            sampling_rows = [index for index, samples in enumerate(batch.samples) if samples]
-            sampled = SampledRows([batch.requests[index] for index in sampling_rows])
-            output_positions = [output_positions[index] for index in sampling_rows]
-            sample_slots, sample_lens = rows.slots[sampling_rows], seq_lens[sampling_rows]
-            logits_indices = logits_indices[sampling_rows]
         return StepPlan(
             input_ids=NO_INPUT_IDS,
             uploads=[_upload(request) for request in batch.admitted],
-            token_slots=torch.from_numpy(token_slots),
             positions=torch.from_numpy(positions),
             slot_mapping=torch.from_numpy(pages * self._page_size + positions % self._page_size),
             block_table=torch.from_numpy(block_table),
-            query_start_loc=query_start_loc.tolist(),
             seq_lens=seq_lens.tolist(),
-            logits_indices=torch.from_numpy(logits_indices),
-            query_start_loc_tensor=torch.from_numpy(query_start_loc.astype(np.int32)),
             seq_lens_tensor=torch.from_numpy(seq_lens.astype(np.int32)),
-            sample_batch_indices=sampling_rows,
-            sample_slots=torch.from_numpy(sample_slots),
-            sample_positions=torch.from_numpy(sample_lens),
             sampling=self._sampling(batch, sampled, output_positions),
             state_reads=_state_slots(batch.state_reads),
             state_writes=_state_slots(batch.state_writes),
@@ -163,6 +160,7 @@ class InputBuilder:
             drafts=drafts,
             num_drafts=batch.num_drafts,
             runs_drafter=batch.runs_drafter,
+            **where,
         )
 
     def _rows_of(self, batch: Batch) -> _Rows:
@@ -184,16 +182,40 @@ class InputBuilder:
         return self.token_masks.plan(batch, plan) if sampled.has_constraints else plan
 
 
+def _decoding(rows: _Rows, seq_lens: npt.NDArray[np.int64]) -> dict[str, Any]:
+    """Returns the rows of a plan in which each request computes one token and samples the next: but for the
+    lengths, what such a step had before.
+    """
+    return {
+        "token_slots": rows.slots_tensor,
+        "query_start_loc": rows.starts,
+        "query_start_loc_tensor": rows.starts_tensor,
+        "logits_indices": rows.index_tensor,
+        "sample_batch_indices": rows.places,
+        "sample_slots": rows.slots_tensor,
+        "sample_positions": torch.from_numpy(seq_lens),
+    }
+
+
 def _spread(
-    counts: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], is_uniform_decode: bool
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Returns where each request's rows end, `[R]`, and whose each row is and its position, `[T]`."""
-    if is_uniform_decode:
-        owner = np.arange(len(counts))
-        return owner + 1, owner, starts
+    rows: _Rows, counts: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], samples: Sequence[bool]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], dict[str, Any]]:
+    """Returns whose each row is and its position, `[T]`, and as `_decoding` where requests' rows are."""
     ends = counts.cumsum()
-    owner = np.repeat(np.arange(len(counts)), counts)
-    return ends, owner, np.arange(ends[-1]) - (ends - counts)[owner] + starts[owner]
+    owner = np.repeat(rows.index, counts)
+    positions = np.arange(ends[-1]) - (ends - counts)[owner] + starts[owner]
+    query_start_loc = np.concatenate(([0], ends))
+    sampling_rows = [index for index, is_sampled in enumerate(samples) if is_sampled]
+    where = {
+        "token_slots": torch.from_numpy(rows.slots[owner]),
+        "query_start_loc": query_start_loc.tolist(),
+        "query_start_loc_tensor": torch.from_numpy(query_start_loc.astype(np.int32)),
+        "logits_indices": torch.from_numpy((ends - 1)[sampling_rows]),
+        "sample_batch_indices": sampling_rows,
+        "sample_slots": torch.from_numpy(rows.slots[sampling_rows]),
+        "sample_positions": torch.from_numpy((starts + counts)[sampling_rows]),
+    }
+    return owner, positions, where
 
 
 def _upload(request: Request) -> SlotUpload:

@@ -172,25 +172,16 @@ class ModelRunner:
 
     def draw(self, plan: StepPlan, outputs: StepOutputs) -> StepOutputs:
         """The rest of it: tokens, unless a graph has drawn them already, and drafts of those after them."""
-        token_ids, finite, logprobs = outputs.token_ids, outputs.finite, outputs.logprobs
-        if token_ids is None and outputs.logits is not None:
+        if outputs.token_ids is None and outputs.logits is not None:
             sampled = self.sample(plan, outputs.logits)
-            token_ids, finite, logprobs = sampled.token_ids, sampled.finite, sampled.logprobs
-        drafts = None
+            outputs.token_ids, outputs.finite = sampled.token_ids, sampled.finite
+            outputs.logprobs = sampled.logprobs
         if self.drafter is not None and plan.runs_drafter:
-            drafts = self._draft(self.drafter, plan, outputs, token_ids)
-        return replace(
-            outputs,
-            logits=None,
-            hidden_states=None,
-            replay_first_pass=None,
-            token_ids=token_ids,
-            finite=finite,
-            logprobs=logprobs,
-            is_float16=self.is_float16,
-            has_copies=False if self.placement is None else self.placement.has_copies,
-            drafts=drafts,
-        )
+            outputs.drafts = self._draft(self.drafter, plan, outputs, outputs.token_ids)
+        outputs.logits = outputs.hidden_states = outputs.replay_first_pass = None
+        outputs.is_float16 = self.is_float16
+        outputs.has_copies = False if self.placement is None else self.placement.has_copies
+        return outputs
 
     def begin_step(self) -> None:
         """Moves experts between device and expert servers before every step, replayed or not.

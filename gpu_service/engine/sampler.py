@@ -42,7 +42,7 @@ _PLACES = {
 Logprobs = tuple[Tensor, Tensor, Tensor]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepOutputs:
     """What a step leaves on the device: logits once its layers have run, and what they become."""
 
@@ -79,11 +79,15 @@ def to_result(plan: StepPlan, outputs: StepOutputs) -> StepResult:
 
     Rows whose logits are not finite become errors; their token means nothing.
     """
-    if is_plain := _is_plain(plan, outputs):
+    streamed = outputs.streamed
+    predicted = None if streamed is None else streamed.predicted_seconds
+    is_streamed = streamed is not None and streamed.is_planned
+    result = StepResult(is_streamed=is_streamed, has_copies=outputs.has_copies, predicted_seconds=predicted)
+    if _is_plain(plan, outputs):
         assert outputs.token_ids is not None
-        rows = [RowResult(token_id) for token_id in outputs.token_ids.tolist()]
-    else:
-        rows = [RowResult() for _ in plan.seq_lens]
+        result.token_ids = outputs.token_ids.tolist()
+        return result
+    rows = [RowResult() for _ in plan.seq_lens]
     for wanted, pieces in zip(plan.prompt_logprobs, outputs.prompt_logprobs, strict=True):
         records: list[TokenLogprobs] = []
         for scored in pieces:
@@ -92,13 +96,12 @@ def to_result(plan: StepPlan, outputs: StepOutputs) -> StepResult:
             records += _to_records(targets, scored, tops, [0] * len(targets))
         row = rows[wanted.batch_index]
         row.prompt_logprobs_start, row.prompt_logprobs = wanted.start, records
-    if outputs.token_ids is not None and not is_plain:
+    if outputs.token_ids is not None:
         error = NON_FINITE_IN_FLOAT16 if outputs.is_float16 else NON_FINITE_LOGITS
         _add_sampled(plan, outputs, rows, error)
-    nonfinite = frozenset[int]()
-    if outputs.first_overflow is not None and (outputs.first_overflow.numpy() != NO_OVERFLOW).any():
-        nonfinite = frozenset(outputs.first_overflow.tolist()) - {NO_OVERFLOW}
-        if outputs.is_float16:
+    if outputs.first_overflow is not None:
+        result.nonfinite_layers = frozenset(outputs.first_overflow.tolist()) - {NO_OVERFLOW}
+        if outputs.is_float16 and result.nonfinite_layers:
             _add_overflows(plan, outputs.first_overflow, rows)
     for pooled, summed in zip(plan.pooled, outputs.pooled, strict=True):
         row = rows[pooled.batch_index]
@@ -111,19 +114,21 @@ def to_result(plan: StepPlan, outputs: StepOutputs) -> StepResult:
             rows[index].drafts = drafts
     if plan.drafts is not None:
         rows = fold(rows, plan.drafts.counts)
-    streamed = outputs.streamed
-    predicted = None if streamed is None else streamed.predicted_seconds
-    is_streamed = streamed is not None and streamed.is_planned
-    return StepResult(rows, nonfinite, is_streamed, outputs.has_copies, predicted)
+    result.rows = rows
+    return result
 
 
 def _is_plain(plan: StepPlan, outputs: StepOutputs) -> bool:
-    """Returns whether each request has sampled one finite token without log-probabilities, as in nearly all
+    """Returns whether each request has sampled one finite token and nothing else came of it, as in nearly all
     steps.
     """
     if outputs.token_ids is None or outputs.finite is None or outputs.logprobs is not None:
         return False
-    return plan.is_sampling_decode and bool(outputs.finite.numpy().all())
+    if outputs.drafts is not None or plan.drafts is not None or not plan.is_sampling_decode:
+        return False
+    overflow = outputs.first_overflow
+    is_finite = bool(outputs.finite.numpy().all())
+    return is_finite and (overflow is None or not (overflow.numpy() != NO_OVERFLOW).any())
 
 
 def _add_overflows(plan: StepPlan, first_overflow: Tensor, rows: list[RowResult]) -> None:

@@ -23,7 +23,7 @@ import structlog
 import torch
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from gpu_service.core.interface import EngineLoad, EngineObserver, OutputDelta
+from gpu_service.core.interface import Emission, EngineLoad, EngineObserver, OutputDelta
 from gpu_service.core.request import Request
 from gpu_service.core.results import StepResult
 from gpu_service.core.step import Batch
@@ -147,9 +147,9 @@ class StepCheck(EngineObserver):
         predicted, measured = self._recent
         return predicted / measured if measured > 0 else None
 
-    def committed(self, batch: Batch, result: StepResult | None, deltas: list[OutputDelta]) -> None:
+    def committed(self, batch: Batch, result: StepResult | None, emission: Emission) -> None:
         """Compares, and learns from the step."""
-        self._inner.committed(batch, result, deltas)
+        self._inner.committed(batch, result, emission)
         before, self._busy = self._busy, self._facts.busy_seconds()
         # Servers that came back count from 0.
         busy = 0.0 if before is None else max(0.0, self._busy - before)

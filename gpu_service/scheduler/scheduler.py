@@ -13,12 +13,11 @@ from functools import partial
 
 from gpu_service.cache.radix_cache import PrefixHandle
 from gpu_service.cache.request_cache import RequestCache
-from gpu_service.core.interface import EngineLoad
+from gpu_service.core.interface import Emission, EngineLoad, delta_of, take_tokens
 from gpu_service.core.request import (
     FinishReason,
     Request,
     SchedulerLimits,
-    TokenLogprobs,
     mark_finish,
     refuse_impossible,
 )
@@ -29,6 +28,7 @@ from gpu_service.scheduler.admission import (
     Division,
     Prompt,
     admissible,
+    all_decode,
     divide_among_prompts,
     divide_budget,
     fits,
@@ -75,6 +75,7 @@ class Scheduler:
         """Queues a request. Raises RequestRefused when it could never fit, alone, in the pool."""
         refuse_impossible(request.prompt_len, request.params.max_tokens, self.limits)
         request.arrival = self._arrivals
+        request.bound(self.limits)
         self.num_constrained += request.constraint is not None
         self._arrivals += 1
         self.shares.came(request)
@@ -121,6 +122,8 @@ class Scheduler:
 
     def _schedule_main(self, apart: bool = True) -> Batch | None:
         """Returns a step of everyone's; `apart`: but for the prompts that have steps without others."""
+        if (decode := self._decode_all()) is not None:
+            return decode
         cache, pacing, excludes = self.cache, self.pacing, self.pacing.excludes_any or self.num_constrained
         division = divide_budget(
             self.running,
@@ -135,6 +138,27 @@ class Scheduler:
             rank=self.shares.rank,
         )
         return self._plan(division)
+
+    def _decode_all(self) -> Batch | None:
+        """Returns the step where requests only decode and all have room; None: that has to be divided."""
+        cache, running = self.cache, self.running
+        may_start = bool(self.waiting and self._free_slots)
+        if may_start or cache.states is not None or len(running) > self.pacing.main_tokens:
+            return None
+        found = all_decode(running, cache.page_size, self.next_step)
+        if found is None or not all(cache.grow(other, other.scheduled_len + 1) for other in found[1]):
+            return None
+        batch, _ = found
+        clients, step = list[str](), batch.step
+        for request, start in zip(batch.requests, batch.start_positions, strict=True):
+            request.scheduled_len = start + 1
+            request.inflight_tokens += 1
+            request.last_step = step
+            if start >= request.charged_len:
+                request.charged_len = start + 1
+                clients.append(request.fairness_id)
+        self.shares.decoded(clients)
+        return self._planned(batch)
 
     def _is_excluded(self, apart: bool, request: Request, need: int) -> bool:
         """Whether a running request is not in a step of `_schedule_main`."""
@@ -189,6 +213,9 @@ class Scheduler:
         # Admitting right after a preemption would take the pages that were just made free.
         if not preempted:
             self._admit(batch, division)
+        return self._planned(batch)
+
+    def _planned(self, batch: Batch) -> Batch | None:
         if not batch.requests:
             return None
         self.next_step += 1
@@ -196,6 +223,7 @@ class Scheduler:
             batch.runs_drafter = self.speculation.runs_drafter
         if self.supply is not None:
             self.supply.planned(batch)
+        self.cache.planned(batch)
         return batch
 
     def commit(self, batch: Batch, results: Sequence[RowResult], *, replayed: bool = False) -> list[Request]:
@@ -207,48 +235,49 @@ class Scheduler:
         """
         reported: list[Request] = []
         for index, (request, result) in enumerate(zip(batch.requests, results, strict=True)):
-            if request.finished:
-                continue
-            request.inflight_tokens -= batch.samples[index]
-            if replayed and request.slot < 0:
-                continue
-            if result.error:
-                self.finish(request, FinishReason.ERROR, result.error, keep=False)
-                reported.append(request)
-                continue
-            if request.slot >= 0:
-                request.computed_len = batch.start_positions[index] + batch.num_new_tokens[index]
-                if batch.state_writes:
-                    self.cache.keep_state(request, batch.state_writes[index])
-            if result.prompt_logprobs or request.params.prompt_logprobs is not None:
-                self._append_prompt_logprobs(request, result)
-            if result.pooled_sum is not None:
-                request.add_pooled(result.pooled_sum, result.pooled_from_start)
-            if batch.samples[index]:
-                self._append_token(request, result)
-                if self.speculation is not None:
-                    self._append_drafts(batch, index, result)
+            if self._commit_row(batch, index, result, replayed):
                 reported.append(request)
         self.ended(batch)
         return reported
 
-    def poisoned_pages(self, batch: Batch, results: Sequence[RowResult]) -> list[int]:
-        """Returns pages with KV that is not finite, before `commit`; no request has them once that is done.
+    def commits_tokens(self, batch: Batch) -> bool:
+        """Returns whether `commit_tokens` may be called where a step's result is its tokens alone."""
+        is_lane = batch is self.pacing.batch
+        return self.speculation is None and self.cache.states is None and not is_lane
 
-        Of a request that ends by its own error all that only it has; else from the first failed draft on.
-        """
-        pages: list[int] = []
-        if not any(result.error or result.verified for result in results):
-            return pages
-        for request, start, result in zip(batch.requests, batch.start_positions, results, strict=True):
-            if request.slot < 0 or request.finished or not (result.error or result.verified):
-                continue
-            failed = next((place for place, row in enumerate(result.verified, 1) if row.error), 0)
-            if result.error:
-                pages += self.cache.exclusive_pages(request)
-            elif failed:
-                pages += request.pages[(start + failed) // self.cache.page_size :]
-        return pages
+    def commit_tokens(self, batch: Batch, token_ids: list[int]) -> Emission:
+        """`commit` of a step that was not replayed, and of whose requests all came to a token and no more."""
+        emission, others = take_tokens(batch, token_ids)
+        for index in others:
+            if self._commit_row(batch, index, RowResult(token_ids[index])):
+                emission.deltas.append(delta_of(batch.requests[index]))
+        self.ended(batch)
+        return emission
+
+    def _commit_row(self, batch: Batch, index: int, result: RowResult, replayed: bool = False) -> bool:
+        """Returns whether the request has something new to report."""
+        request, samples = batch.requests[index], batch.samples[index]
+        if request.finished:
+            return False
+        request.inflight_tokens -= samples
+        if replayed and request.slot < 0:
+            return False
+        if result.error:
+            self.finish(request, FinishReason.ERROR, result.error, keep=False)
+            return True
+        if request.slot >= 0:
+            request.computed_len = batch.start_positions[index] + batch.num_new_tokens[index]
+            if batch.state_writes:
+                self.cache.keep_state(request, batch.state_writes[index])
+        if result.prompt_logprobs or request.params.prompt_logprobs is not None:
+            request.add_prompt_logprobs(result.prompt_logprobs, result.prompt_logprobs_start)
+        if result.pooled_sum is not None:
+            request.add_pooled(result.pooled_sum, result.pooled_from_start)
+        if samples:
+            self.append_token(request, result)
+            if self.speculation is not None:
+                self.speculation.append_drafts(self, batch, index, result)
+        return samples
 
     def ended(self, batch: Batch) -> None:
         """The step will not be run again, whether it came to anything; `commit` calls it."""
@@ -446,14 +475,8 @@ class Scheduler:
         request.slot = -1
         self.cache.release(request, keep)
 
-    def _append_prompt_logprobs(self, request: Request, result: RowResult) -> None:
-        """Adds what is new; a prompt recomputed after a preemption brings some of it twice."""
-        if request.params.prompt_logprobs is not None and not request.prompt_logprobs:
-            request.prompt_logprobs.append(TokenLogprobs(request.prompt_token_ids[0], None))
-        known = len(request.prompt_logprobs) - result.prompt_logprobs_start
-        request.prompt_logprobs.extend(result.prompt_logprobs[max(0, known) :])
-
-    def _append_token(self, request: Request, result: RowResult) -> None:
+    def append_token(self, request: Request, result: RowResult) -> None:
+        """Adds a step's token, which may end the output."""
         assert result.token_id is not None
         if request.constraint is not None:
             request.constraint.accept(result.token_id)
@@ -463,37 +486,9 @@ class Scheduler:
         request.output_token_ids.append(result.token_id)
         if result.logprobs is not None:
             request.output_logprobs.append(result.logprobs)
-        mark_finish(request, result.token_id, self.limits)
+        mark_finish(request, result.token_id)
         if request.finish_reason is not None:
             self.finish(request, request.finish_reason)
         elif len(request.output_token_ids) == 1 and request.slot >= 0:
             # The prompt is computed: others may start from it, this request's siblings first.
             self.cache.store(request)
-
-    def _append_drafts(self, batch: Batch, index: int, result: RowResult) -> None:
-        """After the step's own token: those of the drafts' rows, as long as the draft was what came before.
-
-        known tokens   |-- computed before --| t |
-        rows                                 | t   d0   d1   d2 |     each samples the token after its own
-        appended                                  d0   d1    x        d2 was wrong: its KV is written over
-        """
-        assert self.speculation is not None
-        request, drafts = batch.requests[index], batch.drafts[index] if batch.drafts else []
-        accepted = 0
-        for draft, row in zip(drafts, result.verified, strict=True):
-            if request.finished or request.output_token_ids[-1] != draft:
-                break
-            if row.error:
-                self.finish(request, FinishReason.ERROR, row.error, keep=False)
-                break
-            accepted += 1
-            if request.slot >= 0:
-                request.computed_len += 1
-                request.scheduled_len += 1
-                self.cache.accept_draft(batch, index, accepted - 1)
-            self._append_token(request, row)
-        self.speculation.committed(request, len(drafts), accepted, result.drafts)
-        if request.slot >= 0 and any(row.error for row in result.verified):
-            # Its last page is among `poisoned_pages`.
-            request.speculates = False
-            self.preempt(request)

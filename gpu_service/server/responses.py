@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import grpc
 import structlog
 
-from gpu_service.core.interface import OutputDelta
+from gpu_service.core.interface import Emission, OutputDelta, token_delta
 from gpu_service.core.request import FinishReason, Request, TokenLogprobs
 from moebius.network.outbox import Outbox
 from protos import engine_pb2 as pb
@@ -32,6 +32,8 @@ class CallBuffer:
         # Is given what ends no output, at once: waking a task for a token takes longer than all else that is
         # done with it. None: `take` returns that, too.
         self.send: Callable[[OutputDelta], None] | None = None
+        # Is given a token that brings nothing else, and how many the output has with it. None: `put` is.
+        self.send_token: Callable[[int, int], None] | None = None
         # `time.perf_counter()` at the first token of each output that has one.
         self.first_tokens: dict[int, float] = {}
         self._deltas: list[OutputDelta] = []
@@ -90,14 +92,21 @@ class OutputRouter:
         for buffer in self._calls.values():
             buffer.end(reason)
 
-    def on_output(self, deltas: list[OutputDelta]) -> None:
+    def on_output(self, emission: Emission) -> None:
         """Called by the engine thread; never blocks it. After the loop has closed nothing is delivered."""
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._deliver, deltas)
+            self._loop.call_soon_threadsafe(self._deliver, emission)
 
-    def _deliver(self, deltas: list[OutputDelta]) -> None:
-        for delta in deltas:
-            buffer = self._calls.get(delta.request.request_id)
+    def _deliver(self, emission: Emission) -> None:
+        calls = self._calls
+        for request, token_id, count in emission.tokens():
+            buffer = calls.get(request.request_id)
+            if buffer is not None and buffer.send_token is not None:
+                buffer.send_token(token_id, count)
+            elif buffer is not None:
+                buffer.put(token_delta(request, token_id, count))
+        for delta in emission.deltas:
+            buffer = calls.get(delta.request.request_id)
             if buffer is not None:
                 buffer.put(delta)
 
@@ -209,9 +218,14 @@ class _Refused(Exception):
 class CallContext:
     """Stands for the context of one call, with the methods of grpc.aio's that Generate uses."""
 
-    def __init__(self, send: Callable[[OutputDelta], None]) -> None:
-        """`send` sends the tokens of a call that streams without waking its task."""
+    def __init__(
+        self, send: Callable[[OutputDelta], None], send_token: Callable[[int, int], None] | None = None
+    ) -> None:
+        """`send` sends the tokens of a call that streams without waking its task; `send_token` the next one
+        of its only output, where that brings nothing else, and how many there are with it.
+        """
         self.send = send
+        self.send_token = send_token
 
     def invocation_metadata(self) -> tuple[()]:
         """A call among others has none."""
@@ -232,6 +246,11 @@ class ManyCalls:
         self._generate = generate
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._outbox: Outbox[pb.CallUpdate] = Outbox()
+        # The latest update, as long as it has tokens of many calls and is not taken, and what it will have:
+        # numbers of calls, tokens, and how many there are with each. None: it is another one.
+        self._open: pb.CallUpdate | None = None
+        self._tokens: list[tuple[int, int, int]] = []
+        self._takes_tokens = False
         self._finishing = False
 
     def finish(self) -> None:
@@ -248,6 +267,7 @@ class ManyCalls:
         reading = asyncio.create_task(self._read(requests))
         try:
             while updates := await self._outbox.take():
+                self._close_tokens()
                 yield pb.GenerateManyResponse(updates=updates)
         finally:
             tasks = [reading, *self._calls.values()]
@@ -258,6 +278,7 @@ class ManyCalls:
     async def _read(self, requests: AsyncIterator[pb.GenerateManyRequest]) -> None:
         try:
             async for message in requests:
+                self._takes_tokens |= message.takes_tokens
                 for request in message.requests:
                     self._take(request)
             await asyncio.gather(*self._calls.values(), return_exceptions=True)
@@ -281,13 +302,19 @@ class ManyCalls:
             if delta.token_ids:
                 update = pb.CallUpdate(call=number)
                 fill_chunk(update.response.chunk, (delta,))
-                self._outbox.put(update)
+                self._put(update)
+
+        def send_token(token_id: int, count: int) -> None:
+            if self._open is None:
+                self._open = pb.CallUpdate()
+                self._outbox.put(self._open)
+            self._tokens.append((number, token_id, count))
 
         try:
-            context = CallContext(send)
+            context = CallContext(send, send_token if self._takes_tokens else None)
             async with aclosing(self._generate(request, context)) as responses:  # type: ignore[type-var]
                 async for response in responses:
-                    self._outbox.put(pb.CallUpdate(call=number, response=response))
+                    self._put(pb.CallUpdate(call=number, response=response))
             self._end(number, grpc.StatusCode.OK, "")
         except _Refused as error:
             self._end(number, error.code, error.details)
@@ -301,4 +328,17 @@ class ManyCalls:
 
     def _end(self, number: int, code: grpc.StatusCode, details: str) -> None:
         end = pb.CallEnd(code=code.value[0], details=details)
-        self._outbox.put(pb.CallUpdate(call=number, end=end))
+        self._put(pb.CallUpdate(call=number, end=end))
+
+    def _put(self, update: pb.CallUpdate) -> None:
+        self._close_tokens()
+        self._outbox.put(update)
+
+    def _close_tokens(self) -> None:
+        if self._open is not None:
+            columns = self._open.tokens
+            calls, token_ids, counts = zip(*self._tokens, strict=True)
+            columns.calls.extend(calls)
+            columns.token_ids.extend(token_ids)
+            columns.completion_tokens.extend(counts)
+        self._open, self._tokens = None, []

@@ -144,8 +144,10 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         buffer = service.router.open(request.request_id)
         if not request.stream:
             buffer.send = lambda delta: None  # the last message has all tokens
+            buffer.send_token = lambda token_id, count: None
         elif isinstance(context, CallContext):
             buffer.send = context.send
+            buffer.send_token = context.send_token if len(outputs) == 1 else None
         finished = False
         try:
             try:

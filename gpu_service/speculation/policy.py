@@ -19,9 +19,12 @@ import json
 import sys
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
-from gpu_service.core.request import Request, SchedulerLimits
+from gpu_service.cache.request_cache import RequestCache
+from gpu_service.core.request import FinishReason, Request, SchedulerLimits
+from gpu_service.core.results import RowResult
 from gpu_service.core.step import Batch
 from gpu_service.speculation.acceptance import KEPT_OF_ALL, AcceptanceRates, DraftSource
 from gpu_service.speculation.drafter import HostDrafter
@@ -74,6 +77,21 @@ class StepCosts:
             return sys.maxsize
         tried = self._verifying[-1][0] if self._verifying else rows
         return 2 * max(rows, tried)
+
+
+class Outputs(Protocol):
+    """What a step with drafts does to the outputs of its requests: the scheduler."""
+
+    cache: RequestCache
+
+    def append_token(self, request: Request, result: RowResult) -> None:
+        """Adds a token, which may end the output."""
+
+    def finish(self, request: Request, reason: FinishReason, error: str = "", keep: bool = True) -> None:
+        """Ends a request."""
+
+    def preempt(self, victim: Request, keep: bool = True) -> None:
+        """Takes a request's pages."""
 
 
 class Speculation:
@@ -203,6 +221,33 @@ class Speculation:
         self.num_accepted += accepted
         request.drafts = next_drafts
         request.drafts_source = DraftSource.LAYERS if next_drafts else DraftSource.TEXT
+
+    def append_drafts(self, scheduler: Outputs, batch: Batch, index: int, result: RowResult) -> None:
+        """After the step's own token: those of the drafts' rows, as long as the draft was what came before.
+
+        known tokens   |-- computed before --| t |
+        rows                                 | t   d0   d1   d2 |     each samples the token after its own
+        appended                                  d0   d1    x        d2 was wrong: its KV is written over
+        """
+        request, drafts = batch.requests[index], batch.drafts[index] if batch.drafts else []
+        accepted = 0
+        for draft, row in zip(drafts, result.verified, strict=True):
+            if request.finished or request.output_token_ids[-1] != draft:
+                break
+            if row.error:
+                scheduler.finish(request, FinishReason.ERROR, row.error, keep=False)
+                break
+            accepted += 1
+            if request.slot >= 0:
+                request.computed_len += 1
+                request.scheduled_len += 1
+                scheduler.cache.accept_draft(batch, index, accepted - 1)
+            scheduler.append_token(request, row)
+        self.committed(request, len(drafts), accepted, result.drafts)
+        if request.slot >= 0 and any(row.error for row in result.verified):
+            # Its last page is among `RequestCache.poisoned_pages`.
+            request.speculates = False
+            scheduler.preempt(request)
 
     def ended(self, batch: Batch) -> None:
         """The step is in flight no more."""

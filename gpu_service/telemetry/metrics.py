@@ -11,7 +11,7 @@ from opentelemetry import propagate, trace
 from opentelemetry.context import Context
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
-from gpu_service.core.interface import EngineLoad, OutputDelta
+from gpu_service.core.interface import Emission, EngineLoad, OutputDelta
 from gpu_service.core.request import Request
 from gpu_service.core.results import FLOAT16_OVERFLOW, NON_FINITE_LOGITS, StepResult
 from gpu_service.core.step import Batch
@@ -214,12 +214,12 @@ class EngineTelemetry:
         chosen = (self._traced_steps - 1) % self._span_every == 0
         return propagate.extract(traced.trace_context) if chosen else None
 
-    def committed(self, batch: Batch, result: StepResult | None, deltas: list[OutputDelta]) -> None:
+    def committed(self, batch: Batch, result: StepResult | None, emission: Emission) -> None:
         """Counts a step's tokens and the requests it ended."""
-        for delta in deltas:
+        for delta in emission.deltas:
             if delta.num_output_tokens == len(delta.token_ids):
                 self._tokens_emitted(delta)
-        self.ended(deltas)
+        self.ended(emission.deltas)
         if not self.enabled:
             return
         self.metrics.iteration_tokens.observe(batch.num_tokens + _first_tokens(batch))
@@ -229,7 +229,7 @@ class EngineTelemetry:
             self.metrics.replayed_steps.inc(result.num_replays)
             self.steps += 1
             self.step_seconds += result.seconds
-        count = sum(len(delta.token_ids) for delta in deltas)
+        count = emission.num_tokens
         self.metrics.generation_tokens.inc(count)
         self._recent.append((time.monotonic(), count))
         while self._recent[0][0] < time.monotonic() - _WINDOW_S:

@@ -23,7 +23,7 @@ from app.bench.output import BenchTable, Column, write_json
 if TYPE_CHECKING:
     import torch
 
-    from gpu_service.device.graphs import CapturedGraph, graph_sizes
+    from gpu_service.device.graphs import CapturedGraph
     from gpu_service.engine.engine import Engine
     from gpu_service.server.servicer import EngineServicer
     from protos import engine_pb2 as pb
@@ -83,8 +83,11 @@ class _Clock:
         call: Callable[..., Any] = getattr(owner, method)
 
         def timed(*arguments: Any, **keywords: Any) -> Any:
-            with self.measure(part):
+            begin = self._enter()
+            try:
                 result = call(*arguments, **keywords)
+            finally:
+                self._leave(part, begin)
             made(result)
             return result
 
@@ -93,14 +96,20 @@ class _Clock:
     @contextmanager
     def measure(self, part: str) -> Iterator[None]:
         """What is done meanwhile counts for this part, but for other parts' share of it."""
-        begin = time.thread_time()
-        self._inner.append(0.0)
+        begin = self._enter()
         try:
             yield
         finally:
-            whole = time.thread_time() - begin
-            self.spent[part] += whole - self._inner.pop()
-            self._inner[-1] += whole
+            self._leave(part, begin)
+
+    def _enter(self) -> float:
+        self._inner.append(0.0)
+        return time.thread_time()
+
+    def _leave(self, part: str, begin: float) -> None:
+        whole = time.thread_time() - begin
+        self.spent[part] += whole - self._inner.pop()
+        self._inner[-1] += whole
 
     def taken(self) -> dict[str, float]:
         """Returns what was added up since the last call, in seconds."""
@@ -176,7 +185,7 @@ async def _queued(queue: asyncio.Queue[pb.GenerateManyRequest]) -> AsyncIterator
 def _calls(options: HostOptions, streams: int, tokens: int) -> pb.GenerateManyRequest:
     from protos import engine_pb2 as pb
 
-    message = pb.GenerateManyRequest()
+    message = pb.GenerateManyRequest(takes_tokens=True)
     for number in range(streams):
         request = pb.GenerateRequest(request_id=f"bench-{number}", stream=True)
         request.tokenized.input_ids.extend([number // 32 % 32, number % 32] * (options.prompt_len // 2))
@@ -217,6 +226,7 @@ def _make_engine(streams: int, context: int, clock: _Clock) -> tuple[Engine, Eng
     clock.around(builder, "build", "inputs")
     clock.around(runner, "launch", "launch", lambda step: clock.around(step, "wait", "results"))
     clock.around(scheduler, "commit", "commit")
+    clock.around(scheduler, "commit_tokens", "commit")
     clock.around(telemetry, "committed", "metrics")
     clock.around(telemetry, "loaded", "metrics")
     clock.around(engine, "on_output", "hand over")
@@ -231,7 +241,7 @@ def _make_runner(streams: int, max_len: int, num_pages: int) -> Any:
     import torch
 
     from gpu_service.core.step import TokenPool
-    from gpu_service.device.graphs import CapturedGraph, GraphBackend
+    from gpu_service.device.graphs import CapturedGraph, GraphBackend, graph_sizes
     from gpu_service.device.stream import HostDeviceStream, Uploader
     from gpu_service.engine.decode_graphs import DecodeGraphs
     from gpu_service.engine.device_runner import DeviceRunner
@@ -273,7 +283,7 @@ class _NoModel:
 
     def forward(self, context: Any) -> torch.Tensor:
         positions: torch.Tensor = context.inputs.positions
-        return positions.new_zeros((positions.shape[0], 1), dtype=torch.float32)
+        return positions.new_zeros((positions.shape[0], 1)).float()
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return hidden_states.new_zeros((hidden_states.shape[0], _VOCABULARY))

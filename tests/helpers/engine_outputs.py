@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from gpu_service.core.interface import OutputDelta
+from gpu_service.core.interface import Emission, OutputDelta
 from gpu_service.core.request import Request
 from gpu_service.engine.engine import Engine
 
@@ -26,10 +26,10 @@ class EngineOutputs:
         self._ended: dict[int, Request] = {}
         self._changed = threading.Condition()
 
-    def on_output(self, deltas: list[OutputDelta]) -> None:
+    def on_output(self, emission: Emission) -> None:
         """Called by the engine thread."""
         with self._changed:
-            for delta in deltas:
+            for delta in emission:
                 self.deltas.setdefault(delta.request.key, []).append(delta)
                 if delta.finish_reason is not None:
                     self._ended[id(delta.request)] = delta.request

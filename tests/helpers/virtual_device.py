@@ -415,6 +415,6 @@ class VirtualEngine:
         """When each delta came."""
         return [at for at, delta in self.emitted.get(request.key, []) if delta.token_ids]
 
-    def _on_output(self, deltas: list[OutputDelta]) -> None:
+    def _on_output(self, deltas: Sequence[OutputDelta]) -> None:
         for delta in deltas:
             self.emitted.setdefault(delta.request.key, []).append((self.device.now, delta))

@@ -6,9 +6,10 @@ import contextlib
 import gc
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from moebius.config import MoebiusConfig
 from moebius.errors import EngineLost, UserError
@@ -16,18 +17,19 @@ from moebius.errors import EngineLost, UserError
 if TYPE_CHECKING:
     from gpu_service.assembly.build import Built
     from gpu_service.core.constraint import OutputConstraint
-    from gpu_service.core.interface import OutputDelta
+    from gpu_service.core.interface import Emission
+    from gpu_service.core.request import Request
     from gpu_service.experts.streaming.streamer import ExpertStreamer
 
 STEP_TIMEOUT_S = 600.0
 # Registering 500 GB takes half a minute.
 _READY_S = 600.0
+_ENDED = 1 << 40
 # Engines that were lost, kept until the process ends: freeing what they hold on the device aborts it.
 _lost: list[Built] = []
 
 
-@dataclass(frozen=True)
-class TokenEvent:
+class TokenEvent(NamedTuple):
     """New tokens of one stream; filled by `EngineUnderTest`. Seconds on the clock of time.perf_counter."""
 
     at: float
@@ -39,7 +41,7 @@ class TokenEvent:
 
 @dataclass
 class Streams:
-    """Requests in flight together; events are appended by the engine's thread."""
+    """Requests in flight together. Events cost the engine's thread little, whatever waits for them."""
 
     submitted: float
     count: int
@@ -47,6 +49,16 @@ class Streams:
     events: list[TokenEvent] = field(default_factory=list)
     error: str = ""
     changed: threading.Condition = field(default_factory=threading.Condition)
+    # Tokens of each stream so far, very many once it has ended.
+    _tokens: Counter[int] = field(default_factory=Counter)
+
+    def add(self, events: Sequence[TokenEvent]) -> None:
+        """Appends what a step brought; called by the engine's thread."""
+        with self.changed:
+            self.events += events
+            for event in events:
+                self._tokens[event.stream] += _ENDED if event.ended else event.tokens
+            self.changed.notify_all()
 
     def wait(self, minimum: int) -> float:
         """Waits until every stream has `minimum` tokens or has ended; returns when the last one had.
@@ -70,10 +82,7 @@ class Streams:
         ]
 
     def _reached(self, minimum: int) -> int:
-        tokens = dict.fromkeys(range(self.count), 0)
-        for event in self.events:
-            tokens[event.stream] += minimum if event.ended else event.tokens
-        return sum(found >= minimum for found in tokens.values())
+        return sum(found >= minimum for found in self._tokens.values())
 
 
 class EngineUnderTest:
@@ -82,7 +91,7 @@ class EngineUnderTest:
     def __init__(self, built: Built) -> None:
         self.built = built
         # Of every request that has not ended: its set of streams, and which of them it is.
-        self._numbers: dict[str, tuple[Streams, int]] = {}
+        self._numbers: dict[Request, tuple[Streams, int]] = {}
         self._runs = 0
 
     def submit(
@@ -110,7 +119,7 @@ class EngineUnderTest:
         for request, constraint in zip(requests, constraints, strict=False):
             request.constraint = constraint
         streams = Streams(time.perf_counter(), len(requests), [request.request_id for request in requests])
-        self._numbers |= {request.key: (streams, number) for number, request in enumerate(requests)}
+        self._numbers |= {request: (streams, number) for number, request in enumerate(requests)}
         for request in requests:
             try:
                 self.built.engine.submit([request])
@@ -124,19 +133,27 @@ class EngineUnderTest:
             self.built.engine.abort(request_id)
         streams.wait(1 << 30)
 
-    def on_output(self, deltas: list[OutputDelta]) -> None:
+    def on_output(self, emission: Emission) -> None:
         """Called by the engine's thread."""
-        now = time.perf_counter()
-        for delta in deltas:
-            ended = delta.finish_reason is not None
-            find = self._numbers.pop if ended else self._numbers.get
-            streams, number = find(delta.request.key, None) or (None, 0)
-            if streams is None:
-                continue
-            with streams.changed:
+        now, found = time.perf_counter(), dict[int, tuple[Streams, list[TokenEvent]]]()
+
+        def note(request: Request, token_ids: tuple[int, ...], ended: bool) -> Streams | None:
+            streams, number = self._numbers.get(request, (None, 0))
+            if streams is not None:
+                _, events = found.setdefault(id(streams), (streams, []))
+                events.append(TokenEvent(now, number, len(token_ids), ended, token_ids))
+            return streams
+
+        for request, token_id, _ in emission.tokens():
+            note(request, (token_id,), False)
+        for delta in emission.deltas:
+            streams = note(delta.request, delta.token_ids, delta.finish_reason is not None)
+            if delta.finish_reason is not None:
+                self._numbers.pop(delta.request, None)
+            if streams is not None:
                 streams.error = streams.error or delta.error_message
-                streams.events.append(TokenEvent(now, number, len(delta.token_ids), ended, delta.token_ids))
-                streams.changed.notify_all()
+        for streams, events in found.values():
+            streams.add(events)
 
 
 @contextlib.contextmanager

@@ -243,12 +243,13 @@ def test_long_parameters_are_read_once_not_in_every_step() -> None:
     request = request_with(
         temperature=0.0, logit_bias=bias, stop_token_ids=stops, min_tokens=50, max_tokens=99
     )
+    request.bound(LIMITS)
     draw([request], [0])
     before = CountedTuple.readings, CountedSet.readings
     for position in range(1, 40):
         assert draw([request], [position]).token_ids.item() == 0
         request.output_token_ids.append(0)
-        mark_finish(request, 0, LIMITS)
+        mark_finish(request, 0)
         assert not request.finished
     assert (CountedTuple.readings, CountedSet.readings) == before
 

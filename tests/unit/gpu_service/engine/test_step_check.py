@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from gpu_service.core.interface import NullObserver
+from gpu_service.core.interface import Emission, NullObserver
 from gpu_service.core.results import StepResult
 from gpu_service.core.step import Batch
 from gpu_service.engine.step_check import TOO_SLOW, StepCheck, StepFacts, export
@@ -54,7 +54,7 @@ class Served:
         self.clock.now += seconds
         self.busy += busy
         found = StepResult(seconds=seconds, **result)
-        self.check.committed(Batch([], [100], [rows], [True]), found, [])
+        self.check.committed(Batch([], [100], [rows], [True]), found, Emission())
 
 
 def test_decode_steps_say_what_copies_cost() -> None:
@@ -169,7 +169,7 @@ def test_prompts_that_stream_nothing_teach_what_servers_take(has_all_layers: boo
     check = StepCheck(NullObserver(), costs, StepFacts(LAYERS, TOP_K, has_all_layers), Clock())
     for _ in range(9):
         seconds = LAYERS * 2 * COSTS.seconds(512, 0)
-        check.committed(Batch([], [0], [512], [True]), StepResult(seconds=seconds), [])
+        check.committed(Batch([], [0], [512], [True]), StepResult(seconds=seconds), Emission())
     assert costs.layer is not None
     assert costs.layer.cpu_scale == pytest.approx(2.0 if has_all_layers else 1.0)
 
@@ -178,7 +178,7 @@ def unpredictable(served: Served) -> None:
     served.step(1.0, rows=512, is_streamed=True)
     served.step(1.0, num_replays=1)
     served.step(0.0)
-    served.check.committed(Batch([], [0], [1], [True]), None, [])
+    served.check.committed(Batch([], [0], [1], [True]), None, Emission())
 
 
 def few(served: Served) -> None:

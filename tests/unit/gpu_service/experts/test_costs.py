@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gpu_service.core.interface import NullObserver
+from gpu_service.core.interface import Emission, NullObserver
 from gpu_service.core.results import StepResult
 from gpu_service.core.step import Batch
 from gpu_service.engine.step_check import StepCheck, StepFacts
@@ -249,7 +249,7 @@ def test_falsified_measurements_are_corrected_within_a_minute(copy: float, cpu: 
             chooser.observe(512, share, seconds, LAYERS * link, nbytes)
         predicted = chooser.predict(512, share)
         result = StepResult(is_streamed=share > 0, predicted_seconds=predicted, seconds=seconds)
-        check.committed(Batch([], [0], [512], [True]), result, [])
+        check.committed(Batch([], [0], [512], [True]), result, Emission())
     best = min(COSTS.seconds(512, share) for share in range(SHARES + 1))
     shares = [chooser.share(512) for _ in range(3)]
     assert all(COSTS.seconds(512, share) < 1.15 * best for share in shares)

@@ -161,7 +161,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 failed = rows[0].verified[-1] if rows[0].verified else rows[0]
                 failed.error = "broken"
             said = [len(request.output_token_ids) for request in batch.requests]
-            pages = self.scheduler.poisoned_pages(batch, rows)
+            pages = self.scheduler.cache.poisoned_pages(batch, rows)
             self.scheduler.commit(batch, rows)
             held = {page for request in self.scheduler.running for page in request.pages}
             held |= {page for node in self.scheduler.cache.tree.nodes() for page in node.pages}

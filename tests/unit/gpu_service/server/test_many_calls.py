@@ -111,6 +111,55 @@ async def test_calls_share_a_stream_and_keep_their_order(tmp_path: Path) -> None
     assert (engine.streams, engine.own_calls) == (1, 0)
 
 
+async def test_tokens_in_columns_are_chunks_like_those_before_them(tmp_path: Path) -> None:
+    """What steps bring to many calls at once is, for each call, as if its chunks had been sent one by one."""
+
+    class Columns(Engine):
+        async def Generate(
+            self, request: pb.GenerateRequest, context: Any
+        ) -> AsyncIterator[pb.GenerateResponse]:
+            count = request.sampling_params.max_tokens
+            facts = {"prompt_tokens": 4, "cached_tokens": count}
+            for number in range(count):
+                if number % 5 == 0:  # another kind of update, before and after which all keep their order
+                    chunk = pb.GenerateStreamChunk(token_ids=[0], completion_tokens=number + 1, **facts)
+                    yield pb.GenerateResponse(chunk=chunk)
+                else:
+                    context.send_token(number, number + 1)
+                if number % 3 == 0:
+                    await asyncio.sleep(0)
+
+    async with connected(Columns(), tmp_path) as (client, _):
+
+        async def chunks(count: int) -> list[tuple[list[int], int, int, int]]:
+            async with aclosing(client.generate(request(str(count), count))) as responses:
+                found = [response.chunk async for response in responses]
+            return [(list(c.token_ids), c.completion_tokens, c.prompt_tokens, c.cached_tokens) for c in found]
+
+        answers = await asyncio.gather(*map(chunks, range(1, 40)))
+    for count, answer in enumerate(answers, start=1):
+        expected = [([n if n % 5 else 0], n + 1, 4, count) for n in range(count)]
+        assert answer == expected
+
+
+async def test_clients_that_know_no_columns_get_chunks() -> None:
+    """A gateway that was built before must not lose a token."""
+    contexts: list[CallContext] = []
+
+    async def generate(one: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+        contexts.append(context)
+        yield pb.GenerateResponse(chunk=pb.GenerateStreamChunk(token_ids=[7]))
+
+    async def batches(takes_tokens: bool) -> AsyncIterator[pb.GenerateManyRequest]:
+        start = pb.CallRequest(call=1, start=request("one"))
+        yield pb.GenerateManyRequest(requests=[start], takes_tokens=takes_tokens)
+
+    for takes_tokens in (False, True):
+        async with aclosing(ManyCalls(generate).serve(batches(takes_tokens))) as messages:
+            assert [update.call async for message in messages for update in message.updates] == [1, 1]
+    assert [context.send_token is not None for context in contexts] == [False, True]
+
+
 @pytest.mark.parametrize(
     ("name", "code", "details"),
     [

@@ -90,7 +90,7 @@ def test_streams_that_never_meet_are_refused() -> None:
 def test_waiting_counts_streams_and_tells_errors() -> None:
     """All streams have to reach the count, or to have ended; a failed request is no token."""
     streams = Streams(0.0, 2)
-    streams.events += [TokenEvent(1.0, 0, 2, False), TokenEvent(1.5, 1, 1, True)]
+    streams.add([TokenEvent(1.0, 0, 2, False), TokenEvent(1.5, 1, 1, True)])
     assert streams.wait(2) == 1.5
     streams.error = "no memory"
     with pytest.raises(UserError, match="no memory"):
