@@ -81,8 +81,9 @@ MLA_FLOAT32 = 5e-5
 RESIDENT_FLOAT32 = 4e-6
 
 # The same with bfloat16 rows on a GPU, against the reference in float32 on the same rows: the root mean
-# square of the error over that of the wanted values. Intermediate channels are rounded to bfloat16 once.
-RESIDENT_BFLOAT16 = 5e-3
+# square of the error over that of the wanted values. Intermediate channels are rounded to bfloat16 once,
+# and weights of most formats where tiles multiply them: 5.5e-3 was seen with 72 inputs.
+RESIDENT_BFLOAT16 = 6e-3
 # The same in float16; rows rounded to bfloat16 would give 2e-3 to 6e-3.
 RESIDENT_FLOAT16 = 1e-3
 

@@ -40,7 +40,7 @@ _INT, _FLOAT, _POINTER = ctypes.c_int32, ctypes.c_float, ctypes.c_uint64
 
 @dataclass(frozen=True)
 class GroupedShape:
-    """The experts of a layer as constants of kernels; filled by whoever holds them.
+    """The experts of a layer as constants of kernels; filled by `grouped_shape`.
 
     Offsets and sizes in bytes: panel i of gate lies at `i * gate_step` of an expert, of up at `up_at + i *
     up_step`, of down behind `down_at`.

@@ -47,7 +47,7 @@ class TritonResidentKernels(ResidentKernels):
         if self._most_few_rows is not None:
             return self._most_few_rows
         if self._grouped.of(slots, dtype) is not None:
-            return launch.FEW_GROUPED_ROWS
+            return launch.few_grouped_rows(slots.kind)
         return launch.few_rows(slots.kind, self._geometry.num_experts, self._geometry.top_k)
 
     def cpu_ids(
@@ -88,7 +88,9 @@ class TritonResidentKernels(ResidentKernels):
         # Unpacking reads every slot that has memory, also those of no expert; a graph cannot know which have.
         is_few = num_rows <= self._few_rows(slots, hidden_states.dtype) or not slots.backed
         is_captured = slots.memory is not None and is_capturing(hidden_states.device)
-        if is_few or is_captured or not launch.unpacks(slots.kind, hidden_states.dtype, pairs, experts):
+        is_grouped = self._grouped.of(slots, hidden_states.dtype) is not None
+        unpacks = launch.unpacks(slots.kind, hidden_states.dtype, pairs, experts, is_grouped)
+        if is_few or is_captured or not unpacks:
             for rows in row_parts(slots, hidden_states, topk_ids.shape[1]):
                 before = None if partial is None else partial[rows]
                 x, ids, weights = (tensor[rows] for tensor in inputs)
@@ -117,7 +119,8 @@ class TritonResidentKernels(ResidentKernels):
         intermediate, outputs = pair_memory(slots, hidden_states, pairs)
         grouped = self._grouped.of(slots, hidden_states.dtype)
         if grouped is not None:
-            height = TILE_ROWS * launch.row_tiles(pairs, self._geometry.num_experts)
+            bits = min(panels.bits for panels in slots.kind.panels)
+            height = TILE_ROWS * launch.row_tiles(pairs, self._geometry.num_experts, bits)
             placed = align(slots, topk_ids, height, 0, slots.count)
             limits = self._geometry.alpha, slots.limit
             grouped.gate_up(hidden_states, slots.weights, *placed, intermediate, *limits)

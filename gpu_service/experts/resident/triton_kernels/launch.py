@@ -12,8 +12,6 @@ from gpu_service.ops.triton.panel_sizes import EXACT_IN_BFLOAT16, has_parts
 
 # Up to this many token rows, a program per pair reads its expert's panels itself, in any model.
 _FEWEST_ROWS = 8
-# The same of layers whose rows `ops/grouped_panels` computes.
-FEW_GROUPED_ROWS = 3
 # Bytes of down products' weights that are prefetched: of the cache that devices with one for them have.
 MAX_PREFETCHED = 16 << 20
 
@@ -35,6 +33,17 @@ def few_rows(kind: LayerFormat, num_experts: int, top_k: int) -> int:
     """
     per_expert = 2 if min(panels.bits for panels in kind.panels) >= 16 else 1
     return max(_FEWEST_ROWS, per_expert * num_experts // top_k)
+
+
+def few_grouped_rows(kind: LayerFormat) -> int:
+    """Returns the same where `ops/grouped_panels` computes more rows: from when on it was faster on an H200.
+
+    Codes in 16 bits cost the row kernels nothing; products and 8 bits cost the grouped ones more.
+    """
+    if min(panels.bits for panels in kind.panels) >= 16:
+        return 8
+    products = [panels.is_small_integer and panels.scale == "products" for panels in kind.panels]
+    return 5 if any(products) or any(panels.code == "int8" for panels in kind.panels) else 3
 
 
 def prefetched_lines(kind: LayerFormat, pairs: int) -> int:
@@ -65,10 +74,15 @@ def tile(pairs: int, num_experts: int, by_parts: bool) -> Tile:
     return _TILES[1] if mean <= 128 else _TILES[0]
 
 
-def row_tiles(pairs: int, num_experts: int) -> int:
-    """Returns of how many tiles of eight rows blocks of grouped rows are, when routing is even."""
+def row_tiles(pairs: int, num_experts: int, bits: int) -> int:
+    """Returns of how many tiles of eight rows blocks of grouped rows are, when routing is even.
+
+    Higher blocks decode codes less often and hold more in registers: worth it early where codes are wide.
+    """
     mean = pairs / num_experts
-    return 1 if mean <= 6 else 2 if mean <= 24 else 4
+    if mean <= 8:
+        return 1
+    return 4 if mean > (32 if bits < 8 else 12) else 2
 
 
 def with_smaller(chosen: Tile) -> tuple[Tile, ...]:
@@ -86,13 +100,18 @@ def sizes_to_warm_up(num_experts: int, top_k: int, few_rows: int, max_rows: int,
     if max_rows > few_rows:
         largest[tile(max_rows * top_k, num_experts, by_parts)] = max_rows
     # Where weights are unpacked, by each kind of tile.
-    unpacked = [-(-pairs * num_experts // top_k) for pairs in (UNPACK_FROM, HIGH_TILE_FROM)]
+    unpacked = [
+        -(-pairs * num_experts // top_k) for pairs in (UNPACK_FROM, HIGH_TILE_FROM, UNPACK_GROUPED_FROM)
+    ]
     unpacked = [rows for rows in unpacked if few_rows < rows <= max_rows]
     return [min(few_rows, max_rows), *sorted({*largest.values(), *unpacked})]
 
 
-# From this many pairs on, tiles have 128 of them.
+# From this many pairs of each expert on, tiles have 128 of them.
 HIGH_TILE_FROM = 128
+# From this many on, weights are unpacked that `ops/grouped_panels` multiplies as well. On an H200 (128
+# experts of 2048 x 768 in 4 bits) 64 took 500 us grouped and 895 unpacked, 128 took 905 and 956.
+UNPACK_GROUPED_FROM = 144
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +146,14 @@ def by_parts(rows: torch.dtype, *panels: PanelFormat) -> bool:
     return rows == torch.bfloat16 and all(map(has_parts, panels))
 
 
-def unpacks(kind: LayerFormat, rows: torch.dtype, pairs: int, num_experts: int) -> bool:
-    """Returns whether a call unpacks weights: only to 16 bits, which rows have and codes are exact in."""
+def unpacks(kind: LayerFormat, rows: torch.dtype, pairs: int, num_experts: int, is_grouped: bool) -> bool:
+    """Returns whether a call unpacks weights: only to 16 bits, which rows have and codes are exact in.
+
+    `is_grouped`: `ops/grouped_panels` would compute it.
+    """
     codes = {panels.code for panels in kind.panels}
-    return rows.itemsize == 2 and codes <= EXACT_IN_BFLOAT16 and pairs >= UNPACK_FROM * num_experts
+    least = UNPACK_GROUPED_FROM if is_grouped else UNPACK_FROM
+    return rows.itemsize == 2 and codes <= EXACT_IN_BFLOAT16 and pairs >= least * num_experts
 
 
 def unpacked_bytes(kind: LayerFormat) -> int:

@@ -339,3 +339,16 @@ def test_few_rows_are_those_that_share_hardly_any_expert() -> None:
     formats = [layer_format(name, name, 64, 32, False) for name in ("int4_g32", "fp8_block", "bfloat16")]
     assert [launch.few_rows(kind, 128, 8) for kind in formats] == [16, 16, 32]
     assert [launch.few_rows(kind, 8, 2) for kind in formats] == [8, 8, 8]
+
+
+def test_grouped_rows_are_unpacked_later_and_in_higher_blocks_of_wide_codes() -> None:
+    """Shapes alone decide, by what was measured: few rows, heights of blocks, when weights are unpacked."""
+    names = ("int4_g32", "int4_g32_mins_products", "fp8_block", "bfloat16")
+    narrow, products, float8, wide = (layer_format(name, name, 64, 32, False) for name in names)
+    assert [launch.few_grouped_rows(kind) for kind in (narrow, products, float8, wide)] == [3, 5, 3, 8]
+    assert [launch.row_tiles(rows * 8, 128, 4) for rows in (4, 128, 256, 512, 513)] == [1, 1, 2, 2, 4]
+    assert [launch.row_tiles(rows * 8, 128, 8) for rows in (128, 192, 256)] == [1, 2, 4]
+    pairs = [launch.UNPACK_FROM * 128, launch.UNPACK_GROUPED_FROM * 128]
+    for is_grouped, expected in ((False, [True, True]), (True, [False, True])):
+        found = [launch.unpacks(narrow, torch.bfloat16, count, 128, is_grouped) for count in pairs]
+        assert found == expected
