@@ -26,7 +26,13 @@ from app.supervisor.expert_placement import place_experts
 from moebius.config import MoebiusConfig
 from moebius.host.kernel_times import PanelTimes, find_times, this_host
 from moebius.kernels import float32_isa, isa_level
-from moebius.kernels.weight_formats import PANEL_COLUMNS, split_gate_up
+from moebius.kernels.weight_formats import (
+    CODEBOOKS,
+    PANEL_COLUMNS,
+    WeightFormat,
+    split_gate_up,
+    weight_format,
+)
 from moebius.mailbox.plan import request_rows
 from moebius.models.geometry import MoeGeometry
 from moebius.models.layers.gqa import GQA
@@ -41,9 +47,12 @@ if TYPE_CHECKING:
 GPU_BANDWIDTH_SHARE = 0.8
 GPU_FLOPS_SHARE = 0.4
 LINK_SHARE = 0.86
-# Resident experts in decode: kernels that read an expert once for each row that chose it, and tiles, which
-# read it once and reach less of the bandwidth.
-PAIRS_BANDWIDTH_SHARE, TILES_BANDWIDTH_SHARE = 0.42, 0.2
+# Resident experts in decode: kernels that read an expert once for each row that chose it, and those that read
+# it once for all its rows, by what decoding it costs: "Grouped rows" of docs/benchmarks.md. The last is that
+# of tiles, which compute what `gpu_service.ops.grouped_panels` does not.
+PAIRS_BANDWIDTH_SHARE = 0.42
+WIDE_BANDWIDTH_SHARE, INT4_BANDWIDTH_SHARE = 0.7, 0.6
+PRODUCTS_BANDWIDTH_SHARE, TABLE_BANDWIDTH_SHARE, TILES_BANDWIDTH_SHARE = 0.42, 0.3, 0.2
 # What servers lose to a link that copies from the same memory, and the divisions of a layer that are tried.
 SHARED_MEMORY, STREAMED_SHARES = 1.12, 32
 # Of bandwidth and peak, by the expert kernels where no server has measured them; by int4 experts in the same
@@ -54,6 +63,8 @@ ASSUMED_AMX_PEAK_SHARE, ASSUMED_AMX_ROWS = 0.085, 750
 # Between the GEMMs of a layer: kernels of a replayed graph, and an eager step's launches, which prompts have.
 # Seconds.
 GPU_LAYER_SECONDS = 45e-6
+# The same where no expert server is asked: kernels begin before the last one ends.
+GPU_RESIDENT_LAYER_SECONDS = 27e-6
 GPU_EAGER_LAYER_SECONDS = 500e-6
 # Of an all-reduce of few rows; two a layer.
 ALL_REDUCE_SECONDS = 12e-6
@@ -115,6 +126,8 @@ class Work:
     # Of one expert: in the servers' RAM, on a rank's GPU, and its weights.
     expert_bytes: float
     resident_expert_bytes: float
+    # Of a GPU's bandwidth, by the kernels that read an expert once for all its rows.
+    grouped_share: float = field(default=TILES_BANDWIDTH_SHARE, kw_only=True)
     expert_weights: int
     expert_times: ExpertTimes | None  # None: not measured on this host, or planned for another one.
     # Of all experts; routing is taken to be even.
@@ -209,7 +222,7 @@ def _eager(work: Work, hardware: Hardware, rows: int, attended: int) -> StepSeco
     seconds = step_seconds(work, hardware, rows, attended, attended, outputs=1)
     if hardware.gpu is None:
         return seconds
-    more = work.num_layers * (GPU_EAGER_LAYER_SECONDS - GPU_LAYER_SECONDS)
+    more = work.num_layers * (GPU_EAGER_LAYER_SECONDS - _layer_seconds(work))
     return replace(seconds, overhead=seconds.overhead + more)
 
 
@@ -322,6 +335,25 @@ def _computed_seconds(work: Work, hardware: Hardware, rows: int) -> float:
     )
 
 
+def grouped_share(formats: tuple[str, str] | None) -> float:
+    """Returns the share of a GPU's bandwidth that rows of an expert reach together, by the packed formats of
+    gate and up, and of down: the least of theirs.
+    """
+    if formats is None or split_gate_up(formats[0])[0] != split_gate_up(formats[0])[1]:
+        return TILES_BANDWIDTH_SHARE
+    return min(_format_share(weight_format(name)) for name in (split_gate_up(formats[0])[0], formats[1]))
+
+
+def _format_share(kind: WeightFormat) -> float:
+    if kind.ordered or kind.quantised_rows or kind.code in ("float32", "float16") or kind.bits < 4:
+        return TILES_BANDWIDTH_SHARE
+    if kind.code in CODEBOOKS:
+        return TABLE_BANDWIDTH_SHARE
+    if kind.bits >= 8:
+        return WIDE_BANDWIDTH_SHARE
+    return PRODUCTS_BANDWIDTH_SHARE if kind.scale == "products" else INT4_BANDWIDTH_SHARE
+
+
 def assumed_peak_share(isa: str, rows: float) -> float:
     """Returns what kernels are taken to reach of the peak of an instruction set, with `rows` rows
     per expert.
@@ -339,7 +371,7 @@ def _gpu_expert_seconds(work: Work, hardware: Hardware, rows: int) -> float:
     distinct = work.resident_share * expected_distinct(work.num_experts, work.top_k, rows)
     operations = pairs * 2 * work.expert_weights / work.ranks
     gpu = hardware.gpu
-    reading = min(pairs / PAIRS_BANDWIDTH_SHARE, distinct / TILES_BANDWIDTH_SHARE)
+    reading = min(pairs / PAIRS_BANDWIDTH_SHARE, distinct / work.grouped_share)
     return work.moe_layers * max(
         reading * work.resident_expert_bytes / gpu.bandwidth, operations / (gpu.flops * GPU_FLOPS_SHARE)
     )
@@ -363,7 +395,11 @@ def _overhead_seconds(work: Work, hardware: Hardware, rows: int, outputs: int) -
     if hardware.gpu is None:
         return call_seconds(work.engine, work.num_layers, rows, outputs)
     reduces = 2 * ALL_REDUCE_SECONDS if work.ranks > 1 else 0.0
-    return work.num_layers * (GPU_LAYER_SECONDS + reduces)
+    return work.num_layers * (_layer_seconds(work) + reduces)
+
+
+def _layer_seconds(work: Work) -> float:
+    return GPU_RESIDENT_LAYER_SECONDS if work.resident_share >= 1.0 else GPU_LAYER_SECONDS
 
 
 def make_work(
@@ -395,6 +431,7 @@ def make_work(
         attention_width=sum(mixer.score_width for mixer in mixers(model.layers)) // ranks,
         expert_bytes=expert_bytes,
         resident_expert_bytes=expert_bytes / ranks,
+        grouped_share=grouped_share(formats if hardware.multiplies_bfloat16 else None),
         expert_weights=sum(rows * columns for rows, columns in geometry.matrices.values()),
         expert_times=measured_times(config, geometry, formats, model.dtype, hardware),
         resident_share=residency.share,

@@ -15,9 +15,11 @@ from app.planning.speed import (
     HAND_OFF_SECONDS,
     HAND_OFF_SERVER_SECONDS,
     LINK_SHARE,
+    TILES_BANDWIDTH_SHARE,
     ExpertTimes,
     Work,
     assumed_peak_share,
+    grouped_share,
     predict_decode,
     predict_prefill,
     step_seconds,
@@ -42,6 +44,7 @@ QWEN = Work(
     attention_width=48 * 4096,
     expert_bytes=2_654_208.0,
     resident_expert_bytes=2_654_208.0,
+    grouped_share=grouped_share(("int4_g32", "int4_g32")),
     expert_weights=3 * 2048 * 768,
     expert_times=None,
     resident_share=0.0,
@@ -126,6 +129,16 @@ def test_resident_experts_leave_the_servers() -> None:
     assert everything.cpu_experts == everything.hand_off == none.gpu_experts == 0
 
 
+def test_formats_reach_what_their_decoding_leaves() -> None:
+    """The slower one of two matrices counts, and what no grouped kernel takes is as slow as tiles."""
+    names = ("fp8_block", "int4_g32", "int4_g32_mins_products", "iq4_g32_products", "int2_g128_f16")
+    shares = [grouped_share((name, name)) for name in names]
+    assert shares == sorted(shares, reverse=True)
+    assert shares[-1] == TILES_BANDWIDTH_SHARE == grouped_share(None)
+    assert grouped_share(("int4_g32", "int6_g16_products")) == shares[2]
+    assert grouped_share(("int8_g32_f16+int4_g32_zeros", "int4_g32")) == TILES_BANDWIDTH_SHARE
+
+
 def test_requests_of_a_prompt_read_experts_again() -> None:
     """A chunk of 512 rows in requests of 128 reads what four of them read; larger requests read once."""
     pieces = step_seconds(QWEN, HOST, 512, 0).cpu_experts
@@ -150,7 +163,7 @@ HOST_D = hardware("h200", sockets=1, cores=16, bandwidth=163e9, cpu_flops=46e12)
     ("streams", "resident", "measured"),
     [
         *((1, 0.0, 82.5), (4, 0.0, 119.4), (8, 0.0, 138.4), (16, 0.0, 171.9), (32, 0.0, 212.8)),
-        *((1, 1.0, 304.0), (8, 1.0, 1185.0), (32, 1.0, 1928.0)),
+        *((1, 1.0, 416.9), (8, 1.0, 1684.5), (64, 1.0, 8221.0)),
     ],
 )
 def test_decode_as_it_was_measured(streams: int, resident: float, measured: float) -> None:
@@ -163,7 +176,7 @@ def test_decode_as_it_was_measured(streams: int, resident: float, measured: floa
     ("tokens", "resident", "measured"),
     [
         *((512, 0.0, 2498.0), (4096, 0.0, 13456.0), (16384, 0.0, 30011.0)),
-        *((512, 1.0, 12781.0), (4096, 1.0, 37860.0), (16384, 1.0, 29940.0)),
+        *((4096, 1.0, 37860.0), (16384, 1.0, 29940.0)),
     ],
 )
 def test_prefill_as_it_was_measured(tokens: int, resident: float, measured: float) -> None:
