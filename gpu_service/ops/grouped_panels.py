@@ -18,7 +18,7 @@ from gpu_service.device.limits import device_limits
 from gpu_service.ops.panels import PanelFormat
 from moebius.kernels.weight_formats import CODEBOOKS
 
-SOURCE = Path(__file__).with_suffix(".cu")
+SOURCES = [Path(__file__).with_name(name) for name in ("panel_codes.cuh", "grouped_panels.cu")]
 # Rows of an expert that a tensor-core instruction takes, and how many such tiles a block may have.
 TILE_ROWS = 8
 TILES = (1, 2, 4)
@@ -33,7 +33,7 @@ _SCALE_BYTES = {"none": 0, "float32": 4, "bfloat16": 2, "float16": 2, "e8m0": 1,
 _CODES = ("integer", "float4", "table", "int8", "float8", "bfloat16")
 _INTEGERS = ("int4", "int5", "int6")
 # Tables of 16 values, which bfloat16 holds.
-_TABLES = ("iq4", "iq3_s")
+_TABLES = ("iq4",)
 _ACTIVATIONS = ("silu", "silu_clamped", "gelu_tanh", "relu2", "clamped_silu", "gpt_oss")
 _INT, _FLOAT, _POINTER = ctypes.c_int32, ctypes.c_float, ctypes.c_uint64
 
@@ -62,7 +62,7 @@ class GroupedShape:
 
 def multiplies(panels: PanelFormat, row_length: int) -> bool:
     """Returns whether kernels take panels of this format, whose rows are `row_length` elements apart."""
-    is_code = panels.code in (*_CODES, *_INTEGERS) or (panels.code in _TABLES and panels.bits == 4)
+    is_code = panels.code in (*_CODES, *_INTEGERS, *_TABLES)
     in_groups = panels.group_size == 16 or panels.group_size % PART == 0
     has_scales = in_groups and (panels.scale or "none") in (*_SCALES, "products")
     is_plain = not (panels.ordered or panels.quantised_rows) and panels.k_padded % PART == 0
@@ -86,7 +86,7 @@ def _has_compiler() -> bool:
     return all((cuda.bindings.driver, cuda.core))
 
 
-def _structure(name: str, panels: PanelFormat, ahead: int) -> str:
+def _structure(name: str, panels: PanelFormat) -> str:
     """Returns the C++ of one kind of panel."""
     scale = "float16" if panels.scale == "products" else panels.scale or "none"
     excess = 0xC300C300 + panels.middle * 0x00010001
@@ -96,7 +96,7 @@ def _structure(name: str, panels: PanelFormat, ahead: int) -> str:
         "kK": panels.k,
         "kBits": panels.bits,
         "kLowBits": panels.low_bits,
-        "kAhead": ahead or max(1, BITS_AHEAD // panels.bits // 2 * 2),
+        "kAhead": max(1, BITS_AHEAD // panels.bits // 2 * 2),
         "kCode": f"CODE_{code.upper()}",
         "kGroup": panels.group_size,
         "kAllGroups": panels.groups,
@@ -139,13 +139,13 @@ def _table(panels: PanelFormat) -> dict[str, int]:
     }
 
 
-def program(shape: GroupedShape, ahead: int = 0, warps: int = WARPS, strips: tuple[int, ...] = (1,)) -> str:
-    """Returns the complete source for one kind of layer; `ahead`: steps that weights are loaded ahead."""
+def program(shape: GroupedShape) -> str:
+    """Returns the complete source for one kind of layer."""
     lines = [f"#define SCALE_{name.upper()} {number}" for number, name in enumerate(_SCALES)]
     lines += [f"#define CODE_{name.upper()} {number}" for number, name in enumerate(_CODES)]
     lines += [f"#define ACTIVATION_{name.upper()} {number}" for number, name in enumerate(_ACTIVATIONS)]
     constants = {
-        "kWarps": warps,
+        "kWarps": WARPS,
         "kTopK": shape.top_k,
         "kGated": int(shape.gated),
         "kActivation": f"ACTIVATION_{shape.activation.upper()}",
@@ -161,34 +161,33 @@ def program(shape: GroupedShape, ahead: int = 0, warps: int = WARPS, strips: tup
         "kDownAt": shape.down_at,
     }
     lines += [f"constexpr unsigned long long {key} = {value};" for key, value in offsets.items()]
-    structures = _structure("GateUp", shape.gate_up, ahead) + _structure("Down", shape.down, ahead)
-    kernels = "".join(f"KERNELS({count}, {tiles})\n" for count in strips for tiles in TILES)
-    return "\n".join(lines) + "\n" + structures + SOURCE.read_text(encoding="utf-8") + kernels
+    structures = _structure("GateUp", shape.gate_up) + _structure("Down", shape.down)
+    sources = "".join(source.read_text(encoding="utf-8") for source in SOURCES)
+    kernels = "".join(f"KERNELS({tiles})\n" for tiles in TILES)
+    return "\n".join(lines) + "\n" + structures + sources + kernels
 
 
 class GroupedPanels:
     """The kernels of one kind of layer on one device."""
 
-    def __init__(
-        self, shape: GroupedShape, device: torch.device, source: str = "", strips: int = 1, warps: int = WARPS
-    ) -> None:
-        """Raises UserError when NVRTC is missing or compiled code cannot be kept."""
+    def __init__(self, shape: GroupedShape, device: torch.device, jit_cache_dir: str = "") -> None:
+        """`jit_cache_dir`: where compiled code is kept; empty: the user's cache.
+
+        Raises UserError when NVRTC is missing or compiled code cannot be kept.
+        """
         from gpu_service.device.cuda_driver import Module
         from gpu_service.device.cuda_program import compiled
 
-        self._shape, self._strips, self._warps = shape, strips, warps
         arch = f"sm_{device_limits(device).architecture}"
-        module = Module(compiled(source or program(shape), "grouped panels", arch))
+        module = Module(compiled(program(shape), "grouped panels", arch, jit_cache_dir))
         pointers = (_POINTER,) * 5
         self._gate_up = {
-            tiles: module.kernel(f"gate_up_{strips}_{tiles}", *pointers, _INT, _FLOAT, _FLOAT)
-            for tiles in TILES
+            tiles: module.kernel(f"gate_up_{tiles}", *pointers, _INT, _FLOAT, _FLOAT) for tiles in TILES
         }
-        self._down = {tiles: module.kernel(f"down_{strips}_{tiles}", *pointers, _INT) for tiles in TILES}
+        self._down = {tiles: module.kernel(f"down_{tiles}", *pointers, _INT) for tiles in TILES}
         channels = 16 if shape.gated else 32
-        per_block = warps * strips
-        self._gate_up_blocks = -(-shape.intermediate_columns // (channels * per_block))
-        self._down_blocks = -(-shape.hidden // (32 * per_block))
+        self._gate_up_blocks = -(-shape.intermediate_columns // (channels * WARPS))
+        self._down_blocks = -(-shape.hidden // (32 * WARPS))
 
     def gate_up(
         self,
@@ -209,7 +208,7 @@ class GroupedPanels:
         self._gate_up[pairs.shape[0] // blocks // TILE_ROWS].launch(
             torch.cuda.current_stream(slots.device).cuda_stream,
             (blocks, self._gate_up_blocks),
-            32 * self._warps,
+            32 * WARPS,
             *(tensor.data_ptr() for tensor in (hidden_states, slots, pairs, block_slots, intermediate)),
             count,
             alpha,
@@ -229,7 +228,7 @@ class GroupedPanels:
         self._down[pairs.shape[0] // blocks // TILE_ROWS].launch(
             torch.cuda.current_stream(slots.device).cuda_stream,
             (blocks, self._down_blocks),
-            32 * self._warps,
+            32 * WARPS,
             *(tensor.data_ptr() for tensor in (intermediate, slots, pairs, block_slots, outputs)),
             outputs.shape[0],
         )

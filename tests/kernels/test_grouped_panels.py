@@ -25,10 +25,10 @@ extern "C" void run(int tiles, unsigned blocks, unsigned first, unsigned second,
 #define RUN(n)                                                                         \\
   if (tiles == n) {                                                                    \\
     run_grid(blocks, first, 32 * kWarps, [=] {                                         \\
-      gate_up_1_##n(x, slots, pairs, of_blocks, between, count, alpha, limit);         \\
+      gate_up_##n(x, slots, pairs, of_blocks, between, count, alpha, limit);         \\
     });                                                                                \\
     run_grid(blocks, second, 32 * kWarps, [=] {                                        \\
-      down_1_##n(between, slots, pairs, of_blocks, outputs, count);                    \\
+      down_##n(between, slots, pairs, of_blocks, outputs, count);                    \\
     });                                                                                \\
   }
   RUN(1) RUN(2) RUN(4)
@@ -44,7 +44,6 @@ FORMATS = (
     "int4_g32_mins_products",
     "mxfp4",
     "iq4_g32_products",
-    "iq3_s_g32_products",
     "int8",
     "int8_g32_mins",
     "int5_g32_mins_products",

@@ -17,8 +17,8 @@ _log = structlog.get_logger(__name__)
 class GroupedExperts:
     """The kernels of each kind of layer, compiled when a kind is first met: when a service warms up."""
 
-    def __init__(self, geometry: MoeGeometry) -> None:
-        self._geometry = geometry
+    def __init__(self, geometry: MoeGeometry, jit_cache_dir: str = "") -> None:
+        self._geometry, self._jit_cache_dir = geometry, jit_cache_dir
         self._found: dict[tuple[LayerFormat, torch.device], GroupedPanels | None] = {}
 
     def of(self, slots: LayerSlots, rows: torch.dtype) -> GroupedPanels | None:
@@ -34,7 +34,7 @@ class GroupedExperts:
         if not is_available(device):
             return None
         try:
-            return GroupedPanels(grouped_shape(kind, self._geometry), device)
+            return GroupedPanels(grouped_shape(kind, self._geometry), device, self._jit_cache_dir)
         except UserError as error:
             _log.warning("expert kernels of grouped rows are left out", error=str(error))
             return None

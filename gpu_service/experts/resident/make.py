@@ -76,12 +76,12 @@ def make_resident_experts(
         for layer, experts in chosen.items()
     }
     _load(source, slots, own, config.experts.max_requantise_error)
-    kernels, max_rows = make_kernels(geometry, device), config.gpu.num_batched_tokens
-    return warmed_up(source, slots, kernels, max_rows, compute_dtype)
+    kernels = make_kernels(geometry, device, config.gpu.jit_cache_dir)
+    return warmed_up(source, slots, kernels, config.gpu.num_batched_tokens, compute_dtype)
 
 
-def make_kernels(geometry: MoeGeometry, device: torch.device) -> ResidentKernels:
-    """Triton's on a GPU, torch's elsewhere and, with a warning, where Triton is not installed."""
+def make_kernels(geometry: MoeGeometry, device: torch.device, jit_cache_dir: str = "") -> ResidentKernels:
+    """Returns Triton's on a GPU, torch's elsewhere and, with a warning, where Triton is not installed."""
     if device.type != "cuda":
         return TorchResidentKernels(geometry)
     try:
@@ -91,7 +91,7 @@ def make_kernels(geometry: MoeGeometry, device: torch.device) -> ResidentKernels
             "no Triton: resident experts are computed by torch, slowly and eagerly", error=str(error)
         )
         return TorchResidentKernels(geometry)
-    return TritonResidentKernels(geometry)
+    return TritonResidentKernels(geometry, jit_cache_dir=jit_cache_dir)
 
 
 def warmed_up(

@@ -258,7 +258,7 @@ def make_streamer(
         plan.layers,
         BufferRing(transfers, layout.num_buffers, layout.buffer_bytes),
         transfers,
-        make_kernels(geometry, device),
+        make_kernels(geometry, device, config.gpu.jit_cache_dir),
         ShareChooser(
             mode,
             config.gpu.stream_min_rows,

@@ -24,7 +24,7 @@ from gpu_service.experts.resident.experts import (
     TorchResidentKernels,
 )
 from gpu_service.experts.resident.make import warmed_up
-from gpu_service.experts.resident.panels import layer_format, pair_bytes
+from gpu_service.experts.resident.panels import UNPACK_FROM, layer_format, pair_bytes
 from gpu_service.experts.resident.triton_kernels import backend, launch
 from gpu_service.experts.resident.triton_kernels.backend import TritonResidentKernels
 from gpu_service.experts.resident.triton_kernels.pairs import align
@@ -348,7 +348,7 @@ def test_grouped_rows_are_unpacked_later_and_in_higher_blocks_of_wide_codes() ->
     assert [launch.few_grouped_rows(kind) for kind in (narrow, products, float8, wide)] == [3, 5, 3, 8]
     assert [launch.row_tiles(rows * 8, 128, 4) for rows in (4, 128, 256, 512, 513)] == [1, 1, 2, 2, 4]
     assert [launch.row_tiles(rows * 8, 128, 8) for rows in (128, 192, 256)] == [1, 2, 4]
-    pairs = [launch.UNPACK_FROM * 128, launch.UNPACK_GROUPED_FROM * 128]
+    pairs = [UNPACK_FROM * 128, launch.UNPACK_GROUPED_FROM * 128]
     for is_grouped, expected in ((False, [True, True]), (True, [False, True])):
         found = [launch.unpacks(narrow, torch.bfloat16, count, 128, is_grouped) for count in pairs]
         assert found == expected
