@@ -17,6 +17,7 @@ from structlog.testing import capture_logs
 import tests.helpers.triton_interpreter  # noqa: F401
 from gpu_service.device.host_virtual_memory import HostVirtualMemory
 from gpu_service.device.virtual_memory import PhysicalPool
+from gpu_service.experts.resident import grouped
 from gpu_service.experts.resident.experts import (
     ELSEWHERE,
     LayerSlots,
@@ -29,6 +30,7 @@ from gpu_service.experts.resident.triton_kernels import backend, launch
 from gpu_service.experts.resident.triton_kernels.backend import TritonResidentKernels
 from gpu_service.experts.resident.triton_kernels.pairs import align
 from gpu_service.experts.resident.unpack import unpack_expert
+from gpu_service.ops.grouped_panels import GroupedPanels, GroupedShape
 from gpu_service.ops.triton import panel_sizes
 from moebius.kernels.weight_formats import WEIGHT_FORMATS
 from tests import tolerances
@@ -339,6 +341,27 @@ def test_few_rows_are_those_that_share_hardly_any_expert() -> None:
     formats = [layer_format(name, name, 64, 32, False) for name in ("int4_g32", "fp8_block", "bfloat16")]
     assert [launch.few_rows(kind, 128, 8) for kind in formats] == [16, 16, 32]
     assert [launch.few_rows(kind, 8, 2) for kind in formats] == [8, 8, 8]
+
+
+def test_what_cannot_be_compiled_is_left_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler or driver that refuses costs a warning, once, and no start; other rows never ask it."""
+    asked: list[str] = []
+
+    def refuse(shape: GroupedShape, device: torch.device, jit_cache_dir: str) -> GroupedPanels:
+        asked.append(jit_cache_dir)
+        raise RuntimeError("cuModuleLoadData: CUDA_ERROR_UNSUPPORTED_PTX_VERSION")
+
+    monkeypatch.setattr(grouped, "is_available", lambda _: True)
+    monkeypatch.setattr(grouped, "GroupedPanels", refuse)
+    shape = Shape()
+    experts = grouped.GroupedExperts(shape.geometry, "/cache")
+    with capture_logs() as logs:
+        for _ in range(2):
+            assert experts.of(resident_layer(shape, "int4_g32", (0,)), torch.bfloat16) is None
+    assert experts.of(resident_layer(shape, "int4_g32", (0,)), torch.float32) is None
+    assert experts.of(resident_layer(shape, "int3_g16_products", (0,)), torch.bfloat16) is None
+    assert asked == ["/cache"]
+    assert [entry["because"] for entry in logs] == ["cuModuleLoadData: CUDA_ERROR_UNSUPPORTED_PTX_VERSION"]
 
 
 def test_grouped_rows_are_unpacked_later_and_in_higher_blocks_of_wide_codes() -> None:
