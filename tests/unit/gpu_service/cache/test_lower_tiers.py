@@ -480,6 +480,7 @@ class TierMachine:
         batch = Batch([], [], [], [], step=self.next_step)
         self.next_step += 1
         self.cache.scheduled(request, batch)
+        self.cache.planned(batch)
         request.scheduled_len = end
         self.open_steps.append(OpenStep(batch, request, end, request.pages[-1], self.runs[request]))
 
