@@ -1,11 +1,11 @@
-// What grouped_panels.cu takes from CUDA, on the host: a thread of the machine for each lane of a block. Tensor-core
-// instructions and exchanges between lanes wait for the warp; copies are complete at once.
-#include <barrier>
+// What grouped_panels.cu takes from CUDA, on the host: warps one after another, whose lanes take turns. A lane that
+// waits for its warp lets the next one go on; all of them wait equally often, so that one turn is enough.
+#include <ucontext.h>
+
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <memory>
-#include <thread>
+#include <functional>
 #include <vector>
 
 #define ON_HOST
@@ -30,16 +30,35 @@ struct alignas(16) float4 {
 static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
-static thread_local Dim threadIdx;
-static Dim blockIdx;
+static Dim threadIdx, blockIdx;
 
-// What the lanes of a warp show one another.
+// A warp: its lanes' contexts, and what they show one another.
 struct Warp {
-  std::barrier<> barrier{32};
+  ucontext_t all_done, lanes[32];
+  std::vector<char> stacks = std::vector<char>(32 << 18);
+  std::function<void()> kernel;
+  unsigned first_thread, lane;
   unsigned words[32][8];
+
+  void wait() {
+    const unsigned own = lane;
+    resume(own, &lanes[own]);
+  }
+  // Goes on with the lane after `own`; from the last one with the first.
+  void resume(unsigned own, ucontext_t* saved) {
+    lane = (own + 1) % 32, threadIdx.x = first_thread + lane;
+    swapcontext(saved, &lanes[lane]);
+    lane = own, threadIdx.x = first_thread + own;
+  }
 };
-static std::vector<std::unique_ptr<Warp>> warps;
-static Warp& own_warp() { return *warps[threadIdx.x / 32]; }
+static Warp warp;
+
+static void run_lane() {
+  warp.kernel();
+  const unsigned own = warp.lane;
+  if (own == 31) setcontext(&warp.all_done);
+  warp.resume(own, &warp.lanes[own]);
+}
 
 static float __uint_as_float(unsigned bits) {
   float value;
@@ -61,10 +80,9 @@ static float high_half(unsigned pair) { return __uint_as_float(pair & 0xFFFF0000
 // mma.m16n8k16: a lane's registers hold rows lane / 4 and eight more of A, column lane / 4 of B, and k or columns
 // from 2 (lane % 4) (PTX ISA, "Matrix fragments for mma.m16n8k16").
 static void multiply_add(float (&sum)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
-  Warp& warp = own_warp();
   const unsigned lane = threadIdx.x & 31, mine[6] = {a0, a1, a2, a3, b0, b1};
   memcpy(warp.words[lane], mine, sizeof mine);
-  warp.barrier.arrive_and_wait();
+  warp.wait();
   for (unsigned i = 0; i < 4; ++i) {
     const unsigned row = lane / 4, column = lane % 4 * 2 + i % 2;
     for (unsigned part = 0; part < 2; ++part) {
@@ -74,7 +92,7 @@ static void multiply_add(float (&sum)[4], unsigned a0, unsigned a1, unsigned a2,
       }
     }
   }
-  warp.barrier.arrive_and_wait();
+  warp.wait();
 }
 static unsigned fused_pairs(unsigned x, unsigned y, unsigned z) {
   const float low = low_half(x) * low_half(y) + low_half(z), high = high_half(x) * high_half(y) + high_half(z);
@@ -100,12 +118,11 @@ static float from_byte(unsigned code) {
 }
 static unsigned from_float8(unsigned two) { return rounded_pair(from_byte(two & 255), from_byte(two >> 8)); }
 static float other_panel(float value) {
-  Warp& warp = own_warp();
   const unsigned lane = threadIdx.x & 31;
   warp.words[lane][0] = float_bits(value);
-  warp.barrier.arrive_and_wait();
+  warp.wait();
   const float other = __uint_as_float(warp.words[lane ^ 16][0]);
-  warp.barrier.arrive_and_wait();
+  warp.wait();
   return other;
 }
 template <typename T>
@@ -122,20 +139,23 @@ static uint4 load_row(const uint8_t* at) { return loaded<uint4>(at); }
 static unsigned masked_or(unsigned x, unsigned mask, unsigned bits) { return (x & mask) | bits; }
 static float exponential(float value) { return std::exp(value); }
 
-template <typename Kernel>
-static void run_grid(unsigned columns, unsigned rows, unsigned threads, Kernel kernel) {
-  warps.clear();
-  for (unsigned warp = 0; warp < threads / 32; ++warp) warps.push_back(std::make_unique<Warp>());
+static void run_warp(unsigned first_thread, const std::function<void()>& kernel) {
+  warp.kernel = kernel, warp.first_thread = first_thread;
+  for (unsigned lane = 0; lane < 32; ++lane) {
+    getcontext(&warp.lanes[lane]);
+    warp.lanes[lane].uc_stack.ss_sp = warp.stacks.data() + (lane << 18);
+    warp.lanes[lane].uc_stack.ss_size = 1 << 18;
+    warp.lanes[lane].uc_link = nullptr;
+    makecontext(&warp.lanes[lane], run_lane, 0);
+  }
+  warp.lane = 0, threadIdx.x = first_thread;
+  swapcontext(&warp.all_done, &warp.lanes[0]);
+}
+
+static void run_grid(unsigned columns, unsigned rows, unsigned threads, const std::function<void()>& kernel) {
   for (blockIdx.y = 0; blockIdx.y < rows; ++blockIdx.y) {
     for (blockIdx.x = 0; blockIdx.x < columns; ++blockIdx.x) {
-      std::vector<std::thread> lanes;
-      for (unsigned thread = 0; thread < threads; ++thread) {
-        lanes.emplace_back([&, thread] {
-          threadIdx.x = thread;
-          kernel();
-        });
-      }
-      for (std::thread& lane : lanes) lane.join();
+      for (unsigned first = 0; first < threads; first += 32) run_warp(first, kernel);
     }
   }
 }

@@ -68,7 +68,6 @@ def compiled(source: str, directory: Path) -> ctypes.CDLL:
         "-w",
         "-shared",
         "-fPIC",
-        "-pthread",
         "-o",
         str(directory / "grouped.so"),
     ]
