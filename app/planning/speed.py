@@ -29,9 +29,7 @@ from moebius.kernels import float32_isa, isa_level
 from moebius.kernels.weight_formats import (
     CODEBOOKS,
     PANEL_COLUMNS,
-    WeightFormat,
     split_gate_up,
-    weight_format,
 )
 from moebius.mailbox.plan import request_rows
 from moebius.models.geometry import MoeGeometry
@@ -339,13 +337,19 @@ def grouped_share(formats: tuple[str, str] | None) -> float:
     """Returns the share of a GPU's bandwidth that rows of an expert reach together, by the packed formats of
     gate and up, and of down: the least of theirs.
     """
-    if formats is None or split_gate_up(formats[0])[0] != split_gate_up(formats[0])[1]:
+    if formats is None:
         return TILES_BANDWIDTH_SHARE
-    return min(_format_share(weight_format(name)) for name in (split_gate_up(formats[0])[0], formats[1]))
+    gate, up = split_gate_up(formats[0])
+    return TILES_BANDWIDTH_SHARE if gate != up else min(map(_format_share, (up, formats[1])))
 
 
-def _format_share(kind: WeightFormat) -> float:
-    if kind.ordered or kind.quantised_rows or kind.code in ("float32", "float16") or kind.bits < 4:
+def _format_share(name: str) -> float:
+    from gpu_service.ops.grouped_panels import multiplies
+    from gpu_service.ops.panels import panel_format
+
+    length = 256  # of rows; any in whole blocks would do
+    kind = panel_format(name, length)
+    if not multiplies(kind, length):
         return TILES_BANDWIDTH_SHARE
     if kind.code in CODEBOOKS:
         return TABLE_BANDWIDTH_SHARE

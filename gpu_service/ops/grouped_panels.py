@@ -23,7 +23,8 @@ SOURCES = [Path(__file__).with_name(name) for name in ("panel_codes.cuh", "group
 TILE_ROWS = 8
 TILES = (1, 2, 4)
 WARPS = 4
-# k of one step of a warp, and bits of each weight that it loads ahead: four steps of 4-bit codes.
+# k of one step of a warp, eight for each lane of a group of four; and bits of each weight that it loads
+# ahead: four steps of 4-bit codes.
 PART, BITS_AHEAD = 32, 16
 # Tensor cores multiply bfloat16 from here on.
 LEAST_ARCHITECTURE = 80
@@ -89,7 +90,6 @@ def _has_compiler() -> bool:
 def _structure(name: str, panels: PanelFormat) -> str:
     """Returns the C++ of one kind of panel."""
     scale = "float16" if panels.scale == "products" else panels.scale or "none"
-    excess = 0xC300C300 + panels.middle * 0x00010001
     parts = -(-panels.k // PART)
     code = "table" if panels.code in _TABLES else "integer" if panels.code in _INTEGERS else panels.code
     constants: dict[str, int | str] = {
@@ -98,6 +98,7 @@ def _structure(name: str, panels: PanelFormat) -> str:
         "kLowBits": panels.low_bits,
         "kAhead": max(1, BITS_AHEAD // panels.bits // 2 * 2),
         "kCode": f"CODE_{code.upper()}",
+        "kMiddle": panels.middle,
         "kGroup": panels.group_size,
         "kAllGroups": panels.groups,
         "kPartsOfGroup": 1 if panels.group_size == 16 else panels.group_size // PART or parts,
@@ -120,8 +121,7 @@ def _structure(name: str, panels: PanelFormat) -> str:
         "kPanelBytes": panels.panel_bytes,
     }
     lines = [f"  static constexpr int {key} = {value};" for key, value in constants.items()]
-    words = {"kExcess": excess, **_table(panels)}
-    lines += [f"  static constexpr unsigned {key} = {value}u;" for key, value in words.items()]
+    lines += [f"  static constexpr unsigned {key} = {value}u;" for key, value in _table(panels).items()]
     return "\n".join([f"struct {name} {{", *lines, "};", ""])
 
 
@@ -146,6 +146,7 @@ def program(shape: GroupedShape) -> str:
     lines += [f"#define ACTIVATION_{name.upper()} {number}" for number, name in enumerate(_ACTIVATIONS)]
     constants = {
         "kWarps": WARPS,
+        "kPart": PART,
         "kTopK": shape.top_k,
         "kGated": int(shape.gated),
         "kActivation": f"ACTIVATION_{shape.activation.upper()}",

@@ -5,8 +5,7 @@ typedef unsigned char u8;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-constexpr int kPart = 32;            // k of one step: one line for each lane of a group of four
-constexpr u32 kBase = 0x43004300u;   // 128.0 twice: after it a mantissa's last four bits are whole numbers
+constexpr u32 kBase = 0x43004300u;  // 128.0 twice: after it a mantissa's last four bits are whole numbers
 constexpr u32 kMinusBase = 0xC300C300u;
 constexpr u32 kOnes = 0x3F803F80u;
 
@@ -275,7 +274,7 @@ static __device__ __forceinline__ u32 column_of(const uint4& four, int column) {
 // Pairs of one of a lane's four columns.
 template <class Panel>
 static __device__ __forceinline__ void decode_column(u32 (&pairs)[4], const Step<Panel>& step, int column, int lane) {
-  u32 words[Panel::kLowBits / 4], high = 0, excess = Panel::kExcess;
+  u32 words[Panel::kLowBits / 4], high = 0, excess = kMinusBase + Panel::kMiddle * 0x00010001u;
 #pragma unroll
   for (int line = 0; line < Panel::kLowBits / 4; ++line) words[line] = column_of(step.words[line], column);
   if constexpr (Panel::kBits == 6) high = column_of(step.high, column) >> (lane & 1) * 4;

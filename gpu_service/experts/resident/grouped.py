@@ -23,7 +23,7 @@ class GroupedExperts:
 
     def of(self, slots: LayerSlots, rows: torch.dtype) -> GroupedPanels | None:
         """Returns the kernels for rows of this type and a layer's experts; None: Triton's compute them."""
-        if rows != torch.bfloat16 or not can_group(slots.kind):
+        if rows != torch.bfloat16:
             return None
         key = slots.kind, slots.weights.device
         if key not in self._found:
@@ -31,7 +31,7 @@ class GroupedExperts:
         return self._found[key]
 
     def _compiled(self, kind: LayerFormat, device: torch.device) -> GroupedPanels | None:
-        if not is_available(device):
+        if not can_group(kind) or not is_available(device):
             return None
         try:
             return GroupedPanels(grouped_shape(kind, self._geometry), device, self._jit_cache_dir)

@@ -20,7 +20,7 @@ from gpu_service.experts.resident.triton_kernels import dense, gemm, launch, rou
 from gpu_service.experts.resident.triton_kernels.pairs import align, combine_choices, pair_memory, row_parts
 from gpu_service.experts.resident.triton_kernels.rows import down_rows, gate_up_rows
 from gpu_service.experts.resident.triton_kernels.unpacked import places, unpack_experts
-from gpu_service.ops.grouped_panels import TILE_ROWS
+from gpu_service.ops.grouped_panels import TILE_ROWS, GroupedPanels
 from gpu_service.ops.panels import PanelFormat
 from gpu_service.ops.triton import panel_sizes
 from gpu_service.ops.triton.jit import launch_fitting, next_power_of_2, overlap
@@ -45,10 +45,10 @@ class TritonResidentKernels(ResidentKernels):
         self._most_few_rows = few_rows
         self._grouped = GroupedExperts(geometry, jit_cache_dir)
 
-    def _few_rows(self, slots: LayerSlots, dtype: torch.dtype) -> int:
+    def _few_rows(self, slots: LayerSlots, is_grouped: bool) -> int:
         if self._most_few_rows is not None:
             return self._most_few_rows
-        if self._grouped.of(slots, dtype) is not None:
+        if is_grouped:
             return launch.few_grouped_rows(slots.kind)
         return launch.few_rows(slots.kind, self._geometry.num_experts, self._geometry.top_k)
 
@@ -88,15 +88,19 @@ class TritonResidentKernels(ResidentKernels):
         inputs = hidden_states.contiguous(), topk_ids.contiguous(), topk_weights.contiguous()
         pairs, experts = topk_ids.numel(), self._geometry.num_experts
         # Unpacking reads every slot that has memory, also those of no expert; a graph cannot know which have.
-        is_few = num_rows <= self._few_rows(slots, hidden_states.dtype) or not slots.backed
+        grouped = self._grouped.of(slots, hidden_states.dtype)
+        few = self._few_rows(slots, grouped is not None)
+        is_few = num_rows <= few or not slots.backed
         is_captured = slots.memory is not None and is_capturing(hidden_states.device)
-        is_grouped = self._grouped.of(slots, hidden_states.dtype) is not None
-        unpacks = launch.unpacks(slots.kind, hidden_states.dtype, pairs, experts, is_grouped)
+        unpacks = launch.unpacks(slots.kind, hidden_states.dtype, pairs, experts, grouped is not None)
         if is_few or is_captured or not unpacks:
             for rows in row_parts(slots, hidden_states, topk_ids.shape[1]):
                 before = None if partial is None else partial[rows]
                 x, ids, weights = (tensor[rows] for tensor in inputs)
-                self._packed(slots, x, ids, weights, before, result[rows])
+                if x.shape[0] <= few:
+                    self._by_rows(slots, x, ids, weights, before, result[rows])
+                else:
+                    self._packed(slots, grouped, x, ids, weights, before, result[rows])
             return result
         step = launch.experts_at_once(slots.kind)
         for first in range(0, slots.backed, step):
@@ -107,19 +111,16 @@ class TritonResidentKernels(ResidentKernels):
     def _packed(
         self,
         slots: LayerSlots,
+        grouped: GroupedPanels | None,
         hidden_states: torch.Tensor,
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor,
         partial: torch.Tensor | None,
         result: torch.Tensor,
     ) -> None:
-        """Products with weights as they are stored."""
-        if hidden_states.shape[0] <= self._few_rows(slots, hidden_states.dtype):
-            self._by_rows(slots, hidden_states, topk_ids, topk_weights, partial, result)
-            return
+        """Computes blocks of pairs that share an expert, with weights as they are stored."""
         pairs = topk_ids.numel()
         intermediate, outputs = pair_memory(slots, hidden_states, pairs)
-        grouped = self._grouped.of(slots, hidden_states.dtype)
         if grouped is not None:
             bits = min(panels.bits for panels in slots.kind.panels)
             height = TILE_ROWS * launch.row_tiles(pairs, self._geometry.num_experts, bits)
@@ -171,7 +172,7 @@ class TritonResidentKernels(ResidentKernels):
     def warm_up(self, slots: LayerSlots, max_rows: int, dtype: torch.dtype) -> None:
         """A call for each kind of tile, and one for few rows. No id is chosen."""
         geometry, device = self._geometry, slots.weights.device
-        few = self._few_rows(slots, dtype)
+        few = self._few_rows(slots, self._grouped.of(slots, dtype) is not None)
         by_parts = launch.by_parts(dtype, slots.kind.gate, slots.kind.gate_up)
         sizes = launch.sizes_to_warm_up(geometry.num_experts, geometry.top_k, few, max_rows, by_parts)
         for rows_ in counted(sizes, "compiling expert kernels", len(sizes)):
