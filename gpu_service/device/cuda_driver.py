@@ -53,20 +53,26 @@ class Module:
     def __init__(self, cubin: bytes) -> None:
         self._module = checked("cuModuleLoadData", driver.cuModuleLoadData(cubin))
 
-    def kernel(self, name: str, *types: type[Any]) -> Kernel:
-        """Returns a kernel whose parameters have these ctypes types."""
+    def kernel(self, name: str, *types: type[Any], shared: int = 0) -> Kernel:
+        """Returns a kernel whose parameters have these ctypes types.
+
+        `shared`: bytes of shared memory of a block, beside what the kernel declares itself.
+        """
         function = checked(
             f"cuModuleGetFunction({name})", driver.cuModuleGetFunction(self._module, name.encode())
         )
         checked(f"cuFuncLoad({name})", driver.cuFuncLoad(function))
-        return Kernel(name, function, types)
+        if shared:
+            limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            checked(f"cuFuncSetAttribute({name})", driver.cuFuncSetAttribute(function, limit, shared))
+        return Kernel(name, function, types, shared)
 
 
 class Kernel:
     """A kernel of a `Module`, loaded and ready to launch."""
 
-    def __init__(self, name: str, function: Any, types: Sequence[type[Any]]) -> None:
-        self._name, self._function, self._types = name, function, types
+    def __init__(self, name: str, function: Any, types: Sequence[type[Any]], shared: int) -> None:
+        self._name, self._function, self._types, self._shared = name, function, types, shared
 
     def launch(self, stream: int, grid: int | tuple[int, int], block: int, *values: Any) -> None:
         """Queues it; `values` in the order of its parameters, structures as they are, pointers as numbers."""
@@ -76,11 +82,10 @@ class Kernel:
             for kind, value in zip(self._types, values, strict=True)
         ]
         pointers = (ctypes.c_void_p * len(held))(*(ctypes.addressof(value) for value in held))
+        sizes = columns, rows, 1, block, 1, 1, self._shared
         checked(
             self._name,
-            driver.cuLaunchKernel(
-                self._function, columns, rows, 1, block, 1, 1, 0, stream, ctypes.addressof(pointers), 0
-            ),
+            driver.cuLaunchKernel(self._function, *sizes, stream, ctypes.addressof(pointers), 0),
         )
 
 

@@ -130,46 +130,6 @@ static __device__ __forceinline__ void multiply(float (&total)[kTiles][2][4], co
   }
 }
 
-// Scales of whole columns, and biases, of a lane's four columns.
-template <class Panel>
-static __device__ __forceinline__ void finish(float (&total)[2][4], const u8* panel, int lane) {
-  const int column = (lane >> 2 & 3) * 4;
-#pragma unroll
-  for (int two = 0; two < 2; ++two) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int at = (column + 2 * two + i / 2) * 4;
-      if constexpr (Panel::kColumnScale) {
-        total[two][i] *= *reinterpret_cast<const float*>(panel + Panel::kColumnScaleAt + at);
-      }
-      if constexpr (Panel::kBias) total[two][i] += *reinterpret_cast<const float*>(panel + Panel::kBiasAt + at);
-    }
-  }
-}
-
-// As gemm.py's `activate`.
-static __device__ __forceinline__ float activate(float gate, float up, float alpha, float limit) {
-  if constexpr (kActivation == ACTIVATION_SILU) return gate / (1 + exponential(-gate)) * up;
-  if constexpr (kActivation == ACTIVATION_SILU_CLAMPED) {
-    return fminf(gate / (1 + exponential(-gate)), limit) * fminf(fmaxf(up, -limit), limit);
-  }
-  if constexpr (kActivation == ACTIVATION_GELU_TANH) {
-    // The tanh form of GELU, by the logistic function.
-    const float inner = gate * (1.5957691216057308f + 0.0713548162726f * gate * gate);
-    return gate / (1 + exponential(-inner)) * up;
-  }
-  if constexpr (kActivation == ACTIVATION_RELU2) {
-    const float kept = fmaxf(up, 0.0f);
-    return kept * kept;
-  }
-  if constexpr (kActivation == ACTIVATION_CLAMPED_SILU) {
-    const float kept = fminf(gate, limit);
-    return kept / (1 + exponential(-kept)) * fminf(fmaxf(up, -limit), limit);
-  }
-  const float kept = fminf(gate, limit);
-  return (fminf(fmaxf(up, -limit), limit) + 1) * kept / (1 + exponential(-alpha * kept));
-}
-
 // Block (block of 8 kTiles pairs, kWarps strips of 16 channels, without a gate 32): intermediate bfloat16 [pairs,
 // kIntermediateColumns], of `x` bfloat16 [rows, GateUp::kK]. `pairs`, `block_slots`: as `routing.place_pairs` writes.
 template <int kTiles>
@@ -177,17 +137,8 @@ static __device__ __forceinline__ void gate_up(const u8* x, const u8* slots, con
                                                u8* intermediate, int count, float alpha, float limit) {
   const int slot = block_slots[blockIdx.x], lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int strip = blockIdx.y * kWarps + warp;
-  constexpr int kPanels = kIntermediateColumns / 16, kAll = kGated ? kPanels : (kPanels + 1) / 2;
-  if (slot < 0 || strip >= kAll) return;
-  const bool is_second = lane & 16;
-  u64 at;
-  if constexpr (kGated) {
-    at = is_second ? kUpAt + u64(strip) * kUpStep : u64(strip) * kGateStep;
-  } else {
-    const int wanted = 2 * strip + is_second;
-    at = kUpAt + u64(wanted < kPanels ? wanted : kPanels - 1) * kUpStep;
-  }
-  const u8* panel = slots + u64(slot) * kExpertBytes + at;
+  if (slot < 0 || strip >= kGateUpStrips) return;
+  const u8* panel = slots + u64(slot) * kExpertBytes + gate_up_at(strip, lane);
   const int* own = pairs + blockIdx.x * 8 * kTiles;
   const u8* rows[kTiles];
 #pragma unroll
@@ -200,42 +151,8 @@ static __device__ __forceinline__ void gate_up(const u8* x, const u8* slots, con
   multiply<GateUp, kTiles>(total, panel, rows, lane);
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
-    float(&found)[2][4] = total[tile];
-    finish<GateUp>(found, panel, lane);
-    u32 values[2][2];  // [row][pair of columns]
-    int channel = strip * (kGated ? 16 : 32) + (lane >> 2 & 3) * 4;
-    if constexpr (kGated) {
-      // Lanes of gate take their first two columns, lanes of up the last two: each sends what the other lacks.
-      float mixed[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float sent = other_panel(is_second ? found[0][i] : found[1][i]);
-        const float gate = is_second ? sent : found[0][i], up = is_second ? found[1][i] : sent;
-        mixed[i] = activate(gate, up, alpha, limit);
-      }
-      values[0][0] = rounded_pair(mixed[0], mixed[2]);
-      values[1][0] = rounded_pair(mixed[1], mixed[3]);
-      channel += is_second ? 2 : 0;
-    } else {
-#pragma unroll
-      for (int two = 0; two < 2; ++two) {
-#pragma unroll
-        for (int row = 0; row < 2; ++row) {
-          const float low = activate(0, found[two][row], alpha, limit);
-          values[row][two] = rounded_pair(low, activate(0, found[two][row + 2], alpha, limit));
-        }
-      }
-      channel += is_second ? 16 : 0;
-    }
-    if (channel >= kIntermediateColumns) continue;
-#pragma unroll
-    for (int row = 0; row < 2; ++row) {
-      const int pair = own[tile * 8 + (lane & 3) * 2 + row];
-      if (pair >= count) continue;
-      u32* target = reinterpret_cast<u32*>(intermediate + (u64(pair) * kIntermediateColumns + channel) * 2);
-      target[0] = values[row][0];
-      if constexpr (!kGated) target[1] = values[row][1];
-    }
+    write_activations(total[tile], panel, own + tile * 8, strip, lane, intermediate, count, alpha, limit,
+                      [](int channel) { return channel; });
   }
 }
 
@@ -245,11 +162,8 @@ static __device__ __forceinline__ void down(const u8* intermediate, const u8* sl
                                             const int* block_slots, float* outputs, int count) {
   const int slot = block_slots[blockIdx.x], lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int strip = blockIdx.y * kWarps + warp;
-  constexpr int kPanels = (kHidden + 15) / 16, kAll = (kPanels + 1) / 2;
-  if (slot < 0 || strip >= kAll) return;
-  const int wanted = 2 * strip + (lane & 16 ? 1 : 0);
-  const u64 down_at = kDownAt + u64(wanted < kPanels ? wanted : kPanels - 1) * Down::kPanelBytes;
-  const u8* panel = slots + u64(slot) * kExpertBytes + down_at;
+  if (slot < 0 || strip >= kDownStrips) return;
+  const u8* panel = slots + u64(slot) * kExpertBytes + down_at(strip, lane);
   const int* own = pairs + blockIdx.x * 8 * kTiles;
   const u8* rows[kTiles];
 #pragma unroll
@@ -260,19 +174,9 @@ static __device__ __forceinline__ void down(const u8* intermediate, const u8* sl
   }
   float total[kTiles][2][4] = {};
   multiply<Down, kTiles>(total, panel, rows, lane);
-  const int feature = strip * 32 + (lane & 16) + (lane >> 2 & 3) * 4;
-  if (feature >= kHidden) return;
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
-    float(&found)[2][4] = total[tile];
-    finish<Down>(found, panel, lane);
-#pragma unroll
-    for (int row = 0; row < 2; ++row) {
-      const int pair = own[tile * 8 + (lane & 3) * 2 + row];
-      if (pair >= count) continue;
-      float4* target = reinterpret_cast<float4*>(outputs + u64(pair) * kHidden + feature);
-      *target = make_float4(found[0][row], found[0][row + 2], found[1][row], found[1][row + 2]);
-    }
+    write_outputs(total[tile], panel, own + tile * 8, strip, lane, outputs, count);
   }
 }
 

@@ -18,7 +18,7 @@ from gpu_service.device.limits import device_limits
 from gpu_service.ops.panels import PanelFormat
 from moebius.kernels.weight_formats import CODEBOOKS
 
-SOURCES = [Path(__file__).with_name(name) for name in ("panel_codes.cuh", "grouped_panels.cu")]
+SOURCES = ("panel_codes.cuh", "panel_results.cuh", "grouped_panels.cu")
 # Rows of an expert that a tensor-core instruction takes, and how many such tiles a block may have.
 TILE_ROWS = 8
 TILES = (1, 2, 4)
@@ -36,7 +36,7 @@ _INTEGERS = ("int4", "int5", "int6")
 # Tables of 16 values, which bfloat16 holds.
 _TABLES = ("iq4",)
 _ACTIVATIONS = ("silu", "silu_clamped", "gelu_tanh", "relu2", "clamped_silu", "gpt_oss")
-_INT, _FLOAT, _POINTER = ctypes.c_int32, ctypes.c_float, ctypes.c_uint64
+INT, FLOAT, POINTER = ctypes.c_int32, ctypes.c_float, ctypes.c_uint64
 
 
 @dataclass(frozen=True)
@@ -139,21 +139,23 @@ def _table(panels: PanelFormat) -> dict[str, int]:
     }
 
 
-def program(shape: GroupedShape) -> str:
-    """Returns the complete source for one kind of layer."""
+def constants(shape: GroupedShape, warps: int, **more: int) -> str:
+    """Returns what sources of kernels for one kind of layer begin with; `warps`: of a block; `more`: numbers
+    that a source of its own takes.
+    """
     lines = [f"#define SCALE_{name.upper()} {number}" for number, name in enumerate(_SCALES)]
     lines += [f"#define CODE_{name.upper()} {number}" for number, name in enumerate(_CODES)]
     lines += [f"#define ACTIVATION_{name.upper()} {number}" for number, name in enumerate(_ACTIVATIONS)]
-    constants = {
-        "kWarps": WARPS,
+    numbers = more | {
+        "kWarps": warps,
         "kPart": PART,
         "kTopK": shape.top_k,
         "kGated": int(shape.gated),
-        "kActivation": f"ACTIVATION_{shape.activation.upper()}",
         "kHidden": shape.hidden,
         "kIntermediateColumns": shape.intermediate_columns,
     }
-    lines += [f"constexpr int {key} = {value};" for key, value in constants.items()]
+    lines += [f"constexpr int {key} = {value};" for key, value in numbers.items()]
+    lines.append(f"constexpr int kActivation = ACTIVATION_{shape.activation.upper()};")
     offsets = {
         "kExpertBytes": shape.expert_bytes,
         "kGateStep": shape.gate_step,
@@ -162,10 +164,18 @@ def program(shape: GroupedShape) -> str:
         "kDownAt": shape.down_at,
     }
     lines += [f"constexpr unsigned long long {key} = {value};" for key, value in offsets.items()]
-    structures = _structure("GateUp", shape.gate_up) + _structure("Down", shape.down)
-    sources = "".join(source.read_text(encoding="utf-8") for source in SOURCES)
+    return "\n".join(lines) + "\n" + _structure("GateUp", shape.gate_up) + _structure("Down", shape.down)
+
+
+def sources(*names: str) -> str:
+    """Returns the text of files beside this one, one after another."""
+    return "".join(Path(__file__).with_name(name).read_text(encoding="utf-8") for name in names)
+
+
+def program(shape: GroupedShape) -> str:
+    """Returns the complete source for one kind of layer."""
     kernels = "".join(f"KERNELS({tiles})\n" for tiles in TILES)
-    return "\n".join(lines) + "\n" + structures + sources + kernels
+    return constants(shape, WARPS) + sources(*SOURCES) + kernels
 
 
 class GroupedPanels:
@@ -181,11 +191,11 @@ class GroupedPanels:
 
         arch = f"sm_{device_limits(device).architecture}"
         module = Module(compiled(program(shape), "grouped panels", arch, jit_cache_dir))
-        pointers = (_POINTER,) * 5
+        pointers = (POINTER,) * 5
         self._gate_up = {
-            tiles: module.kernel(f"gate_up_{tiles}", *pointers, _INT, _FLOAT, _FLOAT) for tiles in TILES
+            tiles: module.kernel(f"gate_up_{tiles}", *pointers, INT, FLOAT, FLOAT) for tiles in TILES
         }
-        self._down = {tiles: module.kernel(f"down_{tiles}", *pointers, _INT) for tiles in TILES}
+        self._down = {tiles: module.kernel(f"down_{tiles}", *pointers, INT) for tiles in TILES}
         channels = 16 if shape.gated else 32
         self._gate_up_blocks = -(-shape.intermediate_columns // (channels * WARPS))
         self._down_blocks = -(-shape.hidden // (32 * WARPS))

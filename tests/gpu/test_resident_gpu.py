@@ -27,7 +27,7 @@ from tests.helpers.waiting import wait_until
 
 pytestmark = pytest.mark.gpu
 REAL = Shape(hidden=2048, intermediate=768, experts=64, top_k=8)
-ROWS = (1, 2, 7, 8, 9, 33, 300)
+ROWS = (1, 2, 7, 8, 9, 33, 300, 700)
 
 
 def kernels(shape: Shape) -> Any:

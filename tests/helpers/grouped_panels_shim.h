@@ -1,5 +1,6 @@
-// What grouped_panels.cu takes from CUDA, on the host: warps one after another, whose lanes take turns. A lane that
-// waits for its warp lets the next one go on; all of them wait equally often, so that one turn is enough.
+// What grouped_panels.cu takes from CUDA, on the host: warps one after another, whose lanes take turns, and what
+// warpgroup_panels.cu takes, of whose blocks all threads do. One that waits lets the next one go on; all of them wait
+// equally often, so that one turn is enough.
 #include <ucontext.h>
 
 #include <cmath>
@@ -12,7 +13,7 @@
 #define __device__
 #define __global__
 #define __forceinline__ inline
-#define __launch_bounds__(n)
+#define __launch_bounds__(...)
 #define __shared__ static
 
 struct Dim {
@@ -32,32 +33,32 @@ static float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 
 static Dim threadIdx, blockIdx;
 
-// A warp: its lanes' contexts, and what they show one another.
-struct Warp {
-  ucontext_t all_done, lanes[32];
-  std::vector<char> stacks = std::vector<char>(32 << 18);
+// Threads that wait for one another, a warp or a whole block: their contexts, and what they show one another.
+struct Ring {
+  ucontext_t all_done, threads[256];
+  std::vector<char> stacks = std::vector<char>(256 << 18);
   std::function<void()> kernel;
-  unsigned first_thread, lane;
-  unsigned words[32][8];
+  unsigned size, first_thread, at;
+  unsigned words[256][8];
 
   void wait() {
-    const unsigned own = lane;
-    resume(own, &lanes[own]);
+    const unsigned own = at;
+    resume(own, &threads[own]);
   }
-  // Goes on with the lane after `own`; from the last one with the first.
+  // Goes on with the thread after `own`; from the last one with the first.
   void resume(unsigned own, ucontext_t* saved) {
-    lane = (own + 1) % 32, threadIdx.x = first_thread + lane;
-    swapcontext(saved, &lanes[lane]);
-    lane = own, threadIdx.x = first_thread + own;
+    at = (own + 1) % size, threadIdx.x = first_thread + at;
+    swapcontext(saved, &threads[at]);
+    at = own, threadIdx.x = first_thread + own;
   }
 };
-static Warp warp;
+static Ring ring;
 
-static void run_lane() {
-  warp.kernel();
-  const unsigned own = warp.lane;
-  if (own == 31) setcontext(&warp.all_done);
-  warp.resume(own, &warp.lanes[own]);
+static void run_thread() {
+  ring.kernel();
+  const unsigned own = ring.at;
+  if (own == ring.size - 1) setcontext(&ring.all_done);
+  ring.resume(own, &ring.threads[own]);
 }
 
 static float __uint_as_float(unsigned bits) {
@@ -80,19 +81,51 @@ static float high_half(unsigned pair) { return __uint_as_float(pair & 0xFFFF0000
 // mma.m16n8k16: a lane's registers hold rows lane / 4 and eight more of A, column lane / 4 of B, and k or columns
 // from 2 (lane % 4) (PTX ISA, "Matrix fragments for mma.m16n8k16").
 static void multiply_add(float (&sum)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
-  const unsigned lane = threadIdx.x & 31, mine[6] = {a0, a1, a2, a3, b0, b1};
-  memcpy(warp.words[lane], mine, sizeof mine);
-  warp.wait();
+  const unsigned lane = ring.at & 31, first = ring.at - lane, mine[6] = {a0, a1, a2, a3, b0, b1};
+  memcpy(ring.words[ring.at], mine, sizeof mine);
+  ring.wait();
   for (unsigned i = 0; i < 4; ++i) {
     const unsigned row = lane / 4, column = lane % 4 * 2 + i % 2;
     for (unsigned part = 0; part < 2; ++part) {
       for (unsigned four = 0; four < 4; ++four) {
-        const unsigned a = warp.words[row * 4 + four][2 * part + i / 2], b = warp.words[column * 4 + four][4 + part];
+        const unsigned a = ring.words[first + row * 4 + four][2 * part + i / 2];
+        const unsigned b = ring.words[first + column * 4 + four][4 + part];
         sum[i] += low_half(a) * low_half(b) + high_half(a) * high_half(b);
       }
     }
   }
-  warp.wait();
+  ring.wait();
+}
+
+// wgmma.m64nNk16: A and D as above in each warp; B by a descriptor with swizzles of 128 bytes, whose bits of an address
+// from 16 are added modulo 8 without carry to those from 128 (PTX ISA, "Matrix descriptor format").
+alignas(1024) static uint8_t shared_memory[1 << 16];
+static unsigned shared_address() { return 0; }
+static void copy_16(unsigned shared, const uint8_t* from) { memcpy(shared_memory + shared, from, 16); }
+static void copies_end() {}
+static void wait_for_copies() {}
+static void __syncthreads() { ring.wait(); }
+static void products_begin() {}
+static void products_end() {}
+template <int kPending>
+static void wait_for_products() {}
+template <size_t kSums>
+static void multiply_add_rows(float (&sum)[kSums], const unsigned (&a)[4], uint64_t rows) {
+  const unsigned lane = ring.at & 31, first = ring.at - lane;
+  memcpy(ring.words[ring.at], a, sizeof a);
+  ring.wait();
+  const unsigned start = (rows & 0x3FFF) << 4, stride = (rows >> 32 & 0x3FFF) << 4;
+  for (unsigned i = 0; i < kSums; ++i) {
+    const unsigned row = lane / 4, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
+    for (unsigned pair = 0; pair < 8; ++pair) {
+      const unsigned at = start + column / 8 * stride + column % 8 * 128 + pair * 4;
+      unsigned b;
+      memcpy(&b, shared_memory + (at ^ (at >> 7 & 7) << 4), 4);
+      const unsigned held = ring.words[first + row * 4 + pair % 4][pair / 4 * 2 + i % 4 / 2];
+      sum[i] += low_half(held) * low_half(b) + high_half(held) * high_half(b);
+    }
+  }
+  ring.wait();
 }
 static unsigned fused_pairs(unsigned x, unsigned y, unsigned z) {
   const float low = low_half(x) * low_half(y) + low_half(z), high = high_half(x) * high_half(y) + high_half(z);
@@ -118,11 +151,10 @@ static float from_byte(unsigned code) {
 }
 static unsigned from_float8(unsigned two) { return rounded_pair(from_byte(two & 255), from_byte(two >> 8)); }
 static float other_panel(float value) {
-  const unsigned lane = threadIdx.x & 31;
-  warp.words[lane][0] = float_bits(value);
-  warp.wait();
-  const float other = __uint_as_float(warp.words[lane ^ 16][0]);
-  warp.wait();
+  ring.words[ring.at][0] = float_bits(value);
+  ring.wait();
+  const float other = __uint_as_float(ring.words[ring.at ^ 16][0]);
+  ring.wait();
   return other;
 }
 template <typename T>
@@ -139,23 +171,25 @@ static uint4 load_row(const uint8_t* at) { return loaded<uint4>(at); }
 static unsigned masked_or(unsigned x, unsigned mask, unsigned bits) { return (x & mask) | bits; }
 static float exponential(float value) { return std::exp(value); }
 
-static void run_warp(unsigned first_thread, const std::function<void()>& kernel) {
-  warp.kernel = kernel, warp.first_thread = first_thread;
-  for (unsigned lane = 0; lane < 32; ++lane) {
-    getcontext(&warp.lanes[lane]);
-    warp.lanes[lane].uc_stack.ss_sp = warp.stacks.data() + (lane << 18);
-    warp.lanes[lane].uc_stack.ss_size = 1 << 18;
-    warp.lanes[lane].uc_link = nullptr;
-    makecontext(&warp.lanes[lane], run_lane, 0);
+static void run_threads(unsigned first_thread, unsigned size, const std::function<void()>& kernel) {
+  ring.kernel = kernel, ring.first_thread = first_thread, ring.size = size;
+  for (unsigned thread = 0; thread < size; ++thread) {
+    getcontext(&ring.threads[thread]);
+    ring.threads[thread].uc_stack.ss_sp = ring.stacks.data() + (thread << 18);
+    ring.threads[thread].uc_stack.ss_size = 1 << 18;
+    ring.threads[thread].uc_link = nullptr;
+    makecontext(&ring.threads[thread], run_thread, 0);
   }
-  warp.lane = 0, threadIdx.x = first_thread;
-  swapcontext(&warp.all_done, &warp.lanes[0]);
+  ring.at = 0, threadIdx.x = first_thread;
+  swapcontext(&ring.all_done, &ring.threads[0]);
 }
 
-static void run_grid(unsigned columns, unsigned rows, unsigned threads, const std::function<void()>& kernel) {
+// `together`: threads that wait for one another.
+static void run_grid(unsigned columns, unsigned rows, unsigned threads, unsigned together,
+                     const std::function<void()>& kernel) {
   for (blockIdx.y = 0; blockIdx.y < rows; ++blockIdx.y) {
     for (blockIdx.x = 0; blockIdx.x < columns; ++blockIdx.x) {
-      for (unsigned first = 0; first < threads; first += 32) run_warp(first, kernel);
+      for (unsigned first = 0; first < threads; first += together) run_threads(first, together, kernel);
     }
   }
 }

@@ -13,7 +13,10 @@ import torch
 
 from gpu_service.experts.resident.experts import LayerSlots, TorchResidentKernels
 from gpu_service.experts.resident.grouped import grouped_shape
-from gpu_service.ops.grouped_panels import TILES, multiplies, program
+from gpu_service.ops import warpgroup_panels
+from gpu_service.ops.grouped_panels import TILES, WARPS, multiplies, program
+from gpu_service.ops.warpgroup_panels import MOST_ROWS
+from gpu_service.ops.warpgroup_panels import WARPS as MANY_WARPS
 from tests import tolerances
 from tests.helpers.resident_layers import Shape, resident_layer, routed
 
@@ -24,16 +27,18 @@ extern "C" void run(int tiles, unsigned blocks, unsigned first, unsigned second,
                     int count, float alpha, float limit) {
 #define RUN(n)                                                                         \\
   if (tiles == n) {                                                                    \\
-    run_grid(blocks, first, 32 * kWarps, [=] {                                         \\
+    run_grid(blocks, first, 32 * kWarps, 32, [=] {                                       \\
       gate_up_##n(x, slots, pairs, of_blocks, between, count, alpha, limit);         \\
     });                                                                                \\
-    run_grid(blocks, second, 32 * kWarps, [=] {                                        \\
+    run_grid(blocks, second, 32 * kWarps, 32, [=] {                                      \\
       down_##n(between, slots, pairs, of_blocks, outputs, count);                    \\
     });                                                                                \\
   }
   RUN(1) RUN(2) RUN(4)
 }
 """
+# Blocks of the warpgroups' kernels, in tiles of eight rows.
+MANY = (MOST_ROWS // 8,)
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
 # Each code, type of scales, length of groups, zero points and mins, scales of panels and of columns.
 FORMATS = (
@@ -57,10 +62,25 @@ FORMATS = (
 )
 
 
-def compiled(source: str, directory: Path) -> ctypes.CDLL:
+MANY_ENTRIES = """
+extern "C" void run(int tiles, unsigned blocks, unsigned first, unsigned second, const u8* x,
+                    const u8* slots, const int* pairs, const int* of_blocks, u8* between, float* outputs,
+                    int count, float alpha, float limit, u8* permuted, int chunks) {
+  run_grid((chunks + 255) / 256, 1, 256, 256, [=] { permute(x, permuted, chunks); });
+  run_grid(blocks, first, 256, 256, [=] {
+    gate_up_many(permuted, slots, pairs, of_blocks, between, count, alpha, limit);
+  });
+  run_grid(blocks, second, 256, 256, [=] {
+    down_many(between, slots, pairs, of_blocks, outputs, count);
+  });
+}
+"""
+
+
+def compiled(source: str, entries: str, directory: Path) -> ctypes.CDLL:
     """Returns the kernels, compiled for the host."""
     file = directory / "grouped.cc"
-    file.write_text(SHIM.read_text() + source + ENTRIES)
+    file.write_text(SHIM.read_text() + source + entries)
     command = [
         "g++",
         "-std=c++20",
@@ -98,29 +118,45 @@ def computed(
     pairs, block_slots = aligned(slots, ids, 8 * tiles)
     between = torch.full((ids.numel(), kind.intermediate_columns), float("nan"), dtype=torch.bfloat16)
     outputs = torch.full((ids.numel(), kind.hidden_size), float("nan"))
-    channels = 64 if shape.geometry.is_gated else 128
+    # Of the block's warps: each takes 16 channels of gate and up, or 32 columns.
+    width = WARPS if tiles <= max(TILES) else MANY_WARPS
+    channels = width * (16 if shape.geometry.is_gated else 32)
+    permuted = torch.full_like(hidden_states, float("nan"))
     library.run(
         tiles,
         len(block_slots),
         -(-kind.intermediate_columns // channels),
-        -(-kind.hidden_size // 128),
+        -(-kind.hidden_size // (32 * width)),
         *(ctypes.c_void_p(each.data_ptr()) for each in (hidden_states, slots.weights, pairs, block_slots)),
         *(ctypes.c_void_p(each.data_ptr()) for each in (between, outputs)),
         ids.numel(),
         ctypes.c_float(shape.geometry.alpha),
         ctypes.c_float(slots.limit),
+        ctypes.c_void_p(permuted.data_ptr()),
+        hidden_states.numel() // 8,
     )
     is_here = (ids >= 0) & (slots.slot_of_expert[ids.long().clamp(min=0)] >= 0)
     each = outputs.view(*ids.shape, -1).where(is_here[..., None], 0)
     return (each * weights[..., None]).sum(1)
 
 
-def check(shape: Shape, weight_format: str, directory: Path, tiles: tuple[int, ...], rows: int) -> None:
+def check(
+    shape: Shape,
+    weight_format: str,
+    directory: Path,
+    tiles: tuple[int, ...],
+    rows: int,
+) -> None:
     """All rows equal the reference's, but for the rounding of what lies between the two products."""
     slots = resident_layer(shape, weight_format, (3, 1, 0))
     for panels in slots.kind.panels:
         assert multiplies(panels, panels.k)
-    library = compiled(program(grouped_shape(slots.kind, shape.geometry)), directory)
+    constants = grouped_shape(slots.kind, shape.geometry)
+    if tiles == MANY:
+        assert warpgroup_panels.multiplies(constants)
+        library = compiled(warpgroup_panels.program(constants), MANY_ENTRIES, directory)
+    else:
+        library = compiled(program(constants), ENTRIES, directory)
     inputs = routed(shape, rows, dtype=torch.bfloat16)
     expected = TorchResidentKernels(shape.geometry).forward(slots, *inputs, None)
     for count in tiles:
@@ -145,6 +181,22 @@ def test_activations_are_the_references(activation: str, tmp_path: Path) -> None
 def test_blocks_of_many_rows_are_the_references(tmp_path: Path) -> None:
     """Tiles side by side, an expert with more pairs than a block, and blocks that are not full."""
     check(Shape(hidden=40, intermediate=16, top_k=3), "int4_g32", tmp_path, TILES, 40)
+
+
+@pytest.mark.parametrize(
+    "weight_format",
+    ["int4_g32", "int4_g32_mins_products", "int6_g16_products", "nvfp4", "fp8_block", "bfloat16"],
+)
+def test_rows_of_warpgroups_are_the_references(weight_format: str, tmp_path: Path) -> None:
+    """Blocks that are full, half full and empty, and stages that are no whole round of registers."""
+    shape = Shape(hidden=192, intermediate=64, top_k=2)
+    check(shape, weight_format, tmp_path, MANY, 400)
+
+
+def test_warpgroups_of_experts_without_gate_are_the_references(tmp_path: Path) -> None:
+    """Both panels of a lane are neighbours, and what lies between the products is permuted."""
+    shape = Shape(hidden=64, intermediate=128, top_k=2, activation="relu2")
+    check(shape, "mxfp4", tmp_path, MANY, 40)
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")

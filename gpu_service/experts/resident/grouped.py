@@ -1,17 +1,28 @@
-"""Which layers' rows are multiplied by `ops/grouped_panels`, and its kernels for them."""
+"""Which layers' rows are multiplied by `ops/grouped_panels` and `ops/warpgroup_panels`, and their kernels."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import structlog
 import torch
 
 from gpu_service.experts.resident.experts import LayerSlots
 from gpu_service.experts.resident.panels import LayerFormat
+from gpu_service.ops import warpgroup_panels
 from gpu_service.ops.grouped_panels import GroupedPanels, GroupedShape, is_available, multiplies
+from gpu_service.ops.warpgroup_panels import WarpgroupPanels
 from moebius.errors import UserError
 from moebius.models.geometry import MoeGeometry
 
 _log = structlog.get_logger(__name__)
+
+
+class GroupedKernels(NamedTuple):
+    """One kind of layer's; made by `GroupedExperts`."""
+
+    few: GroupedPanels
+    many: WarpgroupPanels | None  # Of rows of prompts; None: a GPU or a shape that it does not take.
 
 
 class GroupedExperts:
@@ -19,9 +30,9 @@ class GroupedExperts:
 
     def __init__(self, geometry: MoeGeometry, jit_cache_dir: str = "") -> None:
         self._geometry, self._jit_cache_dir = geometry, jit_cache_dir
-        self._found: dict[tuple[LayerFormat, torch.device], GroupedPanels | None] = {}
+        self._found: dict[tuple[LayerFormat, torch.device], GroupedKernels | None] = {}
 
-    def of(self, slots: LayerSlots, rows: torch.dtype) -> GroupedPanels | None:
+    def of(self, slots: LayerSlots, rows: torch.dtype) -> GroupedKernels | None:
         """Returns the kernels for rows of this type and a layer's experts; None: Triton's compute them."""
         if rows != torch.bfloat16:
             return None
@@ -30,11 +41,14 @@ class GroupedExperts:
             self._found[key] = self._compiled(*key)
         return self._found[key]
 
-    def _compiled(self, kind: LayerFormat, device: torch.device) -> GroupedPanels | None:
+    def _compiled(self, kind: LayerFormat, device: torch.device) -> GroupedKernels | None:
         if not can_group(kind) or not is_available(device):
             return None
+        shape = grouped_shape(kind, self._geometry)
         try:
-            return GroupedPanels(grouped_shape(kind, self._geometry), device, self._jit_cache_dir)
+            few = GroupedPanels(shape, device, self._jit_cache_dir)
+            takes_many = warpgroup_panels.is_available(device) and warpgroup_panels.multiplies(shape)
+            return GroupedKernels(few, WarpgroupPanels(shape, self._jit_cache_dir) if takes_many else None)
         except (UserError, RuntimeError) as error:  # no place for compiled code; a compiler's or a driver's
             _log.warning("Triton computes rows of experts, more slowly", because=str(error))
             return None

@@ -15,7 +15,7 @@ import triton
 
 from gpu_service.device.graphs import is_capturing
 from gpu_service.experts.resident.experts import LayerSlots, ResidentKernels
-from gpu_service.experts.resident.grouped import GroupedExperts
+from gpu_service.experts.resident.grouped import GroupedExperts, GroupedKernels
 from gpu_service.experts.resident.triton_kernels import dense, gemm, launch, routing
 from gpu_service.experts.resident.triton_kernels.pairs import align, combine_choices, pair_memory, row_parts
 from gpu_service.experts.resident.triton_kernels.rows import down_rows, gate_up_rows
@@ -26,6 +26,7 @@ from gpu_service.ops.triton import panel_sizes
 from gpu_service.ops.triton.jit import launch_fitting, next_power_of_2, overlap
 from gpu_service.ops.triton.panel_lines import EXPONENT
 from gpu_service.ops.triton.panel_parts import BASES, PART
+from gpu_service.ops.warpgroup_panels import MOST_ROWS, WarpgroupPanels
 from moebius.models.geometry import MoeGeometry
 from moebius.process.progress import counted
 
@@ -92,7 +93,9 @@ class TritonResidentKernels(ResidentKernels):
         few = self._few_rows(slots, grouped is not None)
         is_few = num_rows <= few or not slots.backed
         is_captured = slots.memory is not None and is_capturing(hidden_states.device)
+        takes_many = grouped is not None and grouped.many is not None
         unpacks = launch.unpacks(slots.kind, hidden_states.dtype, pairs, experts, grouped is not None)
+        unpacks = unpacks and not takes_many
         if is_few or is_captured or not unpacks:
             for rows in row_parts(slots, hidden_states, topk_ids.shape[1]):
                 before = None if partial is None else partial[rows]
@@ -111,7 +114,7 @@ class TritonResidentKernels(ResidentKernels):
     def _packed(
         self,
         slots: LayerSlots,
-        grouped: GroupedPanels | None,
+        grouped: GroupedKernels | None,
         hidden_states: torch.Tensor,
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor,
@@ -121,16 +124,20 @@ class TritonResidentKernels(ResidentKernels):
         """Computes blocks of pairs that share an expert, with weights as they are stored."""
         pairs = topk_ids.numel()
         intermediate, outputs = pair_memory(slots, hidden_states, pairs)
+        experts = self._geometry.num_experts
         if grouped is not None:
+            kernels: GroupedPanels | WarpgroupPanels = grouped.few
             bits = min(panels.bits for panels in slots.kind.panels)
-            height = TILE_ROWS * launch.row_tiles(pairs, self._geometry.num_experts, bits)
+            height = TILE_ROWS * launch.row_tiles(pairs, experts, bits)
+            if grouped.many is not None and launch.takes_warpgroups(pairs, experts):
+                kernels, height = grouped.many, MOST_ROWS
             placed = align(slots, topk_ids, height, 0, slots.count)
             limits = self._geometry.alpha, slots.limit
-            grouped.gate_up(hidden_states, slots.weights, *placed, intermediate, *limits)
-            grouped.down(intermediate, slots.weights, *placed, outputs)
+            kernels.gate_up(hidden_states, slots.weights, *placed, intermediate, *limits)
+            kernels.down(intermediate, slots.weights, *placed, outputs)
         else:
             by_parts = launch.by_parts(hidden_states.dtype, slots.kind.gate, slots.kind.gate_up)
-            tile = launch.tile(pairs, self._geometry.num_experts, by_parts)
+            tile = launch.tile(pairs, experts, by_parts)
             launch_fitting(
                 "resident experts",
                 (tile, slots.kind, hidden_states.dtype),

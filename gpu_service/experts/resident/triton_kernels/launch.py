@@ -101,7 +101,8 @@ def sizes_to_warm_up(num_experts: int, top_k: int, few_rows: int, max_rows: int,
         largest[tile(max_rows * top_k, num_experts, by_parts)] = max_rows
     # Where weights are unpacked, by each kind of tile.
     unpacked = [
-        -(-pairs * num_experts // top_k) for pairs in (UNPACK_FROM, HIGH_TILE_FROM, UNPACK_GROUPED_FROM)
+        -(-pairs * num_experts // top_k)
+        for pairs in (WARPGROUPS_FROM, UNPACK_FROM, HIGH_TILE_FROM, UNPACK_GROUPED_FROM)
     ]
     unpacked = [rows for rows in unpacked if few_rows < rows <= max_rows]
     return [min(few_rows, max_rows), *sorted({*largest.values(), *unpacked})]
@@ -109,6 +110,8 @@ def sizes_to_warm_up(num_experts: int, top_k: int, few_rows: int, max_rows: int,
 
 # From this many pairs of each expert on, tiles have 128 of them.
 HIGH_TILE_FROM = 128
+# From this many on, `ops/warpgroup_panels` multiplies them where it can.
+WARPGROUPS_FROM = 48
 # From this many on, weights are unpacked that `ops/grouped_panels` multiplies as well. On an H200 (128
 # experts of 2048 x 768 in 4 bits) 64 took 500 us grouped and 895 unpacked, 128 took 905 and 956.
 UNPACK_GROUPED_FROM = 144
@@ -144,6 +147,11 @@ def dense_tiles(pairs: int, num_experts: int) -> tuple[DenseTile, ...]:
 def by_parts(rows: torch.dtype, *panels: PanelFormat) -> bool:
     """Returns whether tiles of all these panels multiply codes, and only then apply scales."""
     return rows == torch.bfloat16 and all(map(has_parts, panels))
+
+
+def takes_warpgroups(pairs: int, num_experts: int) -> bool:
+    """Returns whether `ops/warpgroup_panels`, where it can, computes a call."""
+    return pairs >= WARPGROUPS_FROM * num_experts
 
 
 def unpacks(kind: LayerFormat, rows: torch.dtype, pairs: int, num_experts: int, is_grouped: bool) -> bool:
