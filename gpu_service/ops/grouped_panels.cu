@@ -151,7 +151,7 @@ static __device__ __forceinline__ void gate_up(const u8* x, const u8* slots, con
   multiply<GateUp, kTiles>(total, panel, rows, lane);
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
-    write_activations(total[tile], panel, own + tile * 8, strip, lane, intermediate, count, alpha, limit,
+    write_activations(total[tile], panel, own_pairs(own + tile * 8, lane), strip, lane, intermediate, count, alpha, limit,
                       [](int channel) { return channel; });
   }
 }
@@ -176,7 +176,7 @@ static __device__ __forceinline__ void down(const u8* intermediate, const u8* sl
   multiply<Down, kTiles>(total, panel, rows, lane);
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
-    write_outputs(total[tile], panel, own + tile * 8, strip, lane, outputs, count);
+    write_outputs(total[tile], panel, own_pairs(own + tile * 8, lane), strip, lane, outputs, count);
   }
 }
 

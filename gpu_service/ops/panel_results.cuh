@@ -20,14 +20,14 @@ static __device__ __forceinline__ void finish(float (&total)[2][4], const u8* pa
 
 // As gemm.py's `activate`.
 static __device__ __forceinline__ float activate(float gate, float up, float alpha, float limit) {
-  if constexpr (kActivation == ACTIVATION_SILU) return gate / (1 + exponential(-gate)) * up;
+  if constexpr (kActivation == ACTIVATION_SILU) return quotient(gate, 1 + exponential(-gate)) * up;
   if constexpr (kActivation == ACTIVATION_SILU_CLAMPED) {
-    return fminf(gate / (1 + exponential(-gate)), limit) * fminf(fmaxf(up, -limit), limit);
+    return fminf(quotient(gate, 1 + exponential(-gate)), limit) * fminf(fmaxf(up, -limit), limit);
   }
   if constexpr (kActivation == ACTIVATION_GELU_TANH) {
     // The tanh form of GELU, by the logistic function.
     const float inner = gate * (1.5957691216057308f + 0.0713548162726f * gate * gate);
-    return gate / (1 + exponential(-inner)) * up;
+    return quotient(gate, 1 + exponential(-inner)) * up;
   }
   if constexpr (kActivation == ACTIVATION_RELU2) {
     const float kept = fmaxf(up, 0.0f);
@@ -35,10 +35,10 @@ static __device__ __forceinline__ float activate(float gate, float up, float alp
   }
   if constexpr (kActivation == ACTIVATION_CLAMPED_SILU) {
     const float kept = fminf(gate, limit);
-    return kept / (1 + exponential(-kept)) * fminf(fmaxf(up, -limit), limit);
+    return quotient(kept, 1 + exponential(-kept)) * fminf(fmaxf(up, -limit), limit);
   }
   const float kept = fminf(gate, limit);
-  return (fminf(fmaxf(up, -limit), limit) + 1) * kept / (1 + exponential(-alpha * kept));
+  return (fminf(fmaxf(up, -limit), limit) + 1) * quotient(kept, 1 + exponential(-alpha * kept));
 }
 
 // Strips of columns that a warp takes each: 16 channels of gate and up, or two panels.
@@ -61,10 +61,15 @@ static __device__ __forceinline__ u64 down_at(int strip, int lane) {
   return kDownAt + u64(wanted < kPanels ? wanted : kPanels - 1) * Down::kPanelBytes;
 }
 
-// Writes the activations of eight rows, bfloat16. `found`: [pair of columns][column, row]; `own`: the rows' pairs;
+// The pairs of a lane's two rows of eight.
+static __device__ __forceinline__ int2 own_pairs(const int* pairs, int lane) {
+  return reinterpret_cast<const int2*>(pairs)[lane & 3];
+}
+
+// Writes the activations of eight rows, bfloat16. `found`: [pair of columns][column, row]; `own`: the lane's rows;
 // `place`: where a row has a channel.
 template <class Place>
-static __device__ __forceinline__ void write_activations(float (&found)[2][4], const u8* panel, const int* own, int strip,
+static __device__ __forceinline__ void write_activations(float (&found)[2][4], const u8* panel, int2 own, int strip,
                                                          int lane, u8* intermediate, int count, float alpha, float limit,
                                                          Place place) {
   const bool is_second = lane & 16;
@@ -97,25 +102,24 @@ static __device__ __forceinline__ void write_activations(float (&found)[2][4], c
   if (channel >= kIntermediateColumns) return;
 #pragma unroll
   for (int row = 0; row < 2; ++row) {
-    const int pair = own[(lane & 3) * 2 + row];
-    if (pair >= count) continue;
+    const int pair = row ? own.y : own.x;
     u8* target = intermediate + u64(pair) * kIntermediateColumns * 2;
-    *reinterpret_cast<u32*>(target + place(channel) * 2) = values[row][0];
-    if constexpr (!kGated) *reinterpret_cast<u32*>(target + place(channel + 2) * 2) = values[row][1];
+    if (pair < count) *reinterpret_cast<u32*>(target + place(channel) * 2) = values[row][0];
+    if constexpr (kGated) continue;
+    if (pair < count) *reinterpret_cast<u32*>(target + place(channel + 2) * 2) = values[row][1];
   }
 }
 
 // Writes the outputs of eight rows, float32 [pairs, kHidden].
-static __device__ __forceinline__ void write_outputs(float (&found)[2][4], const u8* panel, const int* own, int strip,
+static __device__ __forceinline__ void write_outputs(float (&found)[2][4], const u8* panel, int2 own, int strip,
                                                      int lane, float* outputs, int count) {
   const int feature = strip * 32 + (lane & 16) + (lane >> 2 & 3) * 4;
   if (feature >= kHidden) return;
   finish<Down>(found, panel, lane);
 #pragma unroll
   for (int row = 0; row < 2; ++row) {
-    const int pair = own[(lane & 3) * 2 + row];
-    if (pair >= count) continue;
+    const int pair = row ? own.y : own.x;
     float4* target = reinterpret_cast<float4*>(outputs + u64(pair) * kHidden + feature);
-    *target = make_float4(found[0][row], found[0][row + 2], found[1][row], found[1][row + 2]);
+    if (pair < count) *target = make_float4(found[0][row], found[0][row + 2], found[1][row], found[1][row + 2]);
   }
 }

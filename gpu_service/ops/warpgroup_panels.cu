@@ -23,6 +23,10 @@ static __device__ __forceinline__ void copies_end() { asm volatile("cp.async.com
 static __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group 1;\n\tfence.proxy.async.shared::cta;" ::: "memory");
 }
+// Brings bytes, whole sixteens, to the second cache.
+static __device__ __forceinline__ void prefetch(const u8* at, int bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(at), "r"(bytes) : "memory");
+}
 static __device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 static __device__ __forceinline__ void products_end() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int kPending>
@@ -59,6 +63,8 @@ static __device__ __forceinline__ u64 descriptor(u32 shared) {
 }
 
 constexpr int kStageK = 64, kStages = 4;
+// Stages whose weights are brought to the second cache together, before those that precede them are read.
+constexpr int kFar = 4;
 constexpr int kStageBytes = kMostRows * kStageK * 2;
 
 // Where k is in its row: of each 32 k, lane (k / 8) of four has eight, whose pair n belongs to instruction n / 2 and
@@ -126,10 +132,16 @@ static __device__ __forceinline__ void decode_step(Operands& operands, const Ste
 template <class Panel, int kRows>
 static __device__ __forceinline__ void multiply_rows(float (&sums)[2][kRows / 2], const u8* panel, const u8* rows,
                                                      const u32 (&offsets)[kRows / 32], int lane) {
-  constexpr int kAll = Panel::kK / kStageK, kAhead = Panel::kBits <= 4 ? 4 : 2;
+  // A lane has registers for more steps ahead where it has fewer sums.
+  constexpr int kAll = Panel::kK / kStageK, kAhead = (Panel::kBits <= 4 ? 4 : 2) * (kRows < kMostRows ? 2 : 1);
   const int chunk = threadIdx.x & 7, first = threadIdx.x >> 3;
   const u32 shared = shared_address();
   const u32 target = shared + first * 128 + (chunk ^ (first & 7)) * 16;
+  const auto bring = [&](int stage) {
+    constexpr int kBytes = Panel::kBits * kStageK * 2;
+    const int left = kAll - stage;
+    if ((lane & 15) == 0 && left > 0) prefetch(panel + stage * kBytes, (left < kFar ? left : kFar) * kBytes);
+  };
   const auto copy_stage = [&](int stage) {
     if (stage < kAll) {
 #pragma unroll
@@ -139,6 +151,7 @@ static __device__ __forceinline__ void multiply_rows(float (&sums)[2][kRows / 2]
     }
     copies_end();
   };
+  bring(0);
   Step<Panel> steps[kAhead];
 #pragma unroll
   for (int part = 0; part < kAhead; ++part) {
@@ -156,6 +169,7 @@ static __device__ __forceinline__ void multiply_rows(float (&sums)[2][kRows / 2]
       wait_for_copies();
       __syncthreads();
       copy_stage(stage + 2);
+      if (stage % kFar == 0) bring(stage + kFar);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int part = 2 * stage + half;
@@ -192,48 +206,54 @@ static __device__ __forceinline__ void rows_of(u32 (&offsets)[kRows / 32], const
 template <int kRows>
 static __device__ __forceinline__ void gate_up(const u8* x, const u8* expert, const int* own, u8* intermediate, int count,
                                                float alpha, float limit) {
-  const int lane = threadIdx.x & 31, strip = blockIdx.y * kWarps + (threadIdx.x >> 5);
+  const int lane = threadIdx.x & 31, strip = blockIdx.x * kWarps + (threadIdx.x >> 5);
   const u8* panel = expert + gate_up_at(strip < kGateUpStrips ? strip : kGateUpStrips - 1, lane);
   u32 offsets[kRows / 32];
   rows_of<kRows>(offsets, own, count, kTopK, GateUp::kK * 2);
   float sums[2][kRows / 2] = {};
   multiply_rows<GateUp, kRows>(sums, panel, x, offsets, lane);
+  int2 rows[kRows / 8];
+#pragma unroll
+  for (int tile = 0; tile < kRows / 8; ++tile) rows[tile] = own_pairs(own + tile * 8, lane);
 #pragma unroll
   for (int tile = 0; tile < kRows / 8; ++tile) {
     float found[2][4];
 #pragma unroll
     for (int i = 0; i < 8; ++i) found[i / 4][i % 4] = sums[i / 4][tile * 4 + i % 4];
-    write_activations(found, panel, own + tile * 8, strip, lane, intermediate, count, alpha, limit, place_of);
+    write_activations(found, panel, rows[tile], strip, lane, intermediate, count, alpha, limit, place_of);
   }
 }
 
 template <int kRows>
 static __device__ __forceinline__ void down(const u8* intermediate, const u8* expert, const int* own, float* outputs,
                                             int count) {
-  const int lane = threadIdx.x & 31, strip = blockIdx.y * kWarps + (threadIdx.x >> 5);
+  const int lane = threadIdx.x & 31, strip = blockIdx.x * kWarps + (threadIdx.x >> 5);
   const u8* panel = expert + down_at(strip < kDownStrips ? strip : kDownStrips - 1, lane);
   u32 offsets[kRows / 32];
   rows_of<kRows>(offsets, own, count, 1, kIntermediateColumns * 2);
   float sums[2][kRows / 2] = {};
   multiply_rows<Down, kRows>(sums, panel, intermediate, offsets, lane);
+  int2 rows[kRows / 8];
+#pragma unroll
+  for (int tile = 0; tile < kRows / 8; ++tile) rows[tile] = own_pairs(own + tile * 8, lane);
 #pragma unroll
   for (int tile = 0; tile < kRows / 8; ++tile) {
     float found[2][4];
 #pragma unroll
     for (int i = 0; i < 8; ++i) found[i / 4][i % 4] = sums[i / 4][tile * 4 + i % 4];
-    write_outputs(found, panel, own + tile * 8, strip, lane, outputs, count);
+    write_outputs(found, panel, rows[tile], strip, lane, outputs, count);
   }
 }
 
 // Whether at most half of a block's rows are pairs: `count` follows the last one.
 static __device__ __forceinline__ bool is_half(const int* own, int count) { return own[kMostRows / 2] >= count; }
 
-// Block (block of kMostRows pairs, kWarps strips of 16 channels, without a gate 32): intermediate bfloat16 [pairs,
+// Block (kWarps strips of 16 channels, without a gate 32; block of kMostRows pairs): intermediate bfloat16 [pairs,
 // kIntermediateColumns], permuted, of `x` bfloat16 [rows, GateUp::kK], permuted.
 extern "C" __global__ void __launch_bounds__(kWarps * 32, 1)
     gate_up_many(const u8* x, const u8* slots, const int* pairs, const int* block_slots, u8* intermediate, int count,
                  float alpha, float limit) {
-  const int slot = block_slots[blockIdx.x], *own = pairs + blockIdx.x * kMostRows;
+  const int slot = block_slots[blockIdx.y], *own = pairs + blockIdx.y * kMostRows;
   if (slot < 0) return;
   const u8* expert = slots + u64(slot) * kExpertBytes;
   if (is_half(own, count)) {
@@ -243,12 +263,12 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 1)
   }
 }
 
-// Block (block of kMostRows pairs, kWarps strips of 32 columns): outputs float32 [pairs, kHidden], not weighted, of
+// Block (kWarps strips of 32 columns; block of kMostRows pairs): outputs float32 [pairs, kHidden], not weighted, of
 // permuted `intermediate`.
 extern "C" __global__ void __launch_bounds__(kWarps * 32, 1)
     down_many(const u8* intermediate, const u8* slots, const int* pairs, const int* block_slots, float* outputs,
               int count) {
-  const int slot = block_slots[blockIdx.x], *own = pairs + blockIdx.x * kMostRows;
+  const int slot = block_slots[blockIdx.y], *own = pairs + blockIdx.y * kMostRows;
   if (slot < 0) return;
   const u8* expert = slots + u64(slot) * kExpertBytes;
   if (is_half(own, count)) {

@@ -80,7 +80,7 @@ class WarpgroupPanels:
         )
         self._gate_up.launch(
             stream,
-            (block_slots.shape[0], self._gate_up_blocks),
+            (self._gate_up_blocks, block_slots.shape[0]),
             threads,
             *(tensor.data_ptr() for tensor in (permuted, slots, pairs, block_slots, intermediate)),
             intermediate.shape[0],
@@ -99,7 +99,7 @@ class WarpgroupPanels:
         """Writes products of all pairs to `outputs`, float32 `[pairs, hidden]`, without their weights."""
         self._down.launch(
             torch.cuda.current_stream(slots.device).cuda_stream,
-            (block_slots.shape[0], self._down_blocks),
+            (self._down_blocks, block_slots.shape[0]),
             32 * WARPS,
             *(tensor.data_ptr() for tensor in (intermediate, slots, pairs, block_slots, outputs)),
             outputs.shape[0],

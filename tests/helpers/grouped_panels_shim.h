@@ -19,6 +19,9 @@
 struct Dim {
   unsigned x, y;
 };
+struct alignas(8) int2 {
+  int x, y;
+};
 struct uint2 {
   unsigned x, y;
 };
@@ -103,6 +106,7 @@ alignas(1024) static uint8_t shared_memory[1 << 16];
 static unsigned shared_address() { return 0; }
 static void copy_16(unsigned shared, const uint8_t* from) { memcpy(shared_memory + shared, from, 16); }
 static void copies_end() {}
+static void prefetch(const uint8_t*, int) {}
 static void wait_for_copies() {}
 static void __syncthreads() { ring.wait(); }
 static void products_begin() {}
@@ -170,6 +174,7 @@ static unsigned load_4(const uint8_t* at) { return loaded<unsigned>(at); }
 static uint4 load_row(const uint8_t* at) { return loaded<uint4>(at); }
 static unsigned masked_or(unsigned x, unsigned mask, unsigned bits) { return (x & mask) | bits; }
 static float exponential(float value) { return std::exp(value); }
+static float quotient(float value, float divisor) { return value / divisor; }
 
 static void run_threads(unsigned first_thread, unsigned size, const std::function<void()>& kernel) {
   ring.kernel = kernel, ring.first_thread = first_thread, ring.size = size;

@@ -67,10 +67,10 @@ extern "C" void run(int tiles, unsigned blocks, unsigned first, unsigned second,
                     const u8* slots, const int* pairs, const int* of_blocks, u8* between, float* outputs,
                     int count, float alpha, float limit, u8* permuted, int chunks) {
   run_grid((chunks + 255) / 256, 1, 256, 256, [=] { permute(x, permuted, chunks); });
-  run_grid(blocks, first, 256, 256, [=] {
+  run_grid(first, blocks, 256, 256, [=] {
     gate_up_many(permuted, slots, pairs, of_blocks, between, count, alpha, limit);
   });
-  run_grid(blocks, second, 256, 256, [=] {
+  run_grid(second, blocks, 256, 256, [=] {
     down_many(between, slots, pairs, of_blocks, outputs, count);
   });
 }

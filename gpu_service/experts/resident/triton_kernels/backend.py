@@ -129,7 +129,7 @@ class TritonResidentKernels(ResidentKernels):
             kernels: GroupedPanels | WarpgroupPanels = grouped.few
             bits = min(panels.bits for panels in slots.kind.panels)
             height = TILE_ROWS * launch.row_tiles(pairs, experts, bits)
-            if grouped.many is not None and launch.takes_warpgroups(pairs, experts):
+            if grouped.many is not None and pairs >= launch.warpgroups_from(slots.kind) * experts:
                 kernels, height = grouped.many, MOST_ROWS
             placed = align(slots, topk_ids, height, 0, slots.count)
             limits = self._geometry.alpha, slots.limit

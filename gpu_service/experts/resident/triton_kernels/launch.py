@@ -102,7 +102,13 @@ def sizes_to_warm_up(num_experts: int, top_k: int, few_rows: int, max_rows: int,
     # Where weights are unpacked, by each kind of tile.
     unpacked = [
         -(-pairs * num_experts // top_k)
-        for pairs in (WARPGROUPS_FROM, UNPACK_FROM, HIGH_TILE_FROM, UNPACK_GROUPED_FROM)
+        for pairs in (
+            COSTLY_WARPGROUPS_FROM,
+            WARPGROUPS_FROM,
+            UNPACK_FROM,
+            HIGH_TILE_FROM,
+            UNPACK_GROUPED_FROM,
+        )
     ]
     unpacked = [rows for rows in unpacked if few_rows < rows <= max_rows]
     return [min(few_rows, max_rows), *sorted({*largest.values(), *unpacked})]
@@ -110,8 +116,6 @@ def sizes_to_warm_up(num_experts: int, top_k: int, few_rows: int, max_rows: int,
 
 # From this many pairs of each expert on, tiles have 128 of them.
 HIGH_TILE_FROM = 128
-# From this many on, `ops/warpgroup_panels` multiplies them where it can.
-WARPGROUPS_FROM = 48
 # From this many on, weights are unpacked that `ops/grouped_panels` multiplies as well. On an H200 (128
 # experts of 2048 x 768 in 4 bits) 64 took 500 us grouped and 895 unpacked, 128 took 905 and 956.
 UNPACK_GROUPED_FROM = 144
@@ -149,9 +153,17 @@ def by_parts(rows: torch.dtype, *panels: PanelFormat) -> bool:
     return rows == torch.bfloat16 and all(map(has_parts, panels))
 
 
-def takes_warpgroups(pairs: int, num_experts: int) -> bool:
-    """Returns whether `ops/warpgroup_panels`, where it can, computes a call."""
-    return pairs >= WARPGROUPS_FROM * num_experts
+# From this many on, `ops/warpgroup_panels` multiplies them where it can. It decodes once for more rows: codes
+# that cost more pay for it earlier.
+WARPGROUPS_FROM, COSTLY_WARPGROUPS_FROM = 32, 20
+
+
+def warpgroups_from(kind: LayerFormat) -> int:
+    """Returns from how many pairs of each expert on `ops/warpgroup_panels` was faster on an H200."""
+    costly = any(
+        panels.mins or panels.group_size == 16 or panels.scale == "products" for panels in kind.panels
+    )
+    return COSTLY_WARPGROUPS_FROM if costly else WARPGROUPS_FROM
 
 
 def unpacks(kind: LayerFormat, rows: torch.dtype, pairs: int, num_experts: int, is_grouped: bool) -> bool:
