@@ -179,7 +179,8 @@ def logits_bytes(config: ModelConfig, step: StepSize) -> int:
 
 
 def prompt_sizes(config: ModelConfig, gpu: GpuConfig, parallel: ParallelContext, whole: bool) -> list[int]:
-    """Returns the sizes of graphs of steps with prompts, ascending; empty: such steps run without graphs.
+    """Returns the sizes of graphs of steps with prompts, ascending; empty: such steps run without graphs, as
+    where no number of tokens is set or chosen.
 
     `whole`: no expert is computed elsewhere, or copied for a step. Layers may read requests in attention
     alone, and there without a choice before it: states, latents and chosen blocks are not captured.
@@ -189,7 +190,7 @@ def prompt_sizes(config: ModelConfig, gpu: GpuConfig, parallel: ParallelContext,
     is_single = parallel.tp_size * parallel.num_stages == 1
     if not (gpu.cuda_graphs and attends and is_single and (whole or not config.moe_layer_ids)):
         return []
-    return prompt_graph_sizes(min(gpu.cuda_graph_max_prompt_tokens, gpu.num_batched_tokens))
+    return prompt_graph_sizes(min(gpu.cuda_graph_max_prompt_tokens or 0, gpu.num_batched_tokens))
 
 
 def graph_bytes(

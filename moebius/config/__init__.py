@@ -151,10 +151,10 @@ class GpuConfig(SpeculationSettings):
         ge=1,
         description="Largest decode batch that has a graph; at most max_num_seqs",
     )
-    cuda_graph_max_prompt_tokens: int = Field(
-        default=2048,
+    cuda_graph_max_prompt_tokens: int | None = Field(
+        default=None,
         ge=0,
-        description="Tokens of the largest step with prompts that has a graph, if all experts are on one GPU",
+        description="Largest step with prompts that has a graph; unset: 2048 if all experts are on one GPU",
     )
     jit_cache_dir: str = Field(
         default="", description="Directory of GPU kernels compiled at start; empty: the user's cache"

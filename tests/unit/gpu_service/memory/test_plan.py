@@ -268,22 +268,23 @@ def test_graphs_of_prompts_are_counted_where_they_are_captured(model: CausalLM, 
     """With all experts on one GPU, up to the largest step and what the setting allows; else none, and no
     memory is set aside.
     """
-    gpu = settings().gpu
+    wanted = {"cuda_graph_max_prompt_tokens": 2048}
+    gpu = settings(**wanted).gpu
     assert prompt_sizes(model.config, gpu, SOLO, True)[-1] == 2048
     few = settings(max_num_batched_tokens=512, cuda_graph_max_prompt_tokens=300).gpu
     assert prompt_sizes(model.config, few, SOLO, True) == [256, 300]
     (tmp_path / "config.json").write_text(json.dumps(NEXT))
     assert not prompt_sizes(model.config, gpu, SOLO, False), "expert servers are asked"
     assert not prompt_sizes(model.config, gpu, ParallelContext(tp_size=2), True)
-    assert not prompt_sizes(model.config, settings(cuda_graphs=False).gpu, SOLO, True)
-    assert not prompt_sizes(model.config, settings(cuda_graph_max_prompt_tokens=0).gpu, SOLO, True)
+    assert not prompt_sizes(model.config, settings(cuda_graphs=False, **wanted).gpu, SOLO, True)
+    assert not prompt_sizes(model.config, settings().gpu, SOLO, True), "nothing is chosen yet"
     assert not prompt_sizes(read_model_config(tmp_path), gpu, SOLO, True), "states are no graph's"
     held = [ExpertMemory(48 * 128, INT4_EXPERT, is_everything=whole) for whole in (False, True)]
-    without, counted = (plan(model, settings(), experts=each) for each in held)
-    step = activation_bytes(model.config, StepSize(2048, 0), SOLO, True)
-    assert counted.of(GRAPHS) - without.of(GRAPHS) > step - activation_bytes(
-        model.config, StepSize(256, 256), SOLO, True
+    without, counted = (plan(model, settings(**wanted), experts=each) for each in held)
+    large, small = (
+        activation_bytes(model.config, StepSize(*sizes), SOLO, True) for sizes in ((2048, 0), (64, 64))
     )
+    assert counted.of(GRAPHS) - without.of(GRAPHS) > large - small
     assert counted.of(GRAPHS) - without.of(GRAPHS) == without.kv_bytes - counted.kv_bytes
 
 
