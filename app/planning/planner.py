@@ -111,7 +111,7 @@ class Planner:
             raise UserError(f"--context: {context} is not allowed; allowed: up to {self.model.max_model_len}")
         kv_tokens = context * concurrency if wish.is_demanded else self.kept_tokens(hardware)
         residency = self._residency(hardware, kv_tokens, fill)
-        planner = self._with_batched_tokens(hardware, residency) if self.on_gpu else self
+        planner = self._with_step_sizes(hardware, residency) if self.on_gpu else self
         planner = with_tables(planner._with_kept(hardware, residency), hardware, residency)
         planner = with_cold_experts(planner, hardware, residency)
         return planner._planned(hardware, wish, residency, kv_tokens, fill, explain)
@@ -242,13 +242,15 @@ class Planner:
         found = filled_residency(self.config, self.geometry, streams)
         return found if streams(found) else filled_residency(self.config, self.geometry, fits)
 
-    def _with_batched_tokens(self, hardware: Hardware, residency: Residency) -> Planner:
-        """Returns the same, with as many tokens in a step as an engine would choose."""
-        if self.config.gpu.max_num_batched_tokens is not None:
-            return self
-        memory = self._memory(hardware)
-        tokens = self.forecast.batched_tokens(self.config, memory, self.all_held(residency, hardware))
-        return self.with_gpu(max_num_batched_tokens=tokens)
+    def _with_step_sizes(self, hardware: Hardware, residency: Residency) -> Planner:
+        """Returns the same, with the tokens of a step, and of the largest graph of one with prompts, that an
+        engine would choose.
+        """
+        found, rest = self, (self._memory(hardware), self.all_held(residency, hardware))
+        tokens = self.forecast.batched_tokens(found.config, *rest)
+        found = found.with_gpu(max_num_batched_tokens=tokens)
+        captured = self.forecast.prompt_graph_tokens(found.config, *rest)
+        return found.with_gpu(cuda_graph_max_prompt_tokens=captured)
 
     def with_gpu(self, **changes: object) -> Planner:
         """Returns the same with other settings of the engine."""

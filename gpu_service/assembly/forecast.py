@@ -142,6 +142,12 @@ class Forecast:
         """What they would choose for `max_num_batched_tokens` where it is unset."""
         return min(rank.batched_tokens(config) for rank in self._on_device(config, total_bytes, experts))
 
+    def prompt_graph_tokens(
+        self, config: MoebiusConfig, total_bytes: Sequence[int], experts: Sequence[ExpertMemory]
+    ) -> int:
+        """What they would choose for `cuda_graph_max_prompt_tokens` where it is unset."""
+        return min(rank.prompt_graph_tokens(config) for rank in self._on_device(config, total_bytes, experts))
+
     def prefill_chunk(
         self, config: MoebiusConfig, total_bytes: Sequence[int], experts: Sequence[ExpertMemory]
     ) -> int:

@@ -34,6 +34,7 @@ from gpu_service.memory.plan import (
     VisionMemory,
     most_chunk_tokens,
     plan_memory,
+    prompt_sizes,
 )
 from gpu_service.models.common import CausalLM
 from gpu_service.parallel.group import RankGroup
@@ -57,6 +58,9 @@ _ROOMS, _ROOM_TOKENS = (4, 1), 8192
 _CPU_STATES_PART = 2
 # What they may take beside the smallest KV cache.
 _CPU_STATES_BYTES = 2**28
+# Tokens of the largest step with prompts that has a graph, where no setting says it. Longer steps keep a GPU
+# busier than their launches keep the host.
+_PROMPT_GRAPHS = (2048, 1024, 512)
 # Tokens that a proposal leaves room for, the best last; the first: what one step needs.
 _LEAST_ROOMS = (0, 2048, 4096, 8192)
 
@@ -196,6 +200,9 @@ def _settings(trial: Trial, longest: int) -> list[_Setting]:
         largest = min(gpu.cuda_graph_max_batch_size, gpu.num_rows)
         sizes = [size for size in (128, 64, 32, 16, 8, 4, 2, 1) if size < largest]
         found.append(_gpu_setting("cuda_graph_max_batch_size", sizes))
+        prompts = gpu.cuda_graph_max_prompt_tokens or 0
+        sizes = [size for size in (*_PROMPT_GRAPHS, 0) if size < prompts]
+        found.append(_gpu_setting("cuda_graph_max_prompt_tokens", sizes))
     return found
 
 
@@ -294,6 +301,22 @@ class RankPlan:
             if tokens <= most and self._fits(_with_room(trial, room)):
                 return tokens
         return DEFAULT_BATCHED_TOKENS
+
+    def prompt_graph_tokens(self, config: MoebiusConfig) -> int:
+        """Returns what `cuda_graph_max_prompt_tokens` is, or becomes where it is unset: what leaves requests
+        their room in the KV cache. 0: steps with prompts run without graphs.
+        """
+        wanted = config.gpu.cuda_graph_max_prompt_tokens
+        if wanted is not None:
+            return wanted
+        for tokens in _PROMPT_GRAPHS:
+            trial = Trial(_with_gpu(config, cuda_graph_max_prompt_tokens=tokens), self._experts.count)
+            whole = self._experts.is_everything
+            if not prompt_sizes(self._model, trial.config.gpu, self._parallel, whole):
+                return 0
+            if self._fits(_with_room(trial, _room_tokens(self._longest)[0])):
+                return tokens
+        return 0
 
     def prefill_chunk(self, config: MoebiusConfig) -> int:
         """Returns what `prefill_chunk_max` is, or becomes where it is unset; 0: no step streams more than
@@ -395,6 +418,8 @@ def make_kv_memory(
     chosen = _with_gpu(chosen, max_num_batched_tokens=tokens)
     chunk = group.minimum("prefill_chunk_max", rank.prefill_chunk(chosen))
     chosen = _with_gpu(chosen, prefill_chunk_max=chunk)
+    captured = group.minimum("cuda_graph_max_prompt_tokens", rank.prompt_graph_tokens(chosen))
+    chosen = _with_gpu(chosen, cuda_graph_max_prompt_tokens=captured)
     _log.info("tokens of a step", max_num_batched_tokens=tokens, prefill_chunk_max=chunk)
     shape = cache_shape(chosen.gpu, model.config, model.rank_layers, device)
     try:

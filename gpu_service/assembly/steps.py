@@ -10,7 +10,7 @@ from gpu_service.attention.warm_up import warm_up_attention
 from gpu_service.cache.kv_cache import PagedCache
 from gpu_service.core.parallel import ParallelContext
 from gpu_service.core.request import SchedulerLimits
-from gpu_service.device.graphs import CudaGraphs, graph_sizes
+from gpu_service.device.graphs import CudaGraphs, GraphBackend, graph_sizes
 from gpu_service.device.stream import CudaDeviceStream, DeviceStream, Uploader
 from gpu_service.engine.decode_graphs import DecodeGraphs
 from gpu_service.engine.device_runner import DeviceLane, DeviceRunner
@@ -18,9 +18,10 @@ from gpu_service.engine.host_runner import CpuStream, HostRunner, InlineStream
 from gpu_service.engine.model_runner import ModelRunner
 from gpu_service.engine.pacing import LanePace
 from gpu_service.engine.prefill_lane import PrefillLane
+from gpu_service.engine.prompt_graphs import PromptGraphs
 from gpu_service.engine.step_runner import StepRunner
 from gpu_service.experts.streaming.make import streams
-from gpu_service.memory.plan import has_lane
+from gpu_service.memory.plan import has_lane, prompt_sizes
 from gpu_service.models.common import CausalLM
 from gpu_service.parallel.group import RankGroup
 from gpu_service.speculation.draft_model import ModelDrafter
@@ -49,20 +50,29 @@ def make_step_runner(
         host = CpuStream() if config.gpu.overlap_scheduling else InlineStream()
         return HostRunner(runner, host, recovery_s)
     uploader = Uploader(stream)
-    graphs = None
+    graphs = prompts = None
     reason = graphs_unsupported_reason(config, runner)
     if reason:
         _log.warning("decode steps are not captured in graphs", because=reason)
     else:
+        backend = CudaGraphs(stream)
+        prompts = prompt_graphs(config.gpu, runner, backend, uploader, parallel)
         graphs = DecodeGraphs(
             runner,
-            CudaGraphs(stream),
+            backend,
             uploader,
             sizes=graph_sizes(min(config.gpu.cuda_graph_max_batch_size, config.gpu.num_rows)),
             max_pages=-(-limits.context_limit // config.gpu.page_size),
             vocab_size=vocab_size if parallel.is_last_stage else 0,
         )
-    steps = DeviceRunner(runner, stream, uploader=uploader, graphs=graphs, recovery_timeout_s=recovery_s)
+    steps = DeviceRunner(
+        runner,
+        stream,
+        uploader=uploader,
+        graphs=graphs,
+        prompt_graphs=prompts,
+        recovery_timeout_s=recovery_s,
+    )
     try:
         with phase("warming attention up"):
             warm_up_attention(runner.attention, limits.context_limit)
@@ -71,6 +81,16 @@ def make_step_runner(
         steps.close()
         raise
     return steps
+
+
+def prompt_graphs(
+    gpu: GpuConfig, runner: ModelRunner, backend: GraphBackend, uploader: Uploader, parallel: ParallelContext
+) -> PromptGraphs | None:
+    """Returns what will capture steps with prompts; None: they run without graphs."""
+    moves = runner.experts, runner.streamer, runner.fetcher
+    assert isinstance(runner.model, CausalLM)
+    sizes = prompt_sizes(runner.model.config, gpu, parallel, all(part is None for part in moves))
+    return PromptGraphs(runner, backend, uploader, sizes=sizes) if sizes else None
 
 
 def may_have_lane(config: MoebiusConfig, model: ModelConfig, device: torch.device) -> bool:

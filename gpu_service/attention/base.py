@@ -178,6 +178,20 @@ class AttentionBackend(PlannedAttention):
             kept[rows] = best(scores, positions[rows], sizes)
         return kept
 
+    def attend_into(
+        self,
+        output: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer_id: int,
+        layer: AttentionLayer,
+    ) -> None:
+        """Computes `forward` of keys and values that are in the cache already, into contiguous `output`
+        `[T, num_heads * head_dim]`.
+        """
+        output.copy_(self._attend(query, key, value, layer_id, layer))
+
     @abstractmethod
     def _attend(
         self,

@@ -165,10 +165,23 @@ class FlashInferAttention(FusedDecodeAttention):
         layer_id: int,
         layer: AttentionLayer,
     ) -> torch.Tensor:
+        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        self.attend_into(output, query, key, value, layer_id, layer)
+        return output.view(query.shape[0], -1)
+
+    def attend_into(
+        self,
+        output: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer_id: int,
+        layer: AttentionLayer,
+    ) -> None:
         """Layers are all alike here; `unsupported` refuses models where they differ."""
         cache = self.kv_cache
         key_scale, value_scale = cache.key_scales[layer_id], cache.value_scales[layer_id]
-        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        output = output.view(query.shape)
         self._run.add(self._wrapper)
         if self._wrapper is self._ragged:
             self._ragged.run(query, key, value, out=output)
@@ -178,7 +191,6 @@ class FlashInferAttention(FusedDecodeAttention):
             if cache.is_quantised:
                 scales = {"k_scale": key_scale, "v_scale": value_scale}
             self._wrapper.run(query, pages, out=output, **scales)
-        return output.view(query.shape[0], -1)
 
     def _is_first_chunks(self, inputs: ForwardInputs) -> bool:
         starts = inputs.query_start_loc

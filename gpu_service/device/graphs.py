@@ -1,11 +1,16 @@
-"""Work recorded once and launched again as one: the interface, and its implementation by CUDA graphs."""
+"""Work recorded once and launched again as one: the interface, and its implementation by CUDA graphs.
+
+Work of which a part differs from run to run may be recorded in pieces, between which the host launches that
+part: `GraphBackend.capture_pieces`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +27,24 @@ def graph_sizes(max_batch_size: int) -> list[int]:
     return sorted({size for size in steps if size < max_batch_size} | {max_batch_size})
 
 
+# Steps of fewer tokens than this are padded to it, where no graph of decode steps takes them.
+_SMALLEST_PROMPT_STEP = 256
+
+
+def prompt_graph_sizes(max_tokens: int) -> list[int]:
+    """Returns the numbers of tokens that steps with prompts have graphs of: 256, four for each doubling from
+    there on, and the limit itself; none for 0.
+
+    Each takes memory and time at start. Of a step at most a fifth is padding, a tenth on average, and padding
+    chooses no experts.
+    """
+    sizes, size = [], _SMALLEST_PROMPT_STEP
+    while size < max_tokens:
+        sizes.append(size)
+        size += 1 << (size.bit_length() - 3)
+    return [*sizes, max_tokens] if max_tokens else []
+
+
 class CapturedGraph(ABC):
     """Recorded work. The memory it reads and writes keeps its place for the graph's life."""
 
@@ -34,6 +57,11 @@ class CapturedGraph(ABC):
         """Gives up the graph; it must not be running."""
 
 
+# Ends a piece: in every replay the host calls the second argument, with the memory of the first, before the
+# next piece is launched.
+Cut = Callable[[Sequence[torch.Tensor], Callable[..., None]], None]
+
+
 class GraphBackend(ABC):
     """Records work without running it. One thread at a time."""
 
@@ -44,6 +72,15 @@ class GraphBackend(ABC):
         Everything `work` calls must have run before: nothing may be compiled, loaded or allocated by a
         library while recording. Capture the largest first, the others then fit into its memory.
         """
+
+    def capture_pieces(self, work: Callable[[Cut], None]) -> CapturedGraph:
+        """Records work that calls what it is given wherever the host is to launch something in every replay.
+
+        What the host is to launch is not called now. It gets tensors of the recorded work as they are at that
+        point of a replay: it must not keep them, and may write only to memory that is not the graph's.
+        Raises NotImplementedError where nothing but whole graphs can be recorded.
+        """
+        raise NotImplementedError(f"{type(self).__name__} records no pieces")
 
 
 class _CudaGraph(CapturedGraph):
@@ -62,6 +99,45 @@ class _CudaGraph(CapturedGraph):
         self._graph = None
 
 
+class _Pieces(CapturedGraph):
+    """Graphs in turn with calls of the host: one more graph than calls."""
+
+    def __init__(self, graphs: Sequence[CapturedGraph], launches: Sequence[Callable[[], None]]) -> None:
+        self._graphs, self._launches = graphs, launches
+
+    def replay(self) -> None:
+        first, *others = self._graphs
+        first.replay()
+        for launch, graph in zip(self._launches, others, strict=True):
+            launch()
+            graph.replay()
+
+    def close(self) -> None:
+        for graph in self._graphs:
+            graph.close()
+
+
+class _Place:
+    """Memory of a device as `torch.as_tensor` takes it; owns nothing."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 2
+        }  # fmt: skip
+
+
+def _place_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the same elements without keeping their memory: a graph's later work may be recorded there.
+
+    The memory stays as long as the graph.
+    """
+    last = sum((count - 1) * step for count, step in zip(tensor.shape, tensor.stride(), strict=True))
+    place = _Place(tensor.data_ptr(), (last + 1) * tensor.element_size())
+    memory = torch.as_tensor(place, device=tensor.device)
+    assert memory.data_ptr() == tensor.data_ptr(), "torch copied what it was to refer to"
+    return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+
+
 class CudaGraphs(GraphBackend):
     """Graphs that share one memory pool: no two of them may run at the same time."""
 
@@ -71,6 +147,15 @@ class CudaGraphs(GraphBackend):
         self._open = 0
 
     def capture(self, work: Callable[[], None]) -> CapturedGraph:
+        (graph,), _ = self._recorded(lambda cut: work())
+        return graph
+
+    def capture_pieces(self, work: Callable[[Cut], None]) -> CapturedGraph:
+        return _Pieces(*self._recorded(work))
+
+    def _recorded(
+        self, work: Callable[[Cut], None]
+    ) -> tuple[Sequence[CapturedGraph], Sequence[Callable[[], None]]]:
         if self._open == 0:
             # With its last graph, or its first one's failure, the allocator forgets a pool.
             self._pool = torch.cuda.graph_pool_handle()
@@ -78,19 +163,31 @@ class CudaGraphs(GraphBackend):
         # what later steps were promised. What is garbage must not be found while capturing.
         gc.collect()
         self._stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
+        pieces: list[torch.cuda.CUDAGraph] = []
+        launches: list[Callable[[], None]] = []
+
+        def cut(tensors: Sequence[torch.Tensor], launch: Callable[..., None]) -> None:
+            pieces[-1].capture_end()
+            launches.append(partial(launch, *map(_place_of, tensors)))
+            self._begin(pieces)
+
         with self._stream.active():
-            # Threads that only watch the device (those of NCCL) may go on doing so: thread_local.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            self._begin(pieces)
             try:
-                work()
+                work(cut)
             except BaseException:
                 with contextlib.suppress(RuntimeError):  # what made the work fail is the reason for this, too
-                    graph.capture_end()
+                    pieces[-1].capture_end()
                 raise
-            graph.capture_end()
-        self._open += 1
-        return _CudaGraph(graph, self._closed)
+            pieces[-1].capture_end()
+        self._open += len(pieces)
+        return [_CudaGraph(piece, self._closed) for piece in pieces], launches
+
+    def _begin(self, pieces: list[torch.cuda.CUDAGraph]) -> None:
+        """The stream's work becomes part of one more piece, whose memory is shared with all others."""
+        pieces.append(torch.cuda.CUDAGraph())
+        # Threads that only watch the device (those of NCCL) may go on doing so: thread_local.
+        pieces[-1].capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
     def _closed(self) -> None:
         self._open -= 1

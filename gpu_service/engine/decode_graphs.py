@@ -15,30 +15,27 @@ the step is there once.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import structlog
 import torch
 
 from gpu_service.core.prompt_rows import as_decode_rows, fit_rows
-from gpu_service.core.step import Dummy, StepPlan, TensorField, captured_fields, graph_plan, graph_rows
+from gpu_service.core.step import Dummy, StepPlan, captured_fields, graph_plan, graph_rows
 from gpu_service.device.graphs import CapturedGraph, GraphBackend
 from gpu_service.device.stream import Uploader, packed_offsets
 from gpu_service.engine.model_runner import ModelRunner
+from gpu_service.engine.packed_rows import PackedRows
 from gpu_service.engine.sampler import StepOutputs
 from gpu_service.experts.fetching.fetcher import MOST_ROWS
 from gpu_service.speculation.drafter import FirstPass
 from moebius.process.progress import counted
 
 _log = structlog.get_logger(__name__)
-_PackedField = tuple[str, slice, np.dtype[Any], tuple[int, ...], int, int | None]
 # Runs before a capture: the first compiles and loads, the second finds everything in place.
-_WARM_UP_RUNS = 2
+WARM_UP_RUNS = 2
 
 
 @dataclass(slots=True)
@@ -49,56 +46,6 @@ class DecodeGraph:
     inputs: StepPlan  # its tensors are the graph's
     captured: CapturedGraph | None = None
     first_pass: CapturedGraph | None = None  # A drafter's; None: it is launched by the host.
-
-
-class PackedRows:
-    """Where graphs of one size have the rows of a step in packed memory, and how they are written there.
-
-    Called for every step, so it works on arrays: a torch operation of the host takes several times as long.
-    """
-
-    def __init__(self, fields: Mapping[str, TensorField], size: int, dummies: Mapping[Dummy, int]) -> None:
-        rows = graph_rows(fields, size, dummies)
-        offsets, _ = packed_offsets(list(rows.values()))
-        assert list(rows)[-1] == "block_table", (
-            "nothing may follow what is as wide as the step's longest request"
-        )
-        self._size, self._pages_at = size, offsets[-1]
-        # Of each field its name, place and shape, what rows of padding hold, and what others do.
-        self._fields: list[_PackedField] = []
-        for (name, tensor), begin in zip(rows.items(), offsets, strict=True):
-            declared, array = fields[name], tensor.numpy()
-            padding = declared.padding
-            value = dummies[padding] if isinstance(padding, Dummy) else padding
-            place = slice(begin, begin + array.nbytes)
-            self._fields.append((name, place, array.dtype, array.shape, value, declared.valid))
-        self._fields.pop()
-        # Of each array that was written to, by its identity: itself, and the fields' rows in it.
-        self._views: dict[int, tuple[npt.NDArray[np.uint8], list[npt.NDArray[Any]]]] = {}
-
-    def nbytes(self, num_pages: int) -> int:
-        """Returns the bytes that rows with `num_pages` columns of pages take."""
-        return self._pages_at + self._size * num_pages * 4
-
-    def write(self, plan: StepPlan, memory: npt.NDArray[np.uint8]) -> None:
-        """Writes a step's rows, then padding, as `graph_rows` returns them."""
-        count, is_padded = plan.num_requests, plan.num_requests < self._size
-        if id(memory) not in self._views:
-            views = [memory[place].view(dtype).reshape(shape) for _, place, dtype, shape, *_ in self._fields]
-            self._views[id(memory)] = memory, views
-        _, views = self._views[id(memory)]
-        for (name, *_, padding, valid), rows in zip(self._fields, views, strict=True):
-            if is_padded:
-                rows[..., count:] = padding
-            rows[..., :count] = getattr(plan, name).numpy() if valid is None else valid
-        width = plan.block_table.shape[1]
-        pages = memory[self._pages_at : self.nbytes(width)].view(np.int32).reshape(self._size, width)
-        pages[:count] = plan.block_table.numpy()
-        pages[count:] = 0
-
-    def pages(self, memory: torch.Tensor, width: int) -> torch.Tensor:
-        """Returns the block table in int32 `memory`, `[size, width]`."""
-        return memory.as_strided((self._size, width), (width, 1), self._pages_at // 4)
 
 
 class DecodeGraphs:
@@ -252,7 +199,7 @@ class DecodeGraphs:
         return graph
 
     def _recorded(self, work: Callable[[], None]) -> CapturedGraph:
-        for _ in range(_WARM_UP_RUNS):
+        for _ in range(WARM_UP_RUNS):
             self._begin_step()
             work()
         return self._backend.capture(work)

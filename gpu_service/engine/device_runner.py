@@ -20,6 +20,7 @@ from gpu_service.device.stream import DeviceEvent, DeviceStream, Download, HostB
 from gpu_service.engine.decode_graphs import DecodeGraph, DecodeGraphs
 from gpu_service.engine.model_runner import LaneModelRunner, ModelRunner, ModelStepRunner, launching
 from gpu_service.engine.prefill_lane import LaneRunner
+from gpu_service.engine.prompt_graphs import PromptGraphs
 from gpu_service.engine.sampler import StepOutputs, to_result
 from gpu_service.engine.step_runner import DeviceLost, LaunchedStep, StepRunner, StepsInFlight
 from moebius.errors import brief
@@ -86,7 +87,7 @@ class DeviceRun:
 
 
 class DeviceRunner(ModelStepRunner):
-    """Runs steps on a GPU; decode steps are replayed graphs where `graphs` has one for them."""
+    """Runs steps on a GPU; what `graphs` or else `prompt_graphs` has a graph for is replayed."""
 
     def __init__(
         self,
@@ -95,12 +96,13 @@ class DeviceRunner(ModelStepRunner):
         *,
         uploader: Uploader | None = None,
         graphs: DecodeGraphs | None = None,
+        prompt_graphs: PromptGraphs | None = None,
         recovery_timeout_s: float = 300.0,
     ) -> None:
         super().__init__(runner)
         self.stream = stream
         self.results = HostBuffers(stream)
-        self._graphs = graphs
+        self._graphs, self._prompt_graphs = graphs, prompt_graphs
         self._uploader = uploader or Uploader(stream)
         self._steps = StepsInFlight(self._start, runner.experts, recovery_timeout_s, stream.active)
         self._last_end = 0.0
@@ -116,10 +118,11 @@ class DeviceRunner(ModelStepRunner):
 
     def prepare(self) -> None:
         """Captures all graphs; expert servers must be ready. Before the first step. Raises their failure."""
-        if self._graphs is None:
-            return
         with self.stream.active(), torch.inference_mode():
-            self._graphs.capture_all()
+            # The largest first.
+            for graphs in (self._prompt_graphs, self._graphs):
+                if graphs is not None:
+                    graphs.capture_all()
         self.stream.synchronize()
         failure = None if self._runner.experts is None else self._runner.experts.failure()
         if failure is not None:
@@ -134,8 +137,9 @@ class DeviceRunner(ModelStepRunner):
     def close(self) -> None:
         """Graphs go first: they hold what process groups and clients free later."""
         self.stream.synchronize()
-        if self._graphs is not None:
-            self._graphs.close()
+        for graphs in (self._prompt_graphs, self._graphs):
+            if graphs is not None:
+                graphs.close()
 
     def retract(self, staged: StepPlan, outputs: StepOutputs) -> None:
         """Undoes the part of a step that is not idempotent."""
@@ -179,7 +183,9 @@ class DeviceRunner(ModelStepRunner):
             graph = None if self._graphs is None else self._graphs.graph_for(plan)
             if self._graphs is None or graph is None:
                 staged = self._stage(plan)
-                outputs = self._runner.compute(staged)
+                prompts = self._prompt_graphs
+                replay = None if prompts is None else prompts.replay_of(plan, staged)
+                outputs = self._runner.compute(staged, replay)
             else:
                 staged, outputs = self._replay(self._graphs, graph, plan)
             if not plan.awaits_masks:

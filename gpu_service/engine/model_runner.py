@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import structlog
 import torch
@@ -49,6 +49,17 @@ class Model(Protocol):
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Maps `[L, H]` to float32 `[L, V]`."""
+
+
+class Forwarded(NamedTuple):
+    """What a step's rows have become; filled by `ModelRunner`, or by a graph whose memory it is."""
+
+    hidden_states: torch.Tensor  # [T, H]
+    # As `StepOutputs` says.
+    first_overflow: torch.Tensor | None
+    # What the drafter reads, `[T, H]`; None: there is no drafter.
+    drafter_inputs: torch.Tensor | None
+    streamed: StreamedExperts | None = None
 
 
 class ModelRunner:
@@ -149,13 +160,12 @@ class ModelRunner:
         outputs = self.compute(plan)
         return self.draw(resolve(plan), outputs)
 
-    def compute(self, plan: StepPlan) -> StepOutputs:
-        """Returns the step as far as its logits."""
+    def compute(self, plan: StepPlan, replay: Callable[[], Forwarded] | None = None) -> StepOutputs:
+        """Returns the step as far as its logits. `replay`: what computes the layers instead of `forward`."""
         self.begin_step()
         self.upload(plan)
-        context = self.context(self._on_device(plan), self._stream(plan))
-        hidden_states = self.forward(context)
-        first_overflow = self.first_overflow(context)
+        found = self._forwarded(plan) if replay is None else replay()
+        hidden_states = found.hidden_states
         prompt_logprobs = [self._score_prompt(wanted, hidden_states) for wanted in plan.prompt_logprobs]
         pooled = [self._pool(wanted, hidden_states) for wanted in plan.pooled]
         logits = None
@@ -163,11 +173,24 @@ class ModelRunner:
             logits = self.model.compute_logits(hidden_states[plan.logits_indices])
         return StepOutputs(
             logits,
-            None if self.drafter is None else self.drafter.inputs(hidden_states, context),
+            found.drafter_inputs,
             prompt_logprobs=prompt_logprobs,
             pooled=pooled,
-            streamed=context.streamed,
-            first_overflow=first_overflow,
+            streamed=found.streamed,
+            first_overflow=found.first_overflow,
+        )
+
+    def _forwarded(self, plan: StepPlan) -> Forwarded:
+        context = self.context(self._on_device(plan), self._stream(plan))
+        return self.forwarded(self.forward(context), context)
+
+    def forwarded(self, hidden_states: torch.Tensor, context: ForwardContext) -> Forwarded:
+        """Returns all that is read of a step whose layers have been launched."""
+        return Forwarded(
+            hidden_states,
+            self.first_overflow(context),
+            None if self.drafter is None else self.drafter.inputs(hidden_states, context),
+            context.streamed,
         )
 
     def draw(self, plan: StepPlan, outputs: StepOutputs) -> StepOutputs:

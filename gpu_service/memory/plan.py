@@ -16,14 +16,15 @@ from gpu_service.cache.request_states import all_states_bytes
 from gpu_service.core.parallel import SOLO, ParallelContext
 from gpu_service.core.partition import all_stages_layers, rank_layers
 from gpu_service.device import TORCH_DTYPES
-from gpu_service.device.graphs import graph_sizes
+from gpu_service.device.graphs import graph_sizes, prompt_graph_sizes
 from gpu_service.experts.resident.panels import PAIRS_BYTES, UNPACK_FROM, UNPACKED_BYTES, pair_bytes
 from gpu_service.memory.device_memory import MemoryUse, gib
 from moebius.config import GpuConfig, MoebiusConfig
 from moebius.errors import UserError
 from moebius.models.config import ModelConfig
 from moebius.models.layers.ffn import FeedForward, Routed
-from moebius.models.layers.layer import mixers
+from moebius.models.layers.gqa import GQA
+from moebius.models.layers.layer import mixers, states
 from moebius.models.layers.mixer import Mixer
 
 MIB = 2**20
@@ -177,13 +178,39 @@ def logits_bytes(config: ModelConfig, step: StepSize) -> int:
     return step.sequences * config.vocab_size * (config.dtype_bytes + 5 * 4 + 8)
 
 
-def graph_bytes(config: ModelConfig, gpu: GpuConfig, parallel: ParallelContext, resident: bool) -> int:
-    """Returns all captured graphs, and the shared pool of the largest one."""
+def prompt_sizes(config: ModelConfig, gpu: GpuConfig, parallel: ParallelContext, whole: bool) -> list[int]:
+    """Returns the sizes of graphs of steps with prompts, ascending; empty: such steps run without graphs, as
+    where no number of tokens is set or chosen.
+
+    `whole`: no expert is computed elsewhere, or copied for a step. Layers may read requests in attention
+    alone, and there without a choice before it: states, latents and chosen blocks are not captured.
+    """
+    attends = all(isinstance(mixer, GQA) and mixer.blocks is None for mixer in mixers(config.layers))
+    attends = attends and not states(config.layers)
+    is_single = parallel.tp_size * parallel.num_stages == 1
+    if not (gpu.cuda_graphs and attends and is_single and (whole or not config.moe_layer_ids)):
+        return []
+    return prompt_graph_sizes(min(gpu.cuda_graph_max_prompt_tokens or 0, gpu.num_batched_tokens))
+
+
+def graph_bytes(
+    config: ModelConfig, gpu: GpuConfig, parallel: ParallelContext, resident: bool, whole: bool = False
+) -> int:
+    """Returns all captured graphs, and the shared pool of the largest one.
+
+    `resident`: experts are on this device; `whole`: as `prompt_sizes`.
+    """
     if not gpu.cuda_graphs:
         return 0
     largest = min(gpu.cuda_graph_max_batch_size, gpu.num_rows)
-    count = len(graph_sizes(largest))
+    prompts = prompt_sizes(config, gpu, parallel, whole)
+    count = len(graph_sizes(largest)) + len(prompts)
     pool = activation_bytes(config, StepSize(largest, largest), parallel, resident)
+    if prompts:
+        # No logits; and beside the pool what the layers leave and what attention does.
+        pool = max(pool, activation_bytes(config, StepSize(prompts[-1], 0), parallel, resident))
+        kept = 2 * config.hidden_size + max(mixer.row_elements for mixer in mixers(config.layers))
+        pool += prompts[-1] * kept * config.dtype_bytes
     return count * GRAPH_BYTES + pool
 
 
@@ -305,7 +332,10 @@ def plan_memory(
         MemoryLine(RESIDENT, experts.count * experts.bytes_each),
         MemoryLine(RING, experts.ring_bytes),
         MemoryLine(STATES, states),
-        MemoryLine(GRAPHS, graph_bytes(model_config, config.gpu, parallel, experts.count > 0)),
+        MemoryLine(
+            GRAPHS,
+            graph_bytes(model_config, config.gpu, parallel, experts.count > 0, experts.is_everything),
+        ),
         MemoryLine(WORKSPACE, workspace_bytes(parallel)),
         MemoryLine(ACTIVATIONS, activation_bytes(model_config, step, parallel, has_resident)),
         MemoryLine(LANE, lane_bytes(model_config, gpu, parallel)),

@@ -145,11 +145,16 @@ class GpuConfig(SpeculationSettings):
     attention_backend: Literal["auto", "flashinfer", "triton", "cpu", "torch"] = Field(
         default="auto", description="Attention kernels; auto: the first of these that is installed"
     )
-    cuda_graphs: bool = Field(default=True, description="Run decode steps on a GPU as captured CUDA graphs")
+    cuda_graphs: bool = Field(default=True, description="Run steps on a GPU as captured CUDA graphs")
     cuda_graph_max_batch_size: int = Field(
         default=256,
         ge=1,
         description="Largest decode batch that has a graph; at most max_num_seqs",
+    )
+    cuda_graph_max_prompt_tokens: int | None = Field(
+        default=None,
+        ge=0,
+        description="Largest step with prompts that has a graph; unset: 2048 if all experts are on one GPU",
     )
     jit_cache_dir: str = Field(
         default="", description="Directory of GPU kernels compiled at start; empty: the user's cache"

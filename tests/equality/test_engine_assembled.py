@@ -20,6 +20,7 @@ from gpu_service.cache.kv_cache import KVCache
 from gpu_service.core.request import Request, SamplingParams
 from gpu_service.device.stream import HostDeviceStream
 from gpu_service.engine.decode_graphs import DecodeGraphs
+from gpu_service.engine.prompt_graphs import PromptGraphs
 from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.ops import backends
 from moebius.config import MoebiusConfig
@@ -114,6 +115,25 @@ def test_an_assembled_device_says_what_a_cpu_says(
     monkeypatch.setattr(DecodeGraphs, "replay", replay)
     assert tokens(directory, gpu) == expected
     assert (replays[0] > 0) == (gpu != {"cuda_graphs": False})
+
+
+@pytest.mark.usefixtures("device")
+def test_graphs_of_prompts_are_assembled_too(
+    directory: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where they are wanted, all steps that are no decode step's are replayed. The experts here are an expert
+    client's, which only a recording can hold: what a GPU's graphs need is another test's.
+    """
+    replayed, original = [0], PromptGraphs.replay
+
+    def replay(*arguments: Any) -> Any:
+        replayed[0] += 1
+        return original(*arguments)
+
+    monkeypatch.setattr(PromptGraphs, "replay", replay)
+    monkeypatch.setattr(step_assembly, "prompt_sizes", lambda *_: [20, 32])
+    assert tokens(directory, {}) == expected
+    assert replayed[0] > 0
 
 
 @pytest.mark.usefixtures("device")

@@ -7,13 +7,14 @@ a graph can see it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils import _python_dispatch
 
-from gpu_service.device.graphs import CapturedGraph, GraphBackend
+from gpu_service.device.graphs import CapturedGraph, Cut, GraphBackend
 
 # torch leaves it untyped.
 _DispatchMode: Any = _python_dispatch.TorchDispatchMode
@@ -80,4 +81,15 @@ class RecordedOperations(GraphBackend):
         recorder = _Recorder()
         with recorder:
             work()
+        return _Recording(recorder)
+
+    def capture_pieces(self, work: Callable[[Cut], None]) -> CapturedGraph:
+        """What the host launches takes its turn among the operations."""
+        recorder = _Recorder()
+
+        def cut(tensors: Sequence[torch.Tensor], launch: Callable[..., None]) -> None:
+            recorder.calls.append((partial(launch, *tensors), (), {}, []))
+
+        with recorder:
+            work(cut)
         return _Recording(recorder)

@@ -25,6 +25,7 @@ from gpu_service.engine.input_builder import InputBuilder
 from gpu_service.engine.model_runner import LaneModelRunner, ModelRunner
 from gpu_service.engine.pacing import LanePace
 from gpu_service.engine.prefill_lane import PrefillLane
+from gpu_service.engine.prompt_graphs import PromptGraphs
 from gpu_service.engine.sampler import Sampler
 from gpu_service.loader.load import load_weights
 from gpu_service.models.common import CausalLM
@@ -49,6 +50,8 @@ class Setup:
     """How the engine runs; `largest_graph` 0: none is captured."""
 
     largest_graph: int = 0
+    # Tokens of steps with prompts that have graphs; empty: none has.
+    prompt_graphs: tuple[int, ...] = ()
     overlap: bool = True
     num_pages: int = 256
     max_num_seqs: int = 8
@@ -145,10 +148,15 @@ def tiny_engine(
             max_pages=-(-CONTEXT_LIMIT // PAGE_SIZE),
             vocab_size=model.config.vocab_size,
         )
+    prompts = None
+    if setup.prompt_graphs:
+        assert backend is not None
+        prompts = PromptGraphs(runner, backend, uploader, sizes=[*setup.prompt_graphs])
     # What was made so far may be on its way on another stream.
     if stream.device.type == "cuda":
         torch.cuda.synchronize()
-    steps = DeviceRunner(runner, stream, uploader=uploader, graphs=graphs, recovery_timeout_s=60)
+    both = {"graphs": graphs, "prompt_graphs": prompts}
+    steps = DeviceRunner(runner, stream, uploader=uploader, recovery_timeout_s=60, **both)
     steps.prepare()
     speculation = None
     if setup.num_drafts:

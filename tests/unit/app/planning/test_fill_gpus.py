@@ -188,3 +188,17 @@ def test_steps_are_long_where_nothing_is_computed_elsewhere(
     assert planner.forecast.batched_tokens(planner.config, memory, [held]) == tokens
     chosen = settings(qwen, max_num_batched_tokens="777")
     assert planner.forecast.batched_tokens(chosen, memory, [held]) == 777
+
+
+@pytest.mark.parametrize(
+    ("gpu_gib", "is_everything", "tokens"), [(139, True, 2048), (7, True, 0), (139, False, 0)]
+)
+def test_graphs_of_prompts_leave_the_kv_cache_its_room(
+    gpu_gib: float, is_everything: bool, tokens: int, qwen: Path
+) -> None:
+    """Where no setting says else, they are given up before requests' room; a setting is a demand."""
+    planner = Planner(settings(qwen, max_num_seqs="16", max_num_batched_tokens="2048"), on_gpu=True)
+    held, memory = ExpertMemory(is_everything=is_everything), [int(gpu_gib * GIB)]
+    assert planner.forecast.prompt_graph_tokens(planner.config, memory, [held]) == tokens
+    demanded = settings(qwen, cuda_graph_max_prompt_tokens="700")
+    assert planner.forecast.prompt_graph_tokens(demanded, memory, [held]) == 700

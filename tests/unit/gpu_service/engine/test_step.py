@@ -27,8 +27,8 @@ from gpu_service.core.step import (
     with_tensors,
 )
 from gpu_service.device.stream import packed_views
-from gpu_service.engine.decode_graphs import PackedRows
 from gpu_service.engine.input_builder import InputBuilder
+from gpu_service.engine.packed_rows import PackedRows
 from tests.helpers.engine_harness import Knobs, build_scheduler, make_request, prompt_of
 
 DUMMIES = {Dummy.SLOT: 8, Dummy.STATE: 3}

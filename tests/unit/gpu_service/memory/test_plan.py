@@ -35,6 +35,7 @@ from gpu_service.memory.plan import (
     graph_bytes,
     parameter_bytes,
     plan_memory,
+    prompt_sizes,
     size_kv_pool,
     useful_pages,
 )
@@ -261,6 +262,30 @@ def test_a_wanted_pool_is_given_or_refused(model: CausalLM) -> None:
     assert plan(model, settings(num_pages=1000)).of(KV) == 1000 * page
     with pytest.raises(UserError, match=r"KV cache of 200\.00 GiB or more, do not fit"):
         plan(model, settings(kv_cache_gib=200.0))
+
+
+def test_graphs_of_prompts_are_counted_where_they_are_captured(model: CausalLM, tmp_path: Path) -> None:
+    """With all experts on one GPU, up to the largest step and what the setting allows; else none, and no
+    memory is set aside.
+    """
+    wanted = {"cuda_graph_max_prompt_tokens": 2048}
+    gpu = settings(**wanted).gpu
+    assert prompt_sizes(model.config, gpu, SOLO, True)[-1] == 2048
+    few = settings(max_num_batched_tokens=512, cuda_graph_max_prompt_tokens=300).gpu
+    assert prompt_sizes(model.config, few, SOLO, True) == [256, 300]
+    (tmp_path / "config.json").write_text(json.dumps(NEXT))
+    assert not prompt_sizes(model.config, gpu, SOLO, False), "expert servers are asked"
+    assert not prompt_sizes(model.config, gpu, ParallelContext(tp_size=2), True)
+    assert not prompt_sizes(model.config, settings(cuda_graphs=False, **wanted).gpu, SOLO, True)
+    assert not prompt_sizes(model.config, settings().gpu, SOLO, True), "nothing is chosen yet"
+    assert not prompt_sizes(read_model_config(tmp_path), gpu, SOLO, True), "states are no graph's"
+    held = [ExpertMemory(48 * 128, INT4_EXPERT, is_everything=whole) for whole in (False, True)]
+    without, counted = (plan(model, settings(**wanted), experts=each) for each in held)
+    large, small = (
+        activation_bytes(model.config, StepSize(*sizes), SOLO, True) for sizes in ((2048, 0), (64, 64))
+    )
+    assert counted.of(GRAPHS) - without.of(GRAPHS) > large - small
+    assert counted.of(GRAPHS) - without.of(GRAPHS) == without.kv_bytes - counted.kv_bytes
 
 
 def test_ranks_divide_what_is_divided(model: CausalLM) -> None:
