@@ -5,7 +5,8 @@
 // layout of 128-byte swizzles (PTX ISA, "Shared memory matrix layout"): chunk c of row r at chunk c ^ r % 8. An
 // instruction there takes k in the order of memory, so that rows lie permuted: see `place_of`.
 //
-// A block is two warpgroups, 256 columns, over the same rows. Each step of 32 k is decoded while the products of the
+// A block is two warpgroups, 256 columns, over the same rows; of 128 rows one fits into a multiprocessor's registers, of
+// 64 two do (kMostRows, kBlocks). Each step of 32 k is decoded while the products of the
 // step before are under way. Sums of all k stay in registers, so that scales and mins are applied to weights, which are
 // rounded to bfloat16 once, as weights are that are unpacked ahead.
 
@@ -53,6 +54,14 @@ static __device__ __forceinline__ void multiply_add_rows(float (&sum)[32], const
       "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
       "{%32, %33, %34, %35}, %36, 1, 1, 1, 0;"
       : SIXTEEN(0), SIXTEEN(16)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(rows));
+}
+static __device__ __forceinline__ void multiply_add_rows(float (&sum)[16], const u32 (&a)[4], u64 rows) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+      "{%16, %17, %18, %19}, %20, 1, 1, 1, 0;"
+      : SIXTEEN(0)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(rows));
 }
 #endif
@@ -132,8 +141,10 @@ static __device__ __forceinline__ void decode_step(Operands& operands, const Ste
 template <class Panel, int kRows>
 static __device__ __forceinline__ void multiply_rows(float (&sums)[2][kRows / 2], const u8* panel, const u8* rows,
                                                      const u32 (&offsets)[kRows / 32], int lane) {
-  // A lane has registers for more steps ahead where it has fewer sums.
-  constexpr int kAll = Panel::kK / kStageK, kAhead = (Panel::kBits <= 4 ? 4 : 2) * (kRows < kMostRows ? 2 : 1);
+  // A lane has registers for more steps ahead where it has fewer sums, and the multiprocessor to itself.
+  constexpr bool kFew = kRows < kMostRows, kNarrow = Panel::kBits <= 4;
+  constexpr int kAll = Panel::kK / kStageK;
+  constexpr int kAhead = kBlocks == 1 ? (kNarrow ? 4 : 2) * (kFew ? 2 : 1) : kNarrow && kFew ? 4 : 2;
   const int chunk = threadIdx.x & 7, first = threadIdx.x >> 3;
   const u32 shared = shared_address();
   const u32 target = shared + first * 128 + (chunk ^ (first & 7)) * 16;
@@ -250,7 +261,7 @@ static __device__ __forceinline__ bool is_half(const int* own, int count) { retu
 
 // Block (kWarps strips of 16 channels, without a gate 32; block of kMostRows pairs): intermediate bfloat16 [pairs,
 // kIntermediateColumns], permuted, of `x` bfloat16 [rows, GateUp::kK], permuted.
-extern "C" __global__ void __launch_bounds__(kWarps * 32, 1)
+extern "C" __global__ void __launch_bounds__(kWarps * 32, kBlocks)
     gate_up_many(const u8* x, const u8* slots, const int* pairs, const int* block_slots, u8* intermediate, int count,
                  float alpha, float limit) {
   const int slot = block_slots[blockIdx.y], *own = pairs + blockIdx.y * kMostRows;
@@ -265,7 +276,7 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 1)
 
 // Block (kWarps strips of 32 columns; block of kMostRows pairs): outputs float32 [pairs, kHidden], not weighted, of
 // permuted `intermediate`.
-extern "C" __global__ void __launch_bounds__(kWarps * 32, 1)
+extern "C" __global__ void __launch_bounds__(kWarps * 32, kBlocks)
     down_many(const u8* intermediate, const u8* slots, const int* pairs, const int* block_slots, float* outputs,
               int count) {
   const int slot = block_slots[blockIdx.y], *own = pairs + blockIdx.y * kMostRows;

@@ -12,11 +12,13 @@ from gpu_service.device.limits import device_limits
 from gpu_service.ops.grouped_panels import FLOAT, INT, POINTER, GroupedShape, constants, sources
 
 SOURCES = ("panel_codes.cuh", "panel_results.cuh", "warpgroup_panels.cu")
-# Rows of a block, and its warps: two warpgroups, each of which takes all rows and half of the columns.
-MOST_ROWS, WARPS = 128, 8
-# k that a block copies together, and how often before it is multiplied; its rows' bytes in shared memory.
+# Rows of a block, many or some, and how many of these a multiprocessor has at once; a block's warps: two
+# warpgroups, each of which takes all rows and half of the columns.
+MANY_ROWS, SOME_ROWS = 128, 64
+BLOCKS = {MANY_ROWS: 1, SOME_ROWS: 2}
+WARPS = 8
+# k that a block copies together, and stages of them that it has in shared memory.
 STAGE_K, STAGES = 64, 4
-SHARED_BYTES = STAGES * MOST_ROWS * STAGE_K * 2
 # The one architecture with these instructions.
 ARCHITECTURE = 90
 
@@ -32,27 +34,29 @@ def multiplies(shape: GroupedShape) -> bool:
     return whole and shape.down.k == shape.intermediate_columns
 
 
-def program(shape: GroupedShape) -> str:
-    """Returns the complete source for one kind of layer."""
-    return constants(shape, WARPS, kMostRows=MOST_ROWS) + sources(*SOURCES)
+def program(shape: GroupedShape, rows: int) -> str:
+    """Returns the complete source for one kind of layer, and blocks of `rows` rows."""
+    return constants(shape, WARPS, kMostRows=rows, kBlocks=BLOCKS[rows]) + sources(*SOURCES)
 
 
 class WarpgroupPanels:
-    """The kernels of one kind of layer on one device."""
+    """The kernels of one kind of layer on one device, for blocks of `rows` rows."""
 
-    def __init__(self, shape: GroupedShape, jit_cache_dir: str = "") -> None:
-        """`jit_cache_dir`: where compiled code is kept; empty: the user's cache.
+    def __init__(self, shape: GroupedShape, rows: int, jit_cache_dir: str = "") -> None:
+        """`rows`: `MANY_ROWS` or `SOME_ROWS`; `jit_cache_dir`: where compiled code is kept; empty: the user's
+        cache.
 
         Raises UserError when NVRTC is missing or compiled code cannot be kept.
         """
         from gpu_service.device.cuda_driver import Module
         from gpu_service.device.cuda_program import compiled
 
-        module = Module(compiled(program(shape), "warpgroup panels", f"sm_{ARCHITECTURE}a", jit_cache_dir))
-        pointers = (POINTER,) * 5
+        source = program(shape, rows)
+        module = Module(compiled(source, "warpgroup panels", f"sm_{ARCHITECTURE}a", jit_cache_dir))
+        self.rows, pointers, shared = rows, (POINTER,) * 5, STAGES * rows * STAGE_K * 2
         self._permute = module.kernel("permute", POINTER, POINTER, INT)
-        self._gate_up = module.kernel("gate_up_many", *pointers, INT, FLOAT, FLOAT, shared=SHARED_BYTES)
-        self._down = module.kernel("down_many", *pointers, INT, shared=SHARED_BYTES)
+        self._gate_up = module.kernel("gate_up_many", *pointers, INT, FLOAT, FLOAT, shared=shared)
+        self._down = module.kernel("down_many", *pointers, INT, shared=shared)
         channels = 16 if shape.gated else 32
         self._gate_up_blocks = -(-shape.intermediate_columns // (channels * WARPS))
         self._down_blocks = -(-shape.hidden // (32 * WARPS))
@@ -70,7 +74,7 @@ class WarpgroupPanels:
         """Writes activations of all pairs to `intermediate`, bfloat16 `[pairs, intermediate_columns]`, in the
         order of columns that `down` reads.
 
-        Others as `GroupedPanels.gate_up`, in blocks of `MOST_ROWS` pairs.
+        Others as `GroupedPanels.gate_up`, in blocks of `rows` pairs.
         """
         stream = torch.cuda.current_stream(slots.device).cuda_stream
         permuted, chunks = torch.empty_like(hidden_states), hidden_states.numel() // 8

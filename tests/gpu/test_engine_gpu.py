@@ -61,7 +61,7 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     """A checkpoint whose heads every backend can do; of the second, layers with states among them."""
     found = tmp_path_factory.mktemp(request.param)
     tiny = TINY_MODELS[request.param]
-    write_tiny_model(replace(tiny, changes=tiny.changes | {"head_dim": 64}), found, seed=5)
+    write_tiny_model(replace(tiny, changes=tiny.changes | {"head_dim": 128}), found, seed=5)
     return found
 
 

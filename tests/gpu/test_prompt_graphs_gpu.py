@@ -39,7 +39,7 @@ GRAPHS = Setup(prompt_graphs=(16, 30, 31), largest_graph=6)
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint whose heads every backend can do."""
     found, tiny = tmp_path_factory.mktemp("qwen3_moe"), TINY_MODELS["qwen3_moe"]
-    write_tiny_model(replace(tiny, changes=tiny.changes | {"head_dim": 64}), found, seed=5)
+    write_tiny_model(replace(tiny, changes=tiny.changes | {"head_dim": 128}), found, seed=5)
     return found
 
 

@@ -22,7 +22,9 @@ class GroupedKernels(NamedTuple):
     """One kind of layer's; made by `GroupedExperts`."""
 
     few: GroupedPanels
-    many: WarpgroupPanels | None  # Of rows of prompts; None: a GPU or a shape that it does not take.
+    # Of rows of large batches, and of prompts; None: a GPU or a shape that they do not take.
+    some: WarpgroupPanels | None = None
+    many: WarpgroupPanels | None = None
 
 
 class GroupedExperts:
@@ -47,8 +49,10 @@ class GroupedExperts:
         shape = grouped_shape(kind, self._geometry)
         try:
             few = GroupedPanels(shape, device, self._jit_cache_dir)
-            takes_many = warpgroup_panels.is_available(device) and warpgroup_panels.multiplies(shape)
-            return GroupedKernels(few, WarpgroupPanels(shape, self._jit_cache_dir) if takes_many else None)
+            if not (warpgroup_panels.is_available(device) and warpgroup_panels.multiplies(shape)):
+                return GroupedKernels(few)
+            sizes = warpgroup_panels.SOME_ROWS, warpgroup_panels.MANY_ROWS
+            return GroupedKernels(few, *(WarpgroupPanels(shape, rows, self._jit_cache_dir) for rows in sizes))
         except (UserError, RuntimeError) as error:  # no place for compiled code; a compiler's or a driver's
             _log.warning("Triton computes rows of experts, more slowly", because=str(error))
             return None

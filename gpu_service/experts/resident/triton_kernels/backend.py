@@ -26,7 +26,7 @@ from gpu_service.ops.triton import panel_sizes
 from gpu_service.ops.triton.jit import launch_fitting, next_power_of_2, overlap
 from gpu_service.ops.triton.panel_lines import EXPONENT
 from gpu_service.ops.triton.panel_parts import BASES, PART
-from gpu_service.ops.warpgroup_panels import MOST_ROWS, WarpgroupPanels
+from gpu_service.ops.warpgroup_panels import WarpgroupPanels
 from moebius.models.geometry import MoeGeometry
 from moebius.process.progress import counted
 
@@ -129,8 +129,9 @@ class TritonResidentKernels(ResidentKernels):
             kernels: GroupedPanels | WarpgroupPanels = grouped.few
             bits = min(panels.bits for panels in slots.kind.panels)
             height = TILE_ROWS * launch.row_tiles(pairs, experts, bits)
-            if grouped.many is not None and pairs >= launch.warpgroups_from(slots.kind) * experts:
-                kernels, height = grouped.many, MOST_ROWS
+            warpgroups = launch.chosen_warpgroups(slots.kind, grouped, pairs / experts)
+            if warpgroups is not None:
+                kernels, height = warpgroups, warpgroups.rows
             placed = align(slots, topk_ids, height, 0, slots.count)
             limits = self._geometry.alpha, slots.limit
             kernels.gate_up(hidden_states, slots.weights, *placed, intermediate, *limits)

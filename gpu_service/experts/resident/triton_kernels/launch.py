@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
+from gpu_service.experts.resident.grouped import GroupedKernels
 from gpu_service.experts.resident.panels import PAIRS_BYTES, UNPACK_FROM, UNPACKED_BYTES, LayerFormat
 from gpu_service.ops.panels import PanelFormat
 from gpu_service.ops.triton.panel_sizes import EXACT_IN_BFLOAT16, has_parts
+from gpu_service.ops.warpgroup_panels import WarpgroupPanels
 
 # Up to this many token rows, a program per pair reads its expert's panels itself, in any model.
 _FEWEST_ROWS = 8
@@ -153,17 +155,19 @@ def by_parts(rows: torch.dtype, *panels: PanelFormat) -> bool:
     return rows == torch.bfloat16 and all(map(has_parts, panels))
 
 
-# From this many on, `ops/warpgroup_panels` multiplies them where it can. It decodes once for more rows: codes
-# that cost more pay for it earlier.
-WARPGROUPS_FROM, COSTLY_WARPGROUPS_FROM = 32, 20
+# From this many on, `ops/warpgroup_panels` multiplies them where it can, at first in blocks of 64 rows. It
+# decodes once for more rows: codes that cost more pay for it earlier. On an H200.
+WARPGROUPS_FROM, COSTLY_WARPGROUPS_FROM, MANY_WARPGROUPS_FROM = 32, 20, 64
 
 
-def warpgroups_from(kind: LayerFormat) -> int:
-    """Returns from how many pairs of each expert on `ops/warpgroup_panels` was faster on an H200."""
+def chosen_warpgroups(kind: LayerFormat, grouped: GroupedKernels, pairs: float) -> WarpgroupPanels | None:
+    """Returns which warpgroups' kernels compute `pairs` pairs of each expert; None: none of them."""
     costly = any(
         panels.mins or panels.group_size == 16 or panels.scale == "products" for panels in kind.panels
     )
-    return COSTLY_WARPGROUPS_FROM if costly else WARPGROUPS_FROM
+    if pairs < (COSTLY_WARPGROUPS_FROM if costly else WARPGROUPS_FROM):
+        return None
+    return grouped.some if pairs < MANY_WARPGROUPS_FROM else grouped.many
 
 
 def unpacks(kind: LayerFormat, rows: torch.dtype, pairs: int, num_experts: int, is_grouped: bool) -> bool:
