@@ -92,6 +92,10 @@ def with_smaller(chosen: Tile) -> tuple[Tile, ...]:
     return chosen, *(tile for tile in _TILES if tile.rows * tile.columns < chosen.rows * chosen.columns)
 
 
+# Pairs of each expert that between them launch both kinds of `chosen_warpgroups` in every format.
+_WARPGROUP_PAIRS = (12, 32, 80)
+
+
 def sizes_to_warm_up(num_experts: int, top_k: int, few_rows: int, max_rows: int, by_parts: bool) -> list[int]:
     """Row counts up to `max_rows` that between them launch every kernel which any such count does."""
     largest: dict[Tile, int] = {}
@@ -105,8 +109,7 @@ def sizes_to_warm_up(num_experts: int, top_k: int, few_rows: int, max_rows: int,
     unpacked = [
         -(-pairs * num_experts // top_k)
         for pairs in (
-            COSTLY_WARPGROUPS_FROM,
-            WARPGROUPS_FROM,
+            *_WARPGROUP_PAIRS,
             UNPACK_FROM,
             HIGH_TILE_FROM,
             UNPACK_GROUPED_FROM,
@@ -155,19 +158,21 @@ def by_parts(rows: torch.dtype, *panels: PanelFormat) -> bool:
     return rows == torch.bfloat16 and all(map(has_parts, panels))
 
 
-# From this many on, `ops/warpgroup_panels` multiplies them where it can, at first in blocks of 64 rows. It
-# decodes once for more rows: codes that cost more pay for it earlier. On an H200.
-WARPGROUPS_FROM, COSTLY_WARPGROUPS_FROM, MANY_WARPGROUPS_FROM = 32, 20, 64
-
-
 def chosen_warpgroups(kind: LayerFormat, grouped: GroupedKernels, pairs: float) -> WarpgroupPanels | None:
-    """Returns which warpgroups' kernels compute `pairs` pairs of each expert; None: none of them."""
-    costly = any(
-        panels.mins or panels.group_size == 16 or panels.scale == "products" for panels in kind.panels
-    )
-    if pairs < (COSTLY_WARPGROUPS_FROM if costly else WARPGROUPS_FROM):
+    """Returns which of `ops/warpgroup_panels` computes `pairs` pairs of each expert; None: none was faster.
+
+    On an H200 (128 experts of 2048 x 768), in microseconds grouped, by blocks of 64 and of 128 rows:
+    4 bits and 16 pairs 186, 183, 308, 32 pairs 286, 196, 284, 256 pairs 1836, 812, 711; Q6_K and 8 pairs
+    287, 279, 419, 48 pairs 862, 458, 379; bfloat16 and 32 pairs 410, 494, 401.
+    """
+    some_from, many_from = 16, 80
+    if min(panels.bits for panels in kind.panels) >= 16:
+        some_from = many_from = 32
+    elif any(panels.mins or panels.group_size == 16 or panels.scale == "products" for panels in kind.panels):
+        some_from, many_from = 12, 44
+    if pairs < some_from:
         return None
-    return grouped.some if pairs < MANY_WARPGROUPS_FROM else grouped.many
+    return grouped.some if pairs < many_from else grouped.many
 
 
 def unpacks(kind: LayerFormat, rows: torch.dtype, pairs: int, num_experts: int, is_grouped: bool) -> bool:

@@ -24,6 +24,7 @@ from gpu_service.experts.resident.experts import (
     ResidentKernels,
     TorchResidentKernels,
 )
+from gpu_service.experts.resident.grouped import GroupedKernels
 from gpu_service.experts.resident.make import warmed_up
 from gpu_service.experts.resident.panels import UNPACK_FROM, layer_format, pair_bytes
 from gpu_service.experts.resident.triton_kernels import backend, launch
@@ -375,3 +376,20 @@ def test_grouped_rows_are_unpacked_later_and_in_higher_blocks_of_wide_codes() ->
     for is_grouped, expected in ((False, [True, True]), (True, [False, True])):
         found = [launch.unpacks(narrow, torch.bfloat16, count, 128, is_grouped) for count in pairs]
         assert found == expected
+
+
+def test_warpgroups_are_chosen_by_pairs_of_an_expert() -> None:
+    """Blocks of 64 rows, then of 128, earlier where decoding costs more; every choice is warmed up."""
+    names = ("int4_g32", "int6_g16_products", "fp8_block", "bfloat16")
+    kinds = [layer_format(name, name, 64, 32, False) for name in names]
+    kernels: Any = GroupedKernels(few="few", some="some", many="many")  # type: ignore[arg-type]
+    found = [
+        [launch.chosen_warpgroups(kind, kernels, pairs) for pairs in (4, 12, 16, 32, 48, 80)]
+        for kind in kinds
+    ]
+    assert found[0] == found[2] == [None, None, "some", "some", "some", "many"]
+    assert found[1] == [None, "some", "some", "some", "many", "many"]
+    assert found[3] == [None, None, None, "many", "many", "many"]
+    rows = launch.sizes_to_warm_up(128, 8, 3, 8192, False)
+    for kind, made in zip(kinds, ({"some", "many"},) * 3 + ({"many"},), strict=True):
+        assert {launch.chosen_warpgroups(kind, kernels, count * 8 / 128) for count in rows} - {None} == made
