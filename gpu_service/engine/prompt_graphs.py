@@ -23,12 +23,12 @@ import torch
 
 from gpu_service.attention.base import AttentionBackend
 from gpu_service.attention.between_graphs import AttentionBetweenGraphs
-from gpu_service.core.step import Dummy, StepPlan, graph_rows, graph_tokens, token_fields
+from gpu_service.core.step import Dummy, StepPlan, graph_rows
 from gpu_service.device.graphs import CapturedGraph, Cut, GraphBackend
 from gpu_service.device.stream import Uploader
 from gpu_service.engine.decode_graphs import WARM_UP_RUNS
 from gpu_service.engine.model_runner import Forwarded, ModelRunner
-from gpu_service.engine.packed_rows import PackedTokens
+from gpu_service.engine.packed_rows import PackedTokens, graph_tokens, token_fields
 from moebius.errors import brief
 from moebius.process.progress import counted
 
