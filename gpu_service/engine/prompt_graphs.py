@@ -84,10 +84,16 @@ class PromptGraphs:
         """Runs each size, then captures it, the largest first.
 
         Where one cannot be captured there are no graphs, and a warning says why: steps are slower, not wrong.
+        Raises RuntimeError where the device failed: it may go on recording what comes next.
         """
         for size in counted(reversed(self._sizes), "capturing graphs of prompts", len(self._sizes)):
             try:
                 self._graphs[size] = self._capture(size)
+            except torch.AcceleratorError as error:
+                raise RuntimeError(
+                    f"steps of {size} tokens can not be captured in a graph ({brief(error)}); "
+                    "cuda_graph_max_prompt_tokens: 0 runs without"
+                ) from error
             except Exception as error:
                 _log.warning("steps with prompts run without graphs", tokens=size, because=brief(error))
                 self.close()
