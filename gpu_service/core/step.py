@@ -414,12 +414,6 @@ def captured_fields(features: Collection[Feature]) -> dict[str, TensorField]:
     return dict(sorted(chosen.items(), key=lambda item: "P" in item[1].shape.split()))
 
 
-def token_fields(features: Collection[Feature]) -> dict[str, TensorField]:
-    """Returns those of `captured_fields` with an entry a token: what layers outside attention read."""
-    fields = captured_fields(features)
-    return {name: declared for name, declared in fields.items() if declared.shape.split()[-1] == "T"}
-
-
 def graph_rows(
     fields: Mapping[str, TensorField],
     size: int,
@@ -466,22 +460,6 @@ def graph_plan(rows: Mapping[str, Tensor], size: int, input_ids: Tensor) -> Step
         sample_batch_indices=list(range(size)),
         **dict[str, Any](rows),
     )
-
-
-def graph_tokens(rows: Mapping[str, Tensor], size: int, input_ids: Tensor) -> StepPlan:
-    """Returns the step whose layers a graph of `size` tokens computes, on the memory of `token_fields`.
-
-    It has no requests: who reads something about them while a graph is captured must not be in one.
-    """
-    none = input_ids[:0]
-    own = dict[str, Any](rows)
-    absent = {"block_table": none.view(0, 0).int()}
-    absent |= {name: none.int() for name in ("seq_lens_tensor", "query_start_loc_tensor")}
-    absent |= dict.fromkeys(("logits_indices", "sample_slots", "sample_positions"), none)
-    lists: dict[str, Any] = {
-        name: [] for name in ("query_start_loc", "seq_lens", "uploads", "sample_batch_indices")
-    }
-    return StepPlan(input_ids=input_ids[:size], **own, **dict[str, Any](absent), **lists)
 
 
 def tensors_of(tree: object) -> list[Tensor]:

@@ -5,17 +5,39 @@ Written for every step, so on arrays: a torch operation of the host takes severa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpu_service.core.step import Dummy, StepPlan, TensorField, graph_rows
+from gpu_service.core.step import Dummy, Feature, StepPlan, TensorField, captured_fields, graph_rows
 from gpu_service.device.stream import packed_offsets
 
 _PackedField = tuple[str, slice, np.dtype[Any], tuple[int, ...], int, int | None]
+
+
+def token_fields(features: Collection[Feature]) -> dict[str, TensorField]:
+    """Returns those of `captured_fields` with an entry a token: what layers outside attention read."""
+    fields = captured_fields(features)
+    return {name: declared for name, declared in fields.items() if declared.shape.split()[-1] == "T"}
+
+
+def graph_tokens(rows: Mapping[str, torch.Tensor], size: int, input_ids: torch.Tensor) -> StepPlan:
+    """Returns the step whose layers a graph of `size` tokens computes, on the memory of `token_fields`.
+
+    It has no requests: who reads something about them while a graph is captured must not be in one.
+    """
+    none = input_ids[:0]
+    own = dict[str, Any](rows)
+    absent = {"block_table": none.view(0, 0).int()}
+    absent |= {name: none.int() for name in ("seq_lens_tensor", "query_start_loc_tensor")}
+    absent |= dict.fromkeys(("logits_indices", "sample_slots", "sample_positions"), none)
+    lists: dict[str, Any] = {
+        name: [] for name in ("query_start_loc", "seq_lens", "uploads", "sample_batch_indices")
+    }
+    return StepPlan(input_ids=input_ids[:size], **own, **dict[str, Any](absent), **lists)
 
 
 class PackedTokens:

@@ -23,12 +23,12 @@ import torch
 
 from gpu_service.attention.base import AttentionBackend
 from gpu_service.attention.between_graphs import AttentionBetweenGraphs
-from gpu_service.core.step import Dummy, StepPlan, graph_rows, graph_tokens, token_fields
+from gpu_service.core.step import Dummy, StepPlan, graph_rows
 from gpu_service.device.graphs import CapturedGraph, Cut, GraphBackend
 from gpu_service.device.stream import Uploader
 from gpu_service.engine.decode_graphs import WARM_UP_RUNS
 from gpu_service.engine.model_runner import Forwarded, ModelRunner
-from gpu_service.engine.packed_rows import PackedTokens
+from gpu_service.engine.packed_rows import PackedTokens, graph_tokens, token_fields
 from moebius.errors import brief
 from moebius.process.progress import counted
 
@@ -84,10 +84,16 @@ class PromptGraphs:
         """Runs each size, then captures it, the largest first.
 
         Where one cannot be captured there are no graphs, and a warning says why: steps are slower, not wrong.
+        Raises RuntimeError where the device failed: it may go on recording what comes next.
         """
         for size in counted(reversed(self._sizes), "capturing graphs of prompts", len(self._sizes)):
             try:
                 self._graphs[size] = self._capture(size)
+            except torch.AcceleratorError as error:
+                raise RuntimeError(
+                    f"steps of {size} tokens can not be captured in a graph ({brief(error)}); "
+                    "cuda_graph_max_prompt_tokens: 0 runs without"
+                ) from error
             except Exception as error:
                 _log.warning("steps with prompts run without graphs", tokens=size, because=brief(error))
                 self.close()

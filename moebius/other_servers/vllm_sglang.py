@@ -241,11 +241,14 @@ TABLE: dict[str, OtherName] = {
     "enforce-eager disable-cuda-graph": flag("cuda_graphs", "false"),
     "cuda-graph-bs cudagraph-capture-sizes cuda-graph-sizes": refused(_GRAPH_SIZES, many=True),
     "compilation-config.cudagraph-capture-sizes": refused(_GRAPH_SIZES),
-    "piecewise-cuda-graph-max-tokens max-seq-len-to-capture torch-compile-max-bs": refused(
+    "max-seq-len-to-capture torch-compile-max-bs": refused(
         "graphs are captured by batch size (--cuda-graph-max-batch-size)"
     ),
-    "enable-piecewise-cuda-graph": refused("whole decode steps are captured, prompts are not", False),
-    "disable-piecewise-cuda-graph": fulfilled("whole decode steps are captured, prompts are not"),
+    "piecewise-cuda-graph-max-tokens": same("cuda_graph_max_prompt_tokens"),
+    "enable-piecewise-cuda-graph": fulfilled(
+        "decode steps are whole graphs, those with prompts graphs in pieces (--cuda-graph-max-prompt-tokens)"
+    ),
+    "disable-piecewise-cuda-graph": flag("cuda_graph_max_prompt_tokens", "0"),
     "disable-cuda-graph-padding": refused(
         "batch sizes of graphs are chosen up to --cuda-graph-max-batch-size", False
     ),

@@ -51,7 +51,7 @@ def test_it_ends_alone_on_a_cpu(checkpoint: Path) -> None:
 def test_it_ends_alone_in_steps_of_a_device(
     largest_graph: int, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Decode steps eager and replayed: what is noted is in the graph's own memory."""
+    """Steps eager and replayed: what is noted is in the graph's own memory."""
     replayed: list[DecodeGraphs] = []
     original = DecodeGraphs.replay
 
@@ -62,7 +62,7 @@ def test_it_ends_alone_in_steps_of_a_device(
     monkeypatch.setattr(DecodeGraphs, "replay", replay)
     host = torch.device("cpu")
     model, experts = tiny_model(checkpoint, host, "float16"), DenseExperts(checkpoint, NUM_EXPERTS)
-    setup, stream = Setup(largest_graph=largest_graph), HostDeviceStream()
+    setup, stream = Setup(largest_graph, (20, 32) if largest_graph else ()), HostDeviceStream()
     with tiny_engine(
         model, experts, stream, make_capturable_attention, setup, RecordedOperations()
     ) as engine:

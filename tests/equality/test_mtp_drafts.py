@@ -241,14 +241,16 @@ def test_the_host_launches_no_first_pass_of_a_replayed_step(
 
 
 def test_replayed_decode_steps_leave_the_head_what_it_needs(tmp_path: Path) -> None:
-    """The head's first pass is a graph after the step's, on the hidden states that it left."""
+    """The head's first pass is a graph after the step's, on the hidden states that it left, as those of steps
+    with prompts do.
+    """
     write_mtp_model("glm4_moe", tmp_path)
     make_foreseen(tmp_path)
     model = tiny_model(tmp_path, HOST, mtp_heads=1)
     experts = DenseExperts(tmp_path, router_of(model.config).num_experts)
     found = []
-    for largest in (0, 8):
-        setup = Setup(largest, budget=16, num_drafts=3, device_drafter=MtpDrafter)
+    for largest, prompts in ((0, ()), (8, (9, 16))):
+        setup = Setup(largest, prompts, budget=16, num_drafts=3, device_drafter=MtpDrafter)
         with tiny_engine(
             model, experts, HostDeviceStream(), make_capturable_attention, setup, RecordedOperations()
         ) as engine:

@@ -164,15 +164,22 @@ def test_padding_touches_no_page_and_no_expert(tiny: Tiny) -> None:
 def test_what_can_not_be_captured_runs_eagerly(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch, replayed: list[tuple[int, int, int]]
 ) -> None:
-    """A layer that looks at requests, or a device that refuses, costs the graphs and no answer."""
+    """A layer that looks at requests costs the graphs and no answer; a device that fails ends the start."""
 
     def refuses(backend: RecordedOperations, work: Callable[[Cut], None]) -> Any:
-        raise RuntimeError("operation not permitted when stream is capturing")
+        raise IndexError("the step of a graph has no requests")
 
     eager = run(tiny, Setup(), prefixed(GREEDY))
     monkeypatch.setattr(RecordedOperations, "capture_pieces", refuses)
     assert run(tiny, Setup(prompt_graphs=GRAPHS), prefixed(GREEDY)) == eager
     assert not replayed
+
+    def fails(backend: RecordedOperations, work: Callable[[Cut], None]) -> Any:
+        raise torch.AcceleratorError("operation failed due to a previous error during capture")
+
+    monkeypatch.setattr(RecordedOperations, "capture_pieces", fails)
+    with pytest.raises(RuntimeError, match=r"32 tokens .*previous error.* cuda_graph_max_prompt_tokens: 0"):
+        run(tiny, Setup(prompt_graphs=GRAPHS), [])
 
 
 def test_sizes() -> None:

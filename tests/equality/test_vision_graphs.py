@@ -93,7 +93,7 @@ def test_replayed_equals_eager(tiny: Tiny, budget: int, monkeypatch: pytest.Monk
         return original(graphs, graph, plan)
 
     monkeypatch.setattr(DecodeGraphs, "replay", replay)
-    assert tiny.run(Setup(largest_graph=4, budget=budget)) == eager
+    assert tiny.run(Setup(largest_graph=4, prompt_graphs=(9, budget), budget=budget)) == eager
     assert all(plan.images is None for plan in replayed)
     shifted = [plan for plan in replayed if (plan.mrope_positions != plan.positions).any()]
     assert len(shifted) > 4, "positions after images are not indices"

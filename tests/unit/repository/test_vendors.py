@@ -44,6 +44,7 @@ STILL = {
     "gpu_service/attention/torch_reference.py",
     "gpu_service/cache/tiers/payloads.py",
     "gpu_service/engine/decode_graphs.py",
+    "gpu_service/engine/prompt_graphs.py",
     "gpu_service/engine/sampler.py",
     "gpu_service/experts/adaptive/exchange.py",
     "gpu_service/experts/factory.py",
