@@ -49,7 +49,7 @@ MODEL = TinyModel(
         "intermediate_size": 384,
         "num_attention_heads": 8,
         "num_key_value_heads": 2,
-        "head_dim": 64,
+        "head_dim": 128,
         "num_experts": 8,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 128,
