@@ -51,6 +51,8 @@ LINK_SHARE = 0.86
 PAIRS_BANDWIDTH_SHARE = 0.42
 WIDE_BANDWIDTH_SHARE, INT4_BANDWIDTH_SHARE = 0.7, 0.6
 PRODUCTS_BANDWIDTH_SHARE, TABLE_BANDWIDTH_SHARE, TILES_BANDWIDTH_SHARE = 0.42, 0.3, 0.2
+# Of the peak, by kernels that multiply resident experts: they read, then multiply, where tiles do both at once.
+RESIDENT_FLOPS_SHARE = 0.48
 # What servers lose to a link that copies from the same memory, and the divisions of a layer that are tried.
 SHARED_MEMORY, STREAMED_SHARES = 1.12, 32
 # Of bandwidth and peak, by the expert kernels where no server has measured them; by int4 experts in the same
@@ -58,12 +60,13 @@ SHARED_MEMORY, STREAMED_SHARES = 1.12, 32
 # by as much again with every ASSUMED_AMX_ROWS rows, up to that of others.
 ASSUMED_EXPERT_BANDWIDTH_SHARE, ASSUMED_EXPERT_PEAK_SHARE = 0.78, 0.3
 ASSUMED_AMX_PEAK_SHARE, ASSUMED_AMX_ROWS = 0.085, 750
-# Between the GEMMs of a layer: kernels of a replayed graph, and an eager step's launches, which prompts have.
-# Seconds.
+# Between the GEMMs of a layer, in a replayed graph. Seconds.
 GPU_LAYER_SECONDS = 45e-6
 # The same where no expert server is asked: kernels begin before the last one ends.
 GPU_RESIDENT_LAYER_SECONDS = 27e-6
-GPU_EAGER_LAYER_SECONDS = 500e-6
+# Of a step with a prompt: what its kernels and the attention between pieces of its graph take, and its launches
+# by the host, one by one, where no graph has as many tokens.
+GPU_PROMPT_LAYER_SECONDS, GPU_LAUNCHED_LAYER_SECONDS = 250e-6, 1.25e-3
 # Of an all-reduce of few rows; two a layer.
 ALL_REDUCE_SECONDS = 12e-6
 # "Mailbox round trip" of docs/benchmarks.md, host B: a request, a server, and bytes both ways.
@@ -126,6 +129,8 @@ class Work:
     resident_expert_bytes: float
     # Of a GPU's bandwidth, by the kernels that read an expert once for all its rows.
     grouped_share: float = field(default=TILES_BANDWIDTH_SHARE, kw_only=True)
+    # Tokens of the largest step with a prompt that is a graph; 0: none is.
+    prompt_graph_tokens: int = field(default=0, kw_only=True)
     expert_weights: int
     expert_times: ExpertTimes | None  # None: not measured on this host, or planned for another one.
     # Of all experts; routing is taken to be even.
@@ -200,10 +205,10 @@ def predict_prefill(
 
     With a `streamed_chunk` steps may be that long, with experts streamed as the engine divides them.
     """
-    found = [_prefill(work, chunk, context, _eager(work, hardware, min(chunk, context), context // 2))]
+    found = [_prefill(work, chunk, context, _prompt(work, hardware, min(chunk, context), context // 2))]
     if streamed_chunk and hardware.gpu is not None and work.resident_share < 1.0:
         rows = min(streamed_chunk, context)
-        seconds = _streamed(work, hardware, rows, _eager(work, hardware, rows, context // 2))
+        seconds = _streamed(work, hardware, rows, _prompt(work, hardware, rows, context // 2))
         found.append(_prefill(work, streamed_chunk, context, seconds))
     return max(found, key=lambda speed: speed.tokens_per_second)
 
@@ -214,34 +219,37 @@ def _prefill(work: Work, chunk: int, context: int, seconds: StepSeconds) -> Spee
     return Speed(rows, rows / seconds.total, seconds, distinct)
 
 
-def _eager(work: Work, hardware: Hardware, rows: int, attended: int) -> StepSeconds:
-    """Returns a step of a prompt, which no graph holds."""
+def _prompt(work: Work, hardware: Hardware, rows: int, attended: int) -> StepSeconds:
+    """Returns a step of a prompt; the host launches it ahead of the GPU, and may be what takes longest."""
     # One token follows the prompt, and only what it needs passes the head.
     seconds = step_seconds(work, hardware, rows, attended, attended, outputs=1)
     if hardware.gpu is None:
         return seconds
-    more = work.num_layers * (GPU_EAGER_LAYER_SECONDS - _layer_seconds(work))
+    more = work.num_layers * (GPU_PROMPT_LAYER_SECONDS - _layer_seconds(work))
+    if rows > work.prompt_graph_tokens:
+        launched = work.num_layers * GPU_LAUNCHED_LAYER_SECONDS
+        more = max(more, launched - seconds.total)
     return replace(seconds, overhead=seconds.overhead + more)
 
 
-def _streamed(work: Work, hardware: Hardware, rows: int, eager: StepSeconds) -> StepSeconds:
-    """Returns the same with the share of each layer streamed that takes least (decision 13).
+def _streamed(work: Work, hardware: Hardware, rows: int, whole: StepSeconds) -> StepSeconds:
+    """Returns `whole` with the share of each layer streamed that takes least (decision 13).
 
     Copies run ahead of everything that the GPU does; in "experts in RAM" is what that does not hide.
     """
     assert hardware.gpu is not None
     kept = (1.0 - work.resident_share) * work.num_experts * work.moe_layers
     copy = kept * work.expert_bytes / (hardware.gpu.link * LINK_SHARE * work.ranks)
-    others = eager.dense + eager.overhead
+    others = whole.dense + whole.overhead
     found = []
     for step in range(1, STREAMED_SHARES + 1):
         share = step / STREAMED_SHARES
         resident = work.resident_share + share * (1.0 - work.resident_share)
         on_gpu = _gpu_expert_seconds(replace(work, resident_share=resident), hardware, rows)
-        rest = SHARED_MEMORY * (1 - share) * eager.cpu_experts
-        hand_off = eager.hand_off if share < 1 else 0.0
+        rest = SHARED_MEMORY * (1 - share) * whole.cpu_experts
+        hand_off = whole.hand_off if share < 1 else 0.0
         in_ram = max(rest, copy * share - others - hand_off)
-        found.append(StepSeconds(eager.dense, max(0.0, in_ram), on_gpu, hand_off, eager.overhead))
+        found.append(StepSeconds(whole.dense, max(0.0, in_ram), on_gpu, hand_off, whole.overhead))
     return min(found, key=lambda seconds: seconds.total)
 
 
@@ -376,9 +384,10 @@ def _gpu_expert_seconds(work: Work, hardware: Hardware, rows: int) -> float:
     operations = pairs * 2 * work.expert_weights / work.ranks
     gpu = hardware.gpu
     reading = min(pairs / PAIRS_BANDWIDTH_SHARE, distinct / work.grouped_share)
-    return work.moe_layers * max(
-        reading * work.resident_expert_bytes / gpu.bandwidth, operations / (gpu.flops * GPU_FLOPS_SHARE)
-    )
+    reading *= work.resident_expert_bytes / gpu.bandwidth
+    if work.grouped_share == TILES_BANDWIDTH_SHARE:
+        return work.moe_layers * max(reading, operations / (gpu.flops * GPU_FLOPS_SHARE))
+    return work.moe_layers * (reading + operations / (gpu.flops * RESIDENT_FLOPS_SHARE))
 
 
 def _hand_off_seconds(work: Work, hardware: Hardware, rows: int) -> float:
@@ -436,6 +445,7 @@ def make_work(
         expert_bytes=expert_bytes,
         resident_expert_bytes=expert_bytes / ranks,
         grouped_share=grouped_share(formats if hardware.multiplies_bfloat16 else None),
+        prompt_graph_tokens=config.gpu.cuda_graph_max_prompt_tokens or 0,
         expert_weights=sum(rows * columns for rows, columns in geometry.matrices.values()),
         expert_times=measured_times(config, geometry, formats, model.dtype, hardware),
         resident_share=residency.share,

@@ -176,7 +176,7 @@ def test_decode_as_it_was_measured(streams: int, resident: float, measured: floa
     ("tokens", "resident", "measured"),
     [
         *((512, 0.0, 2498.0), (4096, 0.0, 13456.0), (16384, 0.0, 30011.0)),
-        *((4096, 1.0, 37860.0), (16384, 1.0, 29940.0)),
+        *((512, 1.0, 20500.0), (1024, 1.0, 31030.0), (2048, 1.0, 42230.0), (4096, 1.0, 47100.0)),
     ],
 )
 def test_prefill_as_it_was_measured(tokens: int, resident: float, measured: float) -> None:
@@ -184,6 +184,8 @@ def test_prefill_as_it_was_measured(tokens: int, resident: float, measured: floa
     servers, or resident.
     """
     work = replace(QWEN, resident_share=resident, request_rows=2048)
+    if resident:
+        work = replace(work, prompt_graph_tokens=2048)
     row = predict_prefill(work, HOST_D, 16384 if resident else 512, tokens, 16384)
     assert row.tokens_per_second == pytest.approx(measured, rel=0.15)
 
