@@ -445,7 +445,7 @@ def make_work(
         expert_bytes=expert_bytes,
         resident_expert_bytes=expert_bytes / ranks,
         grouped_share=grouped_share(formats if hardware.multiplies_bfloat16 else None),
-        prompt_graph_tokens=config.gpu.cuda_graph_max_prompt_tokens or 0,
+        prompt_graph_tokens=config.gpu.prompt_graph_tokens,
         expert_weights=sum(rows * columns for rows, columns in geometry.matrices.values()),
         expert_times=measured_times(config, geometry, formats, model.dtype, hardware),
         resident_share=residency.share,

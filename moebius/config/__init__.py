@@ -249,6 +249,11 @@ class GpuConfig(SpeculationSettings):
         return DEFAULT_BATCHED_TOKENS if chosen is None else chosen
 
     @property
+    def prompt_graph_tokens(self) -> int:
+        """`cuda_graph_max_prompt_tokens`; 0 where it is not chosen yet."""
+        return self.cuda_graph_max_prompt_tokens or 0
+
+    @property
     def num_rows(self) -> int:
         """Rows of a decode step, at most: of sequences, and of their drafts if few sequences leave room."""
         if self.speculative_method == "off":
