@@ -49,11 +49,6 @@ class PanelFormat(PanelLayout):
         return self.bits - self.low_bits
 
     @property
-    def has_scale_nibbles(self) -> bool:
-        """Returns whether whole numbers of scales are 2 s + 1, two s to a byte."""
-        return self.is_grid and self.code not in ("iq3_xxs", "iq2_xxs")
-
-    @property
     def is_grid(self) -> bool:
         """Returns whether elements are parts of rows of a grid."""
         return self.code in GRID_UNITS

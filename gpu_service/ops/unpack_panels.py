@@ -54,13 +54,14 @@ def _group_values(panels: PanelFormat, packed: torch.Tensor, offset: int) -> tor
     begin = offset * typed.shape[1] // packed.shape[1]
     if panels.scale == "products":
         factors = packed[:, offset : offset + -(-groups // panels.factor_groups) * 32].contiguous()
-        if panels.has_scale_nibbles:
-            begin = offset + panels.whole_offset
-            both = packed[:, begin : begin + -(-groups // 2) * PANEL_COLUMNS].view(
-                count, -1, 1, PANEL_COLUMNS
-            )
-            nibbles = torch.cat([both & 15, both >> 4], 2).flatten(1, 2)[:, :groups]
-            whole = (nibbles * 2 + 1).float()
+        if panels.whole_low_bits:
+            whole = _scale_fields(panels, packed, offset + panels.whole_offset, panels.whole_low_bits)
+            if panels.whole_high_bits:
+                begin = offset + panels.whole_high_offset
+                high = _scale_fields(panels, packed, begin, panels.whole_high_bits)
+                whole = whole | high << panels.whole_low_bits
+            middle = 1 << panels.whole_low_bits + panels.whole_high_bits - 1
+            whole = (whole * 2 + 1 if panels.is_grid else whole - middle).float()
         elif panels.is_grid:
             whole = ((_grid_words(panels, packed)[:, :groups, -1] >> 28 & 15) * 2 + 1).float()
         else:
@@ -74,6 +75,14 @@ def _group_values(panels: PanelFormat, packed: torch.Tensor, offset: int) -> tor
         return factors * whole.view(count, -1, PANEL_COLUMNS)
     values = typed[:, begin : begin + groups * columns].reshape(count, groups, columns)
     return _scale_values(panels, values)
+
+
+def _scale_fields(panels: PanelFormat, packed: torch.Tensor, begin: int, bits: int) -> torch.Tensor:
+    """Returns `bits` of each group's bytes from `begin` on, int32 `[panels, groups, 16]`."""
+    rows = -(-panels.groups * bits // 8)
+    held = packed[:, begin : begin + rows * PANEL_COLUMNS].reshape(-1, rows, 1, PANEL_COLUMNS).int()
+    places = torch.arange(0, 8, bits, dtype=torch.int32, device=packed.device)[:, None]
+    return (held >> places & ((1 << bits) - 1)).flatten(1, 2)[:, : panels.groups]
 
 
 def _columns(typed: PanelViews, count: int, offset: int) -> torch.Tensor:

@@ -187,6 +187,9 @@ py::dict panel_layout(const std::string& format, int64_t k, bool has_bias) {
   result["factor_groups"] = layout.factor_groups;
   result["whole_offset"] = layout.whole_offset;
   result["signs_offset"] = layout.signs_offset;
+  result["whole_low_bits"] = layout.whole_low_bits;
+  result["whole_high_bits"] = layout.whole_high_bits;
+  result["whole_high_offset"] = layout.whole_high_offset;
   result["joined"] = layout.joined;
   result["scales_offset"] = layout.scales_offset;
   result["zeros_offset"] = layout.zeros_offset;

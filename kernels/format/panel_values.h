@@ -140,10 +140,18 @@ inline float panel_scale(const PanelLayout& layout, const std::byte* panel, bool
   if (layout.format.scale != ScaleType::kProducts) return load_scale(layout.format.scale, section, index);
   const size_t place = entry / kPanelColumns / layout.factor_groups * kPanelColumns + entry % kPanelColumns;
   const float factor = decode_float16(load_element<uint16_t>(section, static_cast<ptrdiff_t>(place)));
-  if (has_scale_nibbles(layout.format.code)) {
-    const size_t group = entry / kPanelColumns;
-    const size_t byte = layout.whole_offset + group / 2 * kPanelColumns + entry % kPanelColumns;
-    return factor * static_cast<float>((std::to_integer<uint32_t>(section[byte]) >> (group % 2 * 4) & 15) * 2 + 1);
+  if (layout.whole_low_bits != 0) {
+    const auto field = [&](size_t offset, uint32_t bits) {
+      const size_t bit = entry / kPanelColumns * bits;
+      const std::byte held = section[offset + bit / 8 * kPanelColumns + entry % kPanelColumns];
+      return static_cast<int>(std::to_integer<uint32_t>(held) >> bit % 8 & ((1U << bits) - 1));
+    };
+    int whole = field(layout.whole_offset, layout.whole_low_bits);
+    if (layout.whole_high_bits != 0) {
+      whole |= field(layout.whole_high_offset, layout.whole_high_bits) << layout.whole_low_bits;
+    }
+    const int middle = 1 << (layout.whole_low_bits + layout.whole_high_bits - 1);
+    return factor * static_cast<float>(is_grid(layout.format.code) ? whole * 2 + 1 : whole - middle);
   }
   if (is_grid(layout.format.code)) {
     const auto column = static_cast<uint32_t>(entry % kPanelColumns);

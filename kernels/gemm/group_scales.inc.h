@@ -70,15 +70,25 @@ void widen_grid_products(const PanelLayout& layout, const std::byte* panel, uint
   }
 }
 
-// Of rows of a grid whose whole numbers lie by themselves, two to a byte.
-void widen_nibble_products(const PanelLayout& layout, const std::byte* panel, uint32_t column, uint32_t group,
-                           uint32_t count, GroupBuffer* target) {
-  const std::byte* const factors = panel + layout.scales_offset + size_t{column} * 2;
-  const std::byte* const whole = panel + layout.scales_offset + layout.whole_offset + column;
+// Whole numbers of fewer than 8 bits.
+void widen_field_products(const PanelLayout& layout, const std::byte* panel, uint32_t column, uint32_t group,
+                          uint32_t count, GroupBuffer* target) {
+  const std::byte* const section = panel + layout.scales_offset;
+  const uint32_t low_bits = layout.whole_low_bits, high_bits = layout.whole_high_bits;
+  const bool of_grid = is_grid(layout.format.code);
+  // A number means `times` of it and `more`.
+  const Vec times = Vec::broadcast(of_grid ? 2.0f : 1.0f);
+  const Vec more = Vec::broadcast(of_grid ? 1.0f : -static_cast<float>(1 << (low_bits + high_bits - 1)));
+  const Vec of_high = Vec::broadcast(static_cast<float>(1 << low_bits));
+  const auto field = [&](size_t offset, uint32_t bits) {
+    const uint32_t bit = group * bits;
+    return Vec::from_byte_bits(section + offset + size_t{bit / 8} * kPanelColumns + column, bit % 8, bits);
+  };
   for (uint32_t i = 0; i < count; ++i, ++group) {
-    const Vec factor = Vec::from_float16(factors + size_t{group / layout.factor_groups} * kPanelColumns * 2);
-    const Vec number = Vec::from_nibbles(whole + size_t{group / 2} * kPanelColumns, group % 2 * 4);
-    Vec::mul(factor, number).store(target->lanes[i]);
+    const std::byte* const factors = section + (size_t{group / layout.factor_groups} * kPanelColumns + column) * 2;
+    Vec number = field(layout.whole_offset, low_bits);
+    if (high_bits != 0) number = Vec::fma(field(layout.whole_high_offset, high_bits), of_high, number);
+    Vec::mul(Vec::from_float16(factors), Vec::fma(number, times, more)).store(target->lanes[i]);
   }
 }
 
@@ -88,7 +98,7 @@ void widen_products(const PanelLayout& layout, const std::byte* panel, bool of_m
   const Code code = layout.format.code;
   if (code == Code::kIq3Xxs) return widen_grid_products<3>(layout, panel, column, group, count, target);
   if (code == Code::kIq2Xxs) return widen_grid_products<2>(layout, panel, column, group, count, target);
-  if (has_scale_nibbles(code)) return widen_nibble_products(layout, panel, column, group, count, target);
+  if (layout.whole_low_bits != 0) return widen_field_products(layout, panel, column, group, count, target);
   const std::byte* const factors = panel + (of_mins ? layout.mins_offset : layout.scales_offset);
   const std::byte* whole = (layout.joined ? panel + layout.scales_offset : factors) + layout.whole_offset;
   whole += size_t{group} * kPanelColumns + column;

@@ -40,11 +40,10 @@ struct Vec {
     const __m256i s = _mm256_srli_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(at)), 28);
     return from_integers(_mm256_or_si256(_mm256_add_epi32(s, s), _mm256_set1_epi32(1)));
   }
-  // Four bits s of bytes, from one on, as 2 s + 1.
-  static Vec from_nibbles(const void* at, uint32_t bit) {
+  // Some bits of bytes, from one on.
+  static Vec from_byte_bits(const void* at, uint32_t bit, uint32_t bits) {
     const __m256i moved = _mm256_srl_epi32(load_bytes(at), _mm_cvtsi32_si128(static_cast<int>(bit)));
-    const __m256i s = _mm256_and_si256(moved, _mm256_set1_epi32(15));
-    return from_integers(_mm256_or_si256(_mm256_add_epi32(s, s), _mm256_set1_epi32(1)));
+    return from_integers(_mm256_and_si256(moved, _mm256_set1_epi32((1 << bits) - 1)));
   }
   static __m256i load_bytes(const void* at) {
     return _mm256_cvtepu8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(at)));

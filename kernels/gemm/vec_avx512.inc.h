@@ -40,11 +40,10 @@ struct Vec {
     const __m512i s = _mm512_srli_epi32(_mm512_loadu_si512(at), 28);
     return from_integers(_mm512_or_si512(_mm512_add_epi32(s, s), _mm512_set1_epi32(1)));
   }
-  // Four bits s of bytes, from one on, as 2 s + 1.
-  static Vec from_nibbles(const void* at, uint32_t bit) {
+  // Some bits of bytes, from one on.
+  static Vec from_byte_bits(const void* at, uint32_t bit, uint32_t bits) {
     const __m512i moved = _mm512_srl_epi32(load_bytes(at), _mm_cvtsi32_si128(static_cast<int>(bit)));
-    const __m512i s = _mm512_and_si512(moved, _mm512_set1_epi32(15));
-    return from_integers(_mm512_or_si512(_mm512_add_epi32(s, s), _mm512_set1_epi32(1)));
+    return from_integers(_mm512_and_si512(moved, _mm512_set1_epi32((1 << bits) - 1)));
   }
   static __m512i load_bytes(const void* at) {
     return _mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(at)));

@@ -116,8 +116,13 @@ void repeat_element(std::byte* target, uint32_t bits, uint32_t bytes, size_t cou
 void repeat_product(const PanelLayout& layout, std::byte* target, const std::byte* scales, uint32_t bits) {
   repeat_element(target, bits, 2, layout.whole_offset / 2);
   const bool shared = (layout.joined && target != scales) || is_grid(layout.format.code);
-  if (has_scale_nibbles(layout.format.code)) {
-    std::memset(target + layout.whole_offset, 0, layout.signs_offset - layout.scales_offset - layout.whole_offset);
+  if (layout.whole_low_bits != 0) {
+    // 1 as 2 s + 1, or as 1 more than the middle of 6 bits.
+    const bool of_grid = is_grid(layout.format.code);
+    const size_t end = layout.signs_offset - layout.scales_offset;
+    std::memset(target + layout.whole_offset, of_grid ? 0 : 0x11, layout.whole_high_offset - layout.whole_offset);
+    std::memset(target + layout.whole_high_offset, of_grid ? 0 : 0xaa, end - layout.whole_high_offset);
+    return;
   }
   if (!shared) std::memset(target + layout.whole_offset, layout.joined ? 0x11 : 1, size_t{layout.groups} * kPanelColumns);
 }

@@ -26,6 +26,8 @@ panel, every section beginning at a multiple of 64 bytes:
                   "products": [groups / factor_groups][16] float16, rounded up; then, from the next multiple
                   of 64 bytes on, [groups][16] int8; a scale is the product of both. int2 with mins has 4 bits
                   of the scale and, above, 4 of the minimum in an int8, and mins have the factors alone. Of
+                  int3 the int8 is -32 to 31: of 32 more come first the low 4 bits, [groups / 2][16] bytes,
+                  the even group's below the odd one's, then the high 2 bits, [groups / 4][16]. Of
                   rows of a grid the int8 is 2 s + 1: iq3_xxs and iq2_xxs have the factors alone, the others
                   [groups / 2][16] bytes, s of the even group below that of the odd one
     signs         [k_padded / 32][16] bytes, of iq2_s signs 6 and 7 of each 8 k, of iq3_s 0 to 3 of each 16
@@ -157,6 +159,11 @@ class PanelLayout(WeightFormat):
     # Of scales that are products: groups that share a factor, and bytes from a section's factors to its int8.
     factor_groups: int
     whole_offset: int
+    # Of whole numbers with fewer than 8 bits that lie by themselves: bits of each in the bytes from
+    # whole_offset on, and in those from whole_high_offset on; else 0.
+    whole_low_bits: int
+    whole_high_bits: int
+    whole_high_offset: int
     # Their int8 hold 4 bits of the scale and, above, 4 of the minimum, and the mins' section has none.
     joined: bool
     scales_offset: int

@@ -161,10 +161,9 @@ def _group_values(layout: PanelLayout, scale: ScaleType, panel: Bytes, begin: in
     nbytes = layout.groups * columns * SCALE_BYTES[scale]
     if scale == "products":
         whole: NDArray[Any]
-        if has_scale_nibbles(layout):
-            pairs = panel[begin + layout.whole_offset :][: -(-layout.groups // 2) * columns]
-            pairs = pairs.reshape(-1, 1, columns)
-            whole = np.concatenate([pairs & 15, pairs >> 4], 1).reshape(-1, columns)[: layout.groups] * 2 + 1
+        low = scale_bits(layout)[0]
+        if low < 8:
+            whole = _whole_fields(layout, panel[begin + layout.whole_offset :])
         elif layout.code in GRID_UNITS:
             whole = (grid_words(layout, panel)[: layout.groups, -1] >> 28) * 2 + 1
         else:
@@ -187,9 +186,22 @@ def grid_words(layout: PanelLayout, panel: Bytes) -> NDArray[np.uint32]:
     return panel[: layout.scales_offset].view(np.uint32).reshape(-1, layout.bits, PANEL_COLUMNS)
 
 
-def has_scale_nibbles(layout: PanelLayout) -> bool:
-    """Returns whether whole numbers of scales lie by themselves, two to a byte."""
-    return layout.code in ("iq3_s", "iq2_xs", "iq2_s")
+def scale_bits(layout: PanelLayout) -> tuple[int, int]:
+    """Returns the bits of whole numbers of scales that lie in one byte each, and in others after them."""
+    return {"iq3_s": (4, 0), "iq2_xs": (4, 0), "iq2_s": (4, 0), "int3": (4, 2)}.get(layout.code, (8, 0))
+
+
+def _whole_fields(layout: PanelLayout, section: Bytes) -> NDArray[Any]:
+    """Returns whole numbers `[groups, 16]` of fewer than 8 bits, in planes."""
+    groups, found, placed = np.arange(layout.groups), np.zeros((layout.groups, PANEL_COLUMNS), np.int32), 0
+    for bits in scale_bits(layout):
+        rows = -(-layout.groups * bits // 8)
+        held = section[: rows * PANEL_COLUMNS].reshape(rows, PANEL_COLUMNS).astype(np.int32)
+        if bits:
+            moved = held[groups * bits // 8] >> (groups * bits % 8)[:, None]
+            found |= (moved & ((1 << bits) - 1)) << placed
+        section, placed = section[rows * PANEL_COLUMNS :], placed + bits
+    return found * 2 + 1 if layout.code in GRID_UNITS else found - (1 << placed - 1)
 
 
 def grid_signs(layout: PanelLayout, panel: Bytes) -> NDArray[np.uint32]:

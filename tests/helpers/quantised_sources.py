@@ -223,7 +223,7 @@ def small_codes(name: str, weights: Floats) -> Quantised:
     if kind.scale == "products":
         shared = max(size, math.gcd(cols, 256)) // size
         stored: Array
-        largest = 15 if kind.mins and kind.bits == 2 else 63
+        largest = 15 if kind.mins and kind.bits == 2 else 31 if kind.code == "int3" else 63
         stored, scales = _products(reach.astype(np.float32), 1 if kind.mins else -1, shared, largest)
         min_words, low = _products(low.astype(np.float32), 1, shared, -largest)
     else:

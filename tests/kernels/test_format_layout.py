@@ -23,7 +23,7 @@ from moebius.kernels.weight_formats import (
 )
 from tests.helpers.numpy_unpack import (
     grid_words,
-    has_scale_nibbles,
+    scale_bits,
     unpack_bias,
     unpack_codes,
     unpack_expert,
@@ -108,8 +108,9 @@ def test_sections_follow_one_another(name: str, k: int, has_bias: bool) -> None:
         factors = -(-found.groups // shared) * 32
         assert (found.factor_groups, found.whole_offset) == (shared, -(-factors // 64) * 64)
         wholes = scales * (found.code not in GRID_UNITS)
-        if has_scale_nibbles(found):
-            wholes = -(-found.groups // 2) * 16
+        fields = scale_bits(found)
+        if fields[0] < 8:
+            wholes = sum(-(-found.groups * bits // 8) * 16 for bits in fields)
         scales = found.whole_offset + -(-wholes // 64) * 64
     sizes = (
         found.k_padded * 16 * found.bits // 8,

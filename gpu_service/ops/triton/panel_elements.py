@@ -161,10 +161,15 @@ def load_scales(  # type: ignore[no-untyped-def]
         factor = tl.load(scales + at + column, mask=mask, other=0).to(tl.float32)
         if PANEL.joined and MINS:
             section += PANEL.scales_offset - PANEL.mins_offset
-        if PANEL.has_scale_nibbles:
-            at = section + PANEL.whole_offset + group // 2 * 16
-            both = tl.load(bytes_ + at + column, mask=mask, other=0).to(tl.int32)
-            whole = ((both >> (group % 2 * 4)) & 15) * 2 + 1
+        if PANEL.whole_low_bits:
+            at = section + PANEL.whole_offset + column
+            whole = scale_field(bytes_, at, group, mask, PANEL.whole_low_bits)
+            if PANEL.whole_high_bits:
+                at = section + PANEL.whole_high_offset + column
+                high = scale_field(bytes_, at, group, mask, PANEL.whole_high_bits)
+                whole |= high << PANEL.whole_low_bits
+            middle: tl.constexpr = 1 << (PANEL.whole_low_bits + PANEL.whole_high_bits - 1)
+            whole = whole * 2 + 1 if PANEL.is_grid else whole - middle
         elif PANEL.is_grid:
             # The upper half of the last byte of the group's last word.
             at = section - PANEL.scales_offset + ((group + 1) * PANEL.bits - 1) * 64 + 3
@@ -187,6 +192,14 @@ def load_scales(  # type: ignore[no-untyped-def]
         else:
             value = raw.to(tl.float32)
     return value
+
+
+@jit
+def scale_field(bytes_, section, group, mask, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Returns int32: BITS of a group's bytes, of which groups that share one come lowest first."""
+    in_byte: tl.constexpr = 8 // BITS
+    held = tl.load(bytes_ + section + group // in_byte * 16, mask=mask, other=0).to(tl.int32)
+    return (held >> (group % in_byte * BITS)) & ((1 << BITS) - 1)
 
 
 @jit

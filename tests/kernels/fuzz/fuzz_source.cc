@@ -190,7 +190,9 @@ class Builder {
 
   // Of rows of a grid the one that their words have.
   uint32_t whole_number(size_t row, size_t group) {
-    if (!is_grid(format_.code)) return 1 + random_.below(format_.code == Code::kInt2 ? 15 : 63);
+    if (!is_grid(format_.code)) {
+      return 1 + random_.below(format_.code == Code::kInt2 ? 15 : format_.code == Code::kInt3 ? 31 : 63);
+    }
     if (has_scale_nibbles(format_.code)) return random_.below(16) * 2 + 1;
     const bool is_3 = format_.code == Code::kIq3Xxs;
     const size_t word = row * static_cast<size_t>(matrix().row_stride) + group * (is_3 ? 4 : 2) + (is_3 ? 2 : 1);
