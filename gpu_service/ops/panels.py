@@ -54,6 +54,11 @@ class PanelFormat(PanelLayout):
         return self.code in GRID_UNITS
 
     @property
+    def is_iq1(self) -> bool:
+        """Returns whether rows are int8, an eighth more or less."""
+        return self.code in ("iq1_s", "iq1_m")
+
+    @property
     def grid_row(self) -> int:
         """Returns the elements of a row of the grid."""
         return int(grid(self.code).shape[1])

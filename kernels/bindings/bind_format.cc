@@ -224,7 +224,8 @@ py::dict expert_layout(const std::string& gate_up_format, const std::string& dow
 // uint8 [rows, 4 or 8], see grids.h.
 py::array_t<uint8_t> rows_of_grid(const std::string& code) {
   std::string allowed;
-  for (const Code each : {Code::kIq3Xxs, Code::kIq3S, Code::kIq2Xxs, Code::kIq2Xs, Code::kIq2S}) {
+  for (const Code each : {Code::kIq3Xxs, Code::kIq3S, Code::kIq2Xxs, Code::kIq2Xs, Code::kIq2S, Code::kIq1S,
+                          Code::kIq1M}) {
     const GridRows rows = grid_rows(each);
     const std::vector<py::ssize_t> shape{rows.count, rows.width};
     if (code == code_name(each)) return py::array_t<uint8_t>(shape, static_cast<const uint8_t*>(rows.rows));

@@ -184,7 +184,7 @@ void pack_panel_scales(const SourceMatrix& source, const PanelLayout& layout, ui
     mins.scales = source.mins;
     pack_group_scales(mins, layout, columns, target + layout.mins_offset, scales);
   }
-  if (has_sign_bytes(layout.format.code)) pack_grid_signs(source, layout, panel, target + layout.signs_offset);
+  if (sign_bytes(layout.format.code) != 0) pack_grid_signs(source, layout, panel, target + layout.signs_offset);
   if (layout.format.zeros) pack_zeros(source, layout, columns, target + layout.zeros_offset);
   for (uint32_t column = 0; column < columns.count; ++column) {
     const size_t offset = column * sizeof(float);

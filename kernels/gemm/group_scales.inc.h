@@ -70,6 +70,17 @@ void widen_grid_products(const PanelLayout& layout, const std::byte* panel, uint
   }
 }
 
+// Of iq1_s: factors that several groups share, and three bits of each group's signs.
+void widen_iq1_s_products(const PanelLayout& layout, const std::byte* panel, uint32_t column, uint32_t group,
+                          uint32_t count, GroupBuffer* target) {
+  const std::byte* const factors = panel + layout.scales_offset + size_t{column} * 2;
+  const std::byte* signs = panel + layout.signs_offset + (size_t{group} * kPanelColumns + column) * 2;
+  for (uint32_t i = 0; i < count; ++i, signs += kPanelColumns * 2) {
+    const Vec factor = Vec::from_float16(factors + size_t{(group + i) / layout.factor_groups} * kPanelColumns * 2);
+    Vec::mul(factor, Vec::from_iq1_s(signs)).store(target->lanes[i]);
+  }
+}
+
 // Whole numbers of fewer than 8 bits.
 void widen_field_products(const PanelLayout& layout, const std::byte* panel, uint32_t column, uint32_t group,
                           uint32_t count, GroupBuffer* target) {
@@ -98,6 +109,7 @@ void widen_products(const PanelLayout& layout, const std::byte* panel, bool of_m
   const Code code = layout.format.code;
   if (code == Code::kIq3Xxs) return widen_grid_products<3>(layout, panel, column, group, count, target);
   if (code == Code::kIq2Xxs) return widen_grid_products<2>(layout, panel, column, group, count, target);
+  if (code == Code::kIq1S) return widen_iq1_s_products(layout, panel, column, group, count, target);
   if (layout.whole_low_bits != 0) return widen_field_products(layout, panel, column, group, count, target);
   const std::byte* const factors = panel + (of_mins ? layout.mins_offset : layout.scales_offset);
   const std::byte* whole = (layout.joined ? panel + layout.scales_offset : factors) + layout.whole_offset;

@@ -40,6 +40,15 @@ struct Vec {
     const __m256i s = _mm256_srli_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(at)), 28);
     return from_integers(_mm256_or_si256(_mm256_add_epi32(s, s), _mm256_set1_epi32(1)));
   }
+  // Three bits s of halves, 6, 7 and 14, as 2 s + 1.
+  static Vec from_iq1_s(const void* at) {
+    const __m256i signs = _mm256_cvtepu16_epi32(_mm_loadu_si128(static_cast<const __m128i*>(at)));
+    const auto bits = [signs](int shift, int mask) {
+      return _mm256_and_si256(_mm256_srli_epi32(signs, shift), _mm256_set1_epi32(mask));
+    };
+    const __m256i twice = _mm256_or_si256(bits(5, 6), bits(11, 8));
+    return from_integers(_mm256_or_si256(twice, _mm256_set1_epi32(1)));
+  }
   // Some bits of bytes, from one on.
   static Vec from_byte_bits(const void* at, uint32_t bit, uint32_t bits) {
     const __m256i moved = _mm256_srl_epi32(load_bytes(at), _mm_cvtsi32_si128(static_cast<int>(bit)));

@@ -40,6 +40,15 @@ struct Vec {
     const __m512i s = _mm512_srli_epi32(_mm512_loadu_si512(at), 28);
     return from_integers(_mm512_or_si512(_mm512_add_epi32(s, s), _mm512_set1_epi32(1)));
   }
+  // Three bits s of halves, 6, 7 and 14, as 2 s + 1.
+  static Vec from_iq1_s(const void* at) {
+    const __m512i signs = _mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(at)));
+    const auto bits = [signs](int shift, int mask) {
+      return _mm512_and_si512(_mm512_srli_epi32(signs, shift), _mm512_set1_epi32(mask));
+    };
+    const __m512i twice = _mm512_or_si512(bits(5, 6), bits(11, 8));
+    return from_integers(_mm512_or_si512(twice, _mm512_set1_epi32(1)));
+  }
   // Some bits of bytes, from one on.
   static Vec from_byte_bits(const void* at, uint32_t bit, uint32_t bits) {
     const __m512i moved = _mm512_srl_epi32(load_bytes(at), _mm_cvtsi32_si128(static_cast<int>(bit)));

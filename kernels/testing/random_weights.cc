@@ -73,7 +73,8 @@ CodeBits code_bits_of(Code code, int exponent) {
     case Code::kInt5: return {~uint64_t{0}, 0, 9.247f};
     case Code::kInt6: return {~uint64_t{0}, 0, 18.48f};
     case Code::kIq4: return {~uint64_t{0}, 0, 66.0f};
-    case Code::kIq1: return {~uint64_t{0}, 0, 0.72f};
+    case Code::kIq1S: return {~uint64_t{0}, 0, 6.6f};  // times the scale's whole number
+    case Code::kIq1M: return {~uint64_t{0}, 0, 0.72f};
     case Code::kIq3Xxs: return {~uint64_t{0}, 0, 170.0f};  // times the scale's whole number
     case Code::kIq2Xxs: return {~uint64_t{0}, 0, 58.0f};
     case Code::kIq3S: return {~uint64_t{0}, 0, 9.2f};
@@ -146,7 +147,7 @@ class PanelFiller {
     const uint32_t bytes = scale_bytes(format.scale);
     const size_t scales = size_t{layout_.groups} * (format.panel_scale ? 1 : kPanelColumns);
     fill_scales(panel, panel + layout_.scales_offset, scale_bits(format.scale, group_scale_), bytes, scales);
-    if (has_sign_bytes(format.code)) {
+    if (sign_bytes(format.code) != 0) {
       random.fill(words(panel + layout_.signs_offset), (layout_.zeros_offset - layout_.signs_offset) / 8, ~uint64_t{0}, 0);
     }
     if (format.zeros) {  // 6 or 7: near the codes' mean
