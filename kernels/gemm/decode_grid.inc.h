@@ -209,10 +209,10 @@ struct GridSigns {
       const std::byte* const signs = panel + offset + (chunk * kPanelColumns + column) * 2;
       return {Iq1Unit<kCode>::of(line, signs, static_cast<uint32_t>(half))};
     } else {
-      return unit_of_words(words, k);
+      return signed_unit(words, k);
     }
   }
-  Unit unit_of_words(const std::byte* words, size_t k) const {
+  Unit signed_unit(const std::byte* words, size_t k) const {
     const std::byte* more = nullptr;
     if constexpr (kCode == Code::kIq3S || kCode == Code::kIq2S) {
       // A column's words begin in a line where the column does in the panel.

@@ -81,25 +81,39 @@ void widen_iq1_s_products(const PanelLayout& layout, const std::byte* panel, uin
   }
 }
 
-// Whole numbers of fewer than 8 bits.
+// Of a group of eight that begin at multiples of eight: its whole number of kLowBits and kHighBits, times its factor.
+template <int kLowBits, int kHighBits, bool kOfGrid, int kGroup>
+[[gnu::always_inline]] inline void widen_field(const std::byte* low, const std::byte* high, Vec factor, float* target) {
+  constexpr uint32_t kLow = kGroup * kLowBits / 8 * kPanelColumns, kHigh = kGroup * kHighBits / 8 * kPanelColumns;
+  const auto whole = Vec::whole_field<kLowBits, kHighBits, kGroup>(low + kLow, high + kHigh);
+  const Vec number = kOfGrid ? Vec::twice_and_one(whole) : Vec::less(whole, 1 << (kLowBits + kHighBits - 1));
+  Vec::mul(factor, number).store(target);
+}
+
+// Whole numbers of fewer than 8 bits, in two planes of bytes.
+template <int kLowBits, int kHighBits, bool kOfGrid>
 void widen_field_products(const PanelLayout& layout, const std::byte* panel, uint32_t column, uint32_t group,
                           uint32_t count, GroupBuffer* target) {
   const std::byte* const section = panel + layout.scales_offset;
-  const uint32_t low_bits = layout.whole_low_bits, high_bits = layout.whole_high_bits;
-  const bool of_grid = is_grid(layout.format.code);
-  // A number means `times` of it and `more`.
-  const Vec times = Vec::broadcast(of_grid ? 2.0f : 1.0f);
-  const Vec more = Vec::broadcast(of_grid ? 1.0f : -static_cast<float>(1 << (low_bits + high_bits - 1)));
-  const Vec of_high = Vec::broadcast(static_cast<float>(1 << low_bits));
-  const auto field = [&](size_t offset, uint32_t bits) {
-    const uint32_t bit = group * bits;
-    return Vec::from_byte_bits(section + offset + size_t{bit / 8} * kPanelColumns + column, bit % 8, bits);
-  };
+  const std::byte* const low = section + layout.whole_offset + column;
+  const std::byte* const high = section + layout.whole_high_offset + column;
+  const std::byte* const factors = section + size_t{column} * 2;
+  const auto shift = static_cast<uint32_t>(__builtin_ctz(layout.factor_groups));
   for (uint32_t i = 0; i < count; ++i, ++group) {
-    const std::byte* const factors = section + (size_t{group / layout.factor_groups} * kPanelColumns + column) * 2;
-    Vec number = field(layout.whole_offset, low_bits);
-    if (high_bits != 0) number = Vec::fma(field(layout.whole_high_offset, high_bits), of_high, number);
-    Vec::mul(Vec::from_float16(factors), Vec::fma(number, times, more)).store(target->lanes[i]);
+    const Vec factor = Vec::from_float16(factors + size_t{group >> shift} * kPanelColumns * 2);
+    const std::byte* const low_of_8 = low + size_t{group / 8 * kLowBits} * kPanelColumns;
+    const std::byte* const high_of_8 = high + size_t{group / 8 * kHighBits} * kPanelColumns;
+    float* const lanes = target->lanes[i];
+    switch (group % 8) {
+      case 0: widen_field<kLowBits, kHighBits, kOfGrid, 0>(low_of_8, high_of_8, factor, lanes); break;
+      case 1: widen_field<kLowBits, kHighBits, kOfGrid, 1>(low_of_8, high_of_8, factor, lanes); break;
+      case 2: widen_field<kLowBits, kHighBits, kOfGrid, 2>(low_of_8, high_of_8, factor, lanes); break;
+      case 3: widen_field<kLowBits, kHighBits, kOfGrid, 3>(low_of_8, high_of_8, factor, lanes); break;
+      case 4: widen_field<kLowBits, kHighBits, kOfGrid, 4>(low_of_8, high_of_8, factor, lanes); break;
+      case 5: widen_field<kLowBits, kHighBits, kOfGrid, 5>(low_of_8, high_of_8, factor, lanes); break;
+      case 6: widen_field<kLowBits, kHighBits, kOfGrid, 6>(low_of_8, high_of_8, factor, lanes); break;
+      default: widen_field<kLowBits, kHighBits, kOfGrid, 7>(low_of_8, high_of_8, factor, lanes); break;
+    }
   }
 }
 
@@ -110,7 +124,9 @@ void widen_products(const PanelLayout& layout, const std::byte* panel, bool of_m
   if (code == Code::kIq3Xxs) return widen_grid_products<3>(layout, panel, column, group, count, target);
   if (code == Code::kIq2Xxs) return widen_grid_products<2>(layout, panel, column, group, count, target);
   if (code == Code::kIq1S) return widen_iq1_s_products(layout, panel, column, group, count, target);
-  if (layout.whole_low_bits != 0) return widen_field_products(layout, panel, column, group, count, target);
+  if (code == Code::kIq1M) return widen_field_products<2, 1, true>(layout, panel, column, group, count, target);
+  if (code == Code::kInt3) return widen_field_products<4, 2, false>(layout, panel, column, group, count, target);
+  if (layout.whole_low_bits != 0) return widen_field_products<4, 0, true>(layout, panel, column, group, count, target);
   const std::byte* const factors = panel + (of_mins ? layout.mins_offset : layout.scales_offset);
   const std::byte* whole = (layout.joined ? panel + layout.scales_offset : factors) + layout.whole_offset;
   whole += size_t{group} * kPanelColumns + column;

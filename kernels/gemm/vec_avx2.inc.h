@@ -49,10 +49,27 @@ struct Vec {
     const __m256i twice = _mm256_or_si256(bits(5, 6), bits(11, 8));
     return from_integers(_mm256_or_si256(twice, _mm256_set1_epi32(1)));
   }
-  // Some bits of bytes, from one on.
-  static Vec from_byte_bits(const void* at, uint32_t bit, uint32_t bits) {
-    const __m256i moved = _mm256_srl_epi32(load_bytes(at), _mm_cvtsi32_si128(static_cast<int>(bit)));
-    return from_integers(_mm256_and_si256(moved, _mm256_set1_epi32((1 << bits) - 1)));
+  // Of group kGroup of eight, in bytes that groups share, the first one's lowest: kLowBits and, above them, kHighBits.
+  template <int kLowBits, int kHighBits, int kGroup>
+  static __m256i whole_field(const std::byte* low, const std::byte* high) {
+    constexpr int kLow = kGroup * kLowBits, kHigh = kGroup * kHighBits, kShift = kLowBits - kHigh % 8;
+    const __m256i held = _mm256_srli_epi32(load_bytes(low), kLow % 8);
+    const __m256i found = _mm256_and_si256(held, _mm256_set1_epi32((1 << kLowBits) - 1));
+    if constexpr (kHighBits == 0) {
+      return found;
+    } else {
+      const __m256i bytes = load_bytes(high);
+      const __m256i moved = kShift < 0 ? _mm256_srli_epi32(bytes, kShift < 0 ? -kShift : 0)
+                                     : _mm256_slli_epi32(bytes, kShift < 0 ? 0 : kShift);
+      const __m256i mask = _mm256_set1_epi32(((1 << kHighBits) - 1) << kLowBits);
+      return _mm256_or_si256(found, _mm256_and_si256(moved, mask));
+    }
+  }
+  static Vec less(__m256i integers, int middle) {
+    return from_integers(_mm256_sub_epi32(integers, _mm256_set1_epi32(middle)));
+  }
+  static Vec twice_and_one(__m256i s) {
+    return from_integers(_mm256_or_si256(_mm256_add_epi32(s, s), _mm256_set1_epi32(1)));
   }
   static __m256i load_bytes(const void* at) {
     return _mm256_cvtepu8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(at)));

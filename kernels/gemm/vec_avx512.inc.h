@@ -49,10 +49,27 @@ struct Vec {
     const __m512i twice = _mm512_or_si512(bits(5, 6), bits(11, 8));
     return from_integers(_mm512_or_si512(twice, _mm512_set1_epi32(1)));
   }
-  // Some bits of bytes, from one on.
-  static Vec from_byte_bits(const void* at, uint32_t bit, uint32_t bits) {
-    const __m512i moved = _mm512_srl_epi32(load_bytes(at), _mm_cvtsi32_si128(static_cast<int>(bit)));
-    return from_integers(_mm512_and_si512(moved, _mm512_set1_epi32((1 << bits) - 1)));
+  // Of group kGroup of eight, in bytes that groups share, the first one's lowest: kLowBits and, above them, kHighBits.
+  template <int kLowBits, int kHighBits, int kGroup>
+  static __m512i whole_field(const std::byte* low, const std::byte* high) {
+    constexpr int kLow = kGroup * kLowBits, kHigh = kGroup * kHighBits, kShift = kLowBits - kHigh % 8;
+    const __m512i held = _mm512_srli_epi32(load_bytes(low), kLow % 8);
+    const __m512i found = _mm512_and_si512(held, _mm512_set1_epi32((1 << kLowBits) - 1));
+    if constexpr (kHighBits == 0) {
+      return found;
+    } else {
+      const __m512i bytes = load_bytes(high);
+      const __m512i moved = kShift < 0 ? _mm512_srli_epi32(bytes, kShift < 0 ? -kShift : 0)
+                                     : _mm512_slli_epi32(bytes, kShift < 0 ? 0 : kShift);
+      const __m512i mask = _mm512_set1_epi32(((1 << kHighBits) - 1) << kLowBits);
+      return _mm512_or_si512(found, _mm512_and_si512(moved, mask));
+    }
+  }
+  static Vec less(__m512i integers, int middle) {
+    return from_integers(_mm512_sub_epi32(integers, _mm512_set1_epi32(middle)));
+  }
+  static Vec twice_and_one(__m512i s) {
+    return from_integers(_mm512_or_si512(_mm512_add_epi32(s, s), _mm512_set1_epi32(1)));
   }
   static __m512i load_bytes(const void* at) {
     return _mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(at)));
