@@ -49,14 +49,14 @@ class PanelFormat(PanelLayout):
         return self.bits - self.low_bits
 
     @property
-    def has_scale_nibbles(self) -> bool:
-        """Returns whether whole numbers of scales are 2 s + 1, two s to a byte."""
-        return self.is_grid and self.code not in ("iq3_xxs", "iq2_xxs")
-
-    @property
     def is_grid(self) -> bool:
         """Returns whether elements are parts of rows of a grid."""
         return self.code in GRID_UNITS
+
+    @property
+    def is_iq1(self) -> bool:
+        """Returns whether rows are int8, an eighth more or less."""
+        return self.code in ("iq1_s", "iq1_m")
 
     @property
     def grid_row(self) -> int:

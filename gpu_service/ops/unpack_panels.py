@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from gpu_service.ops.panels import PanelFormat, PanelViews, views
@@ -54,13 +55,17 @@ def _group_values(panels: PanelFormat, packed: torch.Tensor, offset: int) -> tor
     begin = offset * typed.shape[1] // packed.shape[1]
     if panels.scale == "products":
         factors = packed[:, offset : offset + -(-groups // panels.factor_groups) * 32].contiguous()
-        if panels.has_scale_nibbles:
-            begin = offset + panels.whole_offset
-            both = packed[:, begin : begin + -(-groups // 2) * PANEL_COLUMNS].view(
-                count, -1, 1, PANEL_COLUMNS
-            )
-            nibbles = torch.cat([both & 15, both >> 4], 2).flatten(1, 2)[:, :groups]
-            whole = (nibbles * 2 + 1).float()
+        if panels.whole_low_bits:
+            whole = _scale_fields(panels, packed, offset + panels.whole_offset, panels.whole_low_bits)
+            if panels.whole_high_bits:
+                begin = offset + panels.whole_high_offset
+                high = _scale_fields(panels, packed, begin, panels.whole_high_bits)
+                whole = whole | high << panels.whole_low_bits
+            middle = 1 << panels.whole_low_bits + panels.whole_high_bits - 1
+            whole = (whole * 2 + 1 if panels.is_grid else whole - middle).float()
+        elif panels.is_iq1:
+            signs = _iq1_signs(panels, packed)[:, :groups]
+            whole = ((signs >> 6 & 3 | signs >> 12 & 4) * 2 + 1).float()
         elif panels.is_grid:
             whole = ((_grid_words(panels, packed)[:, :groups, -1] >> 28 & 15) * 2 + 1).float()
         else:
@@ -76,6 +81,14 @@ def _group_values(panels: PanelFormat, packed: torch.Tensor, offset: int) -> tor
     return _scale_values(panels, values)
 
 
+def _scale_fields(panels: PanelFormat, packed: torch.Tensor, begin: int, bits: int) -> torch.Tensor:
+    """Returns `bits` of each group's bytes from `begin` on, int32 `[panels, groups, 16]`."""
+    rows = -(-panels.groups * bits // 8)
+    held = packed[:, begin : begin + rows * PANEL_COLUMNS].reshape(-1, rows, 1, PANEL_COLUMNS).int()
+    places = torch.arange(0, 8, bits, dtype=torch.int32, device=packed.device)[:, None]
+    return (held >> places & ((1 << bits) - 1)).flatten(1, 2)[:, : panels.groups]
+
+
 def _columns(typed: PanelViews, count: int, offset: int) -> torch.Tensor:
     """Returns float32 `[panels, 16]` at a byte offset."""
     return typed.floats.view(count, -1)[:, offset // 4 : offset // 4 + PANEL_COLUMNS]
@@ -87,8 +100,31 @@ def _grid_words(panels: PanelFormat, packed: torch.Tensor) -> torch.Tensor:
     return words.view(packed.shape[0], -1, panels.bits, PANEL_COLUMNS)
 
 
+def _iq1_signs(panels: PanelFormat, packed: torch.Tensor) -> torch.Tensor:
+    """Returns what a section of signs has for each 32 k, int32 `[panels, 32 k's, 16]`."""
+    end = panels.signs_offset + panels.k_padded // 32 * PANEL_COLUMNS * 2
+    halves = packed[:, panels.signs_offset : end].contiguous().view(torch.int16).int() & 0xFFFF
+    return halves.view(packed.shape[0], -1, PANEL_COLUMNS)
+
+
+def _iq1_values(panels: PanelFormat, packed: torch.Tensor) -> torch.Tensor:
+    """`_grid_values` of rows that are an eighth more or less."""
+    words, signs = _grid_words(panels, packed)[:, :, 0], _iq1_signs(panels, packed)
+    numbers, less = [], []
+    for i in range(4):
+        both, byte = words >> (i // 2 * 16), signs >> (i // 2 * 8)
+        numbers.append(both & 2047 if i % 2 == 0 else both >> 11 & 31 | (byte & 63) << 5)
+        less.append((signs >> 15 if panels.code == "iq1_s" else byte >> (6 + i % 2)) & 1)
+    table = torch.from_numpy(grid(panels.code).view(np.int8)).to(packed.device).float()
+    values = table[torch.stack(numbers, 2)] + 1 - 2 * torch.stack(less, 2).unsqueeze(-1)
+    values = values.movedim(-1, -2).reshape(packed.shape[0], panels.k_padded, PANEL_COLUMNS)
+    return (values * panels.grid_unit)[:, : panels.k].contiguous()
+
+
 def _grid_values(panels: PanelFormat, packed: torch.Tensor) -> torch.Tensor:
     """Returns rows of the grid with their signs, float32 `[panels, k, 16]`."""
+    if panels.is_iq1:
+        return _iq1_values(panels, packed)
     words = _grid_words(panels, packed)
     shape = packed.shape[0], panels.k_padded, PANEL_COLUMNS
 
@@ -173,7 +209,7 @@ def _code_values(panels: PanelFormat, codes: torch.Tensor) -> torch.Tensor:
             return codes.to(torch.int8).float()
         case "int2" | "int3" | "int4" | "int5" | "int6":
             return codes.float()
-        case "iq4" | "iq1":
+        case "iq4":
             return torch.tensor(CODEBOOKS[panels.code], dtype=torch.float32, device=codes.device)[codes]
         case "float4":
             return torch.tensor(FLOAT4_VALUES, dtype=torch.float32, device=codes.device)[codes]

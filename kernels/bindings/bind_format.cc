@@ -187,6 +187,9 @@ py::dict panel_layout(const std::string& format, int64_t k, bool has_bias) {
   result["factor_groups"] = layout.factor_groups;
   result["whole_offset"] = layout.whole_offset;
   result["signs_offset"] = layout.signs_offset;
+  result["whole_low_bits"] = layout.whole_low_bits;
+  result["whole_high_bits"] = layout.whole_high_bits;
+  result["whole_high_offset"] = layout.whole_high_offset;
   result["joined"] = layout.joined;
   result["scales_offset"] = layout.scales_offset;
   result["zeros_offset"] = layout.zeros_offset;
@@ -221,7 +224,8 @@ py::dict expert_layout(const std::string& gate_up_format, const std::string& dow
 // uint8 [rows, 4 or 8], see grids.h.
 py::array_t<uint8_t> rows_of_grid(const std::string& code) {
   std::string allowed;
-  for (const Code each : {Code::kIq3Xxs, Code::kIq3S, Code::kIq2Xxs, Code::kIq2Xs, Code::kIq2S}) {
+  for (const Code each : {Code::kIq3Xxs, Code::kIq3S, Code::kIq2Xxs, Code::kIq2Xs, Code::kIq2S, Code::kIq1S,
+                          Code::kIq1M}) {
     const GridRows rows = grid_rows(each);
     const std::vector<py::ssize_t> shape{rows.count, rows.width};
     if (code == code_name(each)) return py::array_t<uint8_t>(shape, static_cast<const uint8_t*>(rows.rows));

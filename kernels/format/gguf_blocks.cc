@@ -283,6 +283,57 @@ void iq3_s_words(Bytes block, uint8_t* target) {
   }
 }
 
+// Four numbers of 11 bits, and four bits `more`, of which each half of 32 weights gets two: words of panel_values.h.
+void iq1_group(const uint32_t (&numbers)[4], uint32_t more, uint8_t* target) {
+  uint32_t words[2] = {};
+  for (uint32_t half = 0; half < 2; ++half) {
+    const uint32_t first = numbers[half * 2], second = numbers[half * 2 + 1];
+    words[0] |= (first | (second & 31) << 11) << (half * 16);
+    words[1] |= (second >> 5 | (more >> (half * 2) & 3) << 6) << (half * 8);
+  }
+  std::memcpy(target, words, sizeof words);
+}
+
+// 32 low bytes of numbers; for each four a word of three high bits of each, then s and whether values are an eighth less.
+void iq1_s_words(Bytes block, uint8_t* target) {
+  for (uint32_t group = 0; group < 8; ++group, target += 8) {
+    const uint32_t high = load_element<uint16_t>(block + 34, group);
+    uint32_t numbers[4];
+    for (uint32_t i = 0; i < 4; ++i) numbers[i] = block[2 + group * 4 + i] | (high >> (i * 3) & 7) << 8;
+    iq1_group(numbers, high >> 12, target);
+  }
+}
+
+void iq1_s_scales(Bytes block, uint8_t* target) {
+  for (uint32_t i = 0; i < 8; ++i) {
+    const int s = load_element<uint16_t>(block + 34, i) >> 12 & 7;
+    store_product(target, i, half_at(block), s * 2 + 1);
+  }
+}
+
+// 32 low bytes of numbers; nibbles of each one's three high bits and whether values are an eighth less.
+void iq1_m_words(Bytes block, uint8_t* target) {
+  for (uint32_t group = 0; group < 8; ++group, target += 8) {
+    uint32_t numbers[4], less = 0;
+    for (uint32_t i = 0; i < 4; ++i) {
+      const uint32_t high = block[32 + group * 2 + i / 2] >> (i % 2 * 4) & 15U;
+      numbers[i] = block[group * 4 + i] | (high & 7) << 8;
+      less |= high >> 3 << i;
+    }
+    iq1_group(numbers, less, target);
+  }
+}
+
+// Four words of four s of 3 bits each, and in their upper bits a quarter of the factor's.
+void iq1_m_scales(Bytes block, uint8_t* target) {
+  uint32_t factor = 0;
+  for (uint32_t i = 0; i < 4; ++i) factor |= load_element<uint16_t>(block + 48, i) >> 12 << (i * 4);
+  for (uint32_t i = 0; i < 16; ++i) {
+    const int s = load_element<uint16_t>(block + 48, i / 4) >> (i % 4 * 3) & 7;
+    store_product(target, i, static_cast<uint16_t>(factor), s * 2 + 1);
+  }
+}
+
 template <uint32_t kBlockBytes, uint32_t kPartBytes, void (*kTake)(Bytes block, uint8_t* target)>
 void take_rows(const GgufRows& source, std::byte* target) {
   auto* to = reinterpret_cast<uint8_t*>(target);
@@ -324,6 +375,8 @@ const std::vector<GgufPart>& gguf_parts() {
       part<66, 32, grid_scales<6, 8>>("IQ2_XXS", "scales"),
       part<74, 64, copy<2, 64>>("IQ2_XS", "codes"),       part<74, 64, nibble_scales<66, 16>>("IQ2_XS", "scales"),
       part<82, 128, iq2_s_words>("IQ2_S", "codes"),       part<82, 64, nibble_scales<74, 16>>("IQ2_S", "scales"),
+      part<50, 64, iq1_s_words>("IQ1_S", "codes"),        part<50, 32, iq1_s_scales>("IQ1_S", "scales"),
+      part<56, 64, iq1_m_words>("IQ1_M", "codes"),        part<56, 64, iq1_m_scales>("IQ1_M", "scales"),
       part<110, 128, iq3_s_words>("IQ3_S", "codes"),      part<110, 32, nibble_scales<106, 8>>("IQ3_S", "scales"),
   };
   return parts;

@@ -1,5 +1,5 @@
 // Rows of the grids that GGUF's IQ types name by number: magnitudes of four or eight neighbouring weights, one a byte,
-// in whole numbers times the code's unit. Data only: any file may read it, whatever instruction set it is built for.
+// in whole numbers times the code's unit. Those of IQ1 are int8, to which 1 is added or of which 1 is taken. Data only: any file may read it, whatever instruction set it is built for.
 #pragma once
 
 #include <cstdint>
@@ -18,6 +18,7 @@ extern const Grid<uint32_t, 512> kIq3SGrid;
 extern const Grid<uint64_t, 256> kIq2XxsGrid;
 extern const Grid<uint64_t, 512> kIq2XsGrid;
 extern const Grid<uint64_t, 1024> kIq2SGrid;
+extern const Grid<uint64_t, 2048> kIq1Grid;
 
 template <Code kCode>
 constexpr float kGridUnit = 0.125f;

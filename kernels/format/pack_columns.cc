@@ -89,13 +89,25 @@ void put_whole(const PanelLayout& layout, bool of_mins, uint8_t number, std::byt
   *target |= static_cast<std::byte>(layout.joined && of_mins ? number << 4 : number);
 }
 
-// 2 s + 1 as s, of two groups in a byte. Throws std::invalid_argument for another number.
-void put_nibble(uint8_t number, uint32_t group, std::byte* target) {
-  if (number % 2 == 0 || number > 31) {
+// A whole number of fewer than 8 bits, to where zeros were: of rows of a grid 2 s + 1 as s. Throws
+// std::invalid_argument for another number. `section`: its column's first byte.
+void put_field(const PanelLayout& layout, int8_t number, uint32_t group, std::byte* section) {
+  const uint32_t low_bits = layout.whole_low_bits, high_bits = layout.whole_high_bits;
+  const int count = 1 << (low_bits + high_bits);
+  const bool of_grid = is_grid(layout.format.code);
+  const int field = of_grid ? number >> 1 : number + count / 2;
+  if (field < 0 || field >= count || (of_grid && number % 2 == 0)) {
+    const std::string allowed = of_grid ? "1, 3, ..., " + std::to_string(2 * count - 1)
+                                        : std::to_string(-count / 2) + " to " + std::to_string(count / 2 - 1);
     throw std::invalid_argument("source matrix: a scale's whole number is " + std::to_string(number) +
-                                "; allowed for rows of a grid: 1, 3, ..., 31");
+                                "; allowed for " + weight_format_name(layout.format) + ": " + allowed);
   }
-  *target |= static_cast<std::byte>(number / 2 << (group % 2 * 4));
+  const auto put = [&](size_t offset, uint32_t bits, int value) {
+    const uint32_t bit = group * bits;
+    section[offset + size_t{bit / 8} * kPanelColumns] |= static_cast<std::byte>(value << bit % 8);
+  };
+  put(layout.whole_offset, low_bits, field & ((1 << low_bits) - 1));
+  if (high_bits != 0) put(layout.whole_high_offset, high_bits, field >> low_bits);
 }
 
 // Factors of `factor_groups` groups, to `target`; the whole numbers of each after them, or after those of `scales`.
@@ -118,8 +130,8 @@ void pack_products(const SourceMatrix& source, const PanelLayout& layout, Column
       }
       std::memcpy(factors + column * sizeof factor, &factor, sizeof factor);
       const auto number = static_cast<uint8_t>(word >> 16);
-      if (has_scale_nibbles(layout.format.code)) {
-        put_nibble(number, group, target + layout.whole_offset + size_t{group / 2} * kPanelColumns + column);
+      if (layout.whole_low_bits != 0) {
+        put_field(layout, static_cast<int8_t>(number), group, target + column);
       } else if (!is_grid(layout.format.code)) {
         put_whole(layout, of_mins, number, whole + column);
       }
@@ -172,7 +184,7 @@ void pack_panel_scales(const SourceMatrix& source, const PanelLayout& layout, ui
     mins.scales = source.mins;
     pack_group_scales(mins, layout, columns, target + layout.mins_offset, scales);
   }
-  if (has_sign_bytes(layout.format.code)) pack_grid_signs(source, layout, panel, target + layout.signs_offset);
+  if (sign_bytes(layout.format.code) != 0) pack_grid_signs(source, layout, panel, target + layout.signs_offset);
   if (layout.format.zeros) pack_zeros(source, layout, columns, target + layout.zeros_offset);
   for (uint32_t column = 0; column < columns.count; ++column) {
     const size_t offset = column * sizeof(float);

@@ -23,13 +23,14 @@ void pack_lines_grid(const SourceMatrix& source, const PanelLayout& layout, cons
 
 void pack_grid_signs(const SourceMatrix& source, const PanelLayout& layout, uint32_t panel, std::byte* target) {
   const uint32_t words = code_bits(layout.format.code), step = grid_source_words(layout.format.code);
+  const uint32_t bytes = sign_bytes(layout.format.code);
   const auto* const data = static_cast<const uint32_t*>(source.data);
   for (uint32_t column = 0; column < kPanelColumns; ++column) {
     const uint32_t row = panel * kPanelColumns + column;
     if (row >= source.rows) return;
     const uint32_t* const from = data + static_cast<ptrdiff_t>(row) * source.row_stride + words;
     for (uint32_t chunk = 0; chunk * 32 < source.cols; ++chunk) {
-      target[chunk * kPanelColumns + column] = static_cast<std::byte>(from[size_t{chunk} * step]);
+      std::memcpy(target + (size_t{chunk} * kPanelColumns + column) * bytes, from + size_t{chunk} * step, bytes);
     }
   }
 }

@@ -47,13 +47,26 @@ PanelLayout::PanelLayout(const WeightFormat& weight_format, uint32_t matrix_k, b
     factor_groups = std::max(format.group_size, std::gcd(k, kFactorK)) / format.group_size;
     joined = format.mins && format.code == Code::kInt2;
     whole_offset = align64(size_t{ceil_div(groups, factor_groups)} * kPanelColumns * sizeof(uint16_t));
+    switch (format.code) {
+      case Code::kInt3: whole_low_bits = 4, whole_high_bits = 2; break;
+      case Code::kIq1M: whole_low_bits = 2, whole_high_bits = 1; break;
+      case Code::kIq3S:
+      case Code::kIq2Xs:
+      case Code::kIq2S: whole_low_bits = 4; break;
+      default: break;
+    }
   }
   size_t scale_rows = groups * size_t{scale_bytes(format.scale)};
-  if (has_scale_nibbles(format.code)) scale_rows = ceil_div(groups, 2);
-  else if (is_grid(format.code)) scale_rows = 0;  // in the codes
+  if (whole_low_bits != 0) {
+    const uint32_t low_rows = ceil_div(groups * whole_low_bits, 8);
+    whole_high_offset = whole_offset + size_t{low_rows} * kPanelColumns;
+    scale_rows = low_rows + ceil_div(groups * whole_high_bits, 8);
+  } else if (is_grid(format.code)) {
+    scale_rows = 0;  // in the codes
+  }
   const size_t section_bytes = whole_offset + align64(scale_rows * scale_columns);
   signs_offset = scales_offset + section_bytes;
-  zeros_offset = signs_offset + (has_sign_bytes(format.code) ? align64(size_t{k_padded} / 32 * kPanelColumns) : 0);
+  zeros_offset = signs_offset + align64(size_t{k_padded} / 32 * kPanelColumns * sign_bytes(format.code));
   mins_offset = zeros_offset + (format.zeros ? align64(size_t{groups} * kPanelColumns) : 0);
   column_scale_offset = mins_offset + (!format.mins ? 0 : joined ? whole_offset : section_bytes);
   bias_offset = column_scale_offset + (format.column_scale ? kPanelColumns * sizeof(float) : 0);

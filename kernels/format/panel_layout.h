@@ -20,11 +20,15 @@
 //                                      one a byte from bit 0 on, of four k each (iq3) or eight; last a line of signs: 7
 //                                      bits for eight k each, of which the eighth's makes the number of ones even;
 //                                      bits 28-31 are s; the whole number of the group's scale is 2 s + 1. Numbers of 9
-//                                      and 10 bits share words with signs: grid_place() of panel_values.h
+//                                      and 10 bits share words with signs, those of 11 (iq1, one line) lie in the
+//                                      signs' section, too: grid_place() of panel_values.h
 //   scales        [groups][16] of the format's scale type; [groups] when the format has panel_scale;
 //                 products: [groups / factor_groups][16] float16 factors; then, from the next multiple of 64 bytes
-//                 on, [groups][16] int8 (int2 with mins: 4 bits of the scale below 4 bits of the minimum; rows of a
-//                 grid: none, or [groups / 2][16] bytes of two s; of iq3_s, iq2_s then [k_padded / 32][16] of signs)
+//                 on, [groups][16] int8 (int2 with mins: 4 bits of the scale below 4 bits of the minimum; int3:
+//                 [groups / 2][16] bytes of the low 4 bits of two numbers, the even group's below, then [groups / 4][16]
+//                 of the high 2 bits of four, of numbers that are 32 more; rows of a grid: none, or [groups / 2][16]
+//                 bytes of two s, of iq1_m 2 bits of four and then 1 bit of eight; of iq3_s, iq2_s then
+//                 [k_padded / 32][16] bytes of signs, of iq1 uint16)
 //   zeros         [groups][16] uint8                    (formats with zeros)
 //   mins      [groups][16] of the scale type        (formats with mins; int2 with products: the factors alone)
 //   column_scale  [16] float32                          (formats with column_scale)
@@ -65,6 +69,12 @@ struct PanelLayout {
   // that begins and ends inside of blocks, but at multiples of its own length, has the factors that it needs. Else 0.
   uint32_t factor_groups = 0;
   size_t whole_offset = 0;    // of products: bytes from a section's factors to its int8
+  // Of products whose whole numbers have fewer than 8 bits and lie by themselves: bits of each in the bytes from
+  // whole_offset on, and in those from whole_high_offset on, the first group's lowest; else 0. What numbers mean is
+  // less 1 << (both - 1), or of rows of a grid 2 s + 1.
+  uint32_t whole_low_bits = 0;
+  uint32_t whole_high_bits = 0;
+  size_t whole_high_offset = 0;  // as whole_offset
   bool joined = false;        // of products: whole numbers of scales and mins share the int8 of the scales' section
   bool has_bias = false;
   // Bytes from the panel's begin. What a format lacks has the offset where it would be.

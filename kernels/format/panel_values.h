@@ -65,9 +65,10 @@ inline float decode_value(Code code, uint32_t bits, uint32_t zero) {
     case Code::kIq3S:
     case Code::kIq2Xxs:
     case Code::kIq2Xs:
-    case Code::kIq2S: break;  // see grid_value
-    case Code::kIq4:
-    case Code::kIq1: {
+    case Code::kIq2S:
+    case Code::kIq1S:
+    case Code::kIq1M: break;  // see grid_value
+    case Code::kIq4: {
       const Codebook& book = *kCodebooks[static_cast<int>(code) - static_cast<int>(Code::kIq4)];
       return static_cast<float>(book.values[bits]) * book.unit;
     }
@@ -95,6 +96,15 @@ inline GridPlace grid_place(Code code, const uint32_t* words, size_t step, uint3
     case Code::kIq2Xxs: return {words[0] >> (i / 8 * 8) & 255, stored_signs(words[step])};
     case Code::kIq2Xs: return {pair & 511, with_even_ones(pair >> 9 & 127)};
     case Code::kIq2S: return {pair & 1023, (pair >> 10 & 63) | (more >> (i / 8 * 2) & 3) << 6};
+    case Code::kIq1S:
+    case Code::kIq1M: {
+      // Of 16 k two numbers: 11 bits of one and 5 of the other, then in a byte 6 bits. Above these of iq1_m whether
+      // values are an eighth less, of iq1_s two bits of s, then its third and the same of all.
+      const uint32_t byte = more >> (i / 16 * 8) & 255;
+      const bool less = (code == Code::kIq1S ? more >> 15 : byte >> (6 + i / 8 % 2)) & 1;
+      const uint32_t half = words[0] >> (i / 16 * 16) & 0xffff;
+      return {i % 16 < 8 ? half & 2047 : half >> 11 | (byte & 63) << 5, less ? 255U : 0U};
+    }
     default: break;
   }
   // iq3_s
@@ -112,6 +122,7 @@ inline float grid_value(Code code, const uint32_t* words, size_t step, uint32_t 
   const GridPlace place = grid_place(code, words, step, more, i);
   const GridRows rows = grid_rows(code);
   const auto* const row = static_cast<const uint8_t*>(rows.rows) + size_t{place.number} * rows.width;
+  if (is_iq1(code)) return static_cast<float>(static_cast<int8_t>(row[i % 8]) + (place.signs != 0 ? -1 : 1)) * rows.unit;
   const float value = static_cast<float>(row[i % rows.width]) * rows.unit;
   return (place.signs >> (i % 8) & 1) != 0 ? -value : value;
 }
@@ -122,13 +133,25 @@ inline const uint32_t* grid_words(const PanelLayout& layout, const std::byte* pa
   return reinterpret_cast<const uint32_t*>(panel) + lines * kPanelColumns + column;
 }
 
+// What the section of signs has for them.
+inline uint32_t grid_signs(const PanelLayout& layout, const std::byte* panel, uint32_t column, uint32_t k) {
+  const auto entry = static_cast<ptrdiff_t>(size_t{k / 32} * kPanelColumns + column);
+  const std::byte* const signs = panel + layout.signs_offset;
+  switch (sign_bytes(layout.format.code)) {
+    case 1: return load_element<uint8_t>(signs, entry);
+    case 2: return load_element<uint16_t>(signs, entry);
+    default: return 0;
+  }
+}
+
+// The s of iq1_s, in what a column's 32 k have in the section of signs.
+inline uint32_t iq1_s_scale(uint32_t signs) { return (signs >> 6 & 3) | (signs >> 12 & 4); }
+
 // What element k of a column means before its scales, of group and column `entry`.
 inline float panel_value(const PanelLayout& layout, const std::byte* panel, uint32_t column, uint32_t k, size_t entry) {
   const Code code = layout.format.code;
   if (is_grid(code)) {
-    const std::byte* const signs = panel + layout.signs_offset + size_t{k / 32} * kPanelColumns + column;
-    const uint32_t more = has_sign_bytes(code) ? std::to_integer<uint32_t>(*signs) : 0;
-    return grid_value(code, grid_words(layout, panel, column, k), kPanelColumns, more, k);
+    return grid_value(code, grid_words(layout, panel, column, k), kPanelColumns, grid_signs(layout, panel, column, k), k);
   }
   return decode_value(code, panel_code(layout, panel, column, k), panel_zero(layout, panel, entry));
 }
@@ -140,14 +163,25 @@ inline float panel_scale(const PanelLayout& layout, const std::byte* panel, bool
   if (layout.format.scale != ScaleType::kProducts) return load_scale(layout.format.scale, section, index);
   const size_t place = entry / kPanelColumns / layout.factor_groups * kPanelColumns + entry % kPanelColumns;
   const float factor = decode_float16(load_element<uint16_t>(section, static_cast<ptrdiff_t>(place)));
-  if (has_scale_nibbles(layout.format.code)) {
-    const size_t group = entry / kPanelColumns;
-    const size_t byte = layout.whole_offset + group / 2 * kPanelColumns + entry % kPanelColumns;
-    return factor * static_cast<float>((std::to_integer<uint32_t>(section[byte]) >> (group % 2 * 4) & 15) * 2 + 1);
+  if (layout.whole_low_bits != 0) {
+    const auto field = [&](size_t offset, uint32_t bits) {
+      const size_t bit = entry / kPanelColumns * bits;
+      const std::byte held = section[offset + bit / 8 * kPanelColumns + entry % kPanelColumns];
+      return static_cast<int>(std::to_integer<uint32_t>(held) >> bit % 8 & ((1U << bits) - 1));
+    };
+    int whole = field(layout.whole_offset, layout.whole_low_bits);
+    if (layout.whole_high_bits != 0) {
+      whole |= field(layout.whole_high_offset, layout.whole_high_bits) << layout.whole_low_bits;
+    }
+    const int middle = 1 << (layout.whole_low_bits + layout.whole_high_bits - 1);
+    return factor * static_cast<float>(is_grid(layout.format.code) ? whole * 2 + 1 : whole - middle);
   }
   if (is_grid(layout.format.code)) {
     const auto column = static_cast<uint32_t>(entry % kPanelColumns);
     const auto k = static_cast<uint32_t>(entry / kPanelColumns * 32);
+    if (layout.format.code == Code::kIq1S) {
+      return factor * static_cast<float>(iq1_s_scale(grid_signs(layout, panel, column, k)) * 2 + 1);
+    }
     const size_t last = (code_bits(layout.format.code) - 1) * kPanelColumns;
     return factor * static_cast<float>((grid_words(layout, panel, column, k)[last] >> 28) * 2 + 1);
   }

@@ -87,8 +87,8 @@ std::vector<NamedFormat> make_formats() {
   formats.emplace_back("iq2_xxs_grid_products", grouped(Code::kIq2Xxs, kProducts, 32));
   formats.emplace_back("iq2_xs_grid_products", grouped(Code::kIq2Xs, kProducts, 16));
   formats.emplace_back("iq2_s_grid_products", grouped(Code::kIq2S, kProducts, 16));
-  formats.emplace_back("iq1_g16_products", grouped(Code::kIq1, kProducts, 16));
-  formats.emplace_back("iq1_g32_products", grouped(Code::kIq1, kProducts, 32));
+  formats.emplace_back("iq1_s_grid_products", grouped(Code::kIq1S, kProducts, 32));
+  formats.emplace_back("iq1_m_grid_products", grouped(Code::kIq1M, kProducts, 16));
   for (const bool zeros : {false, true}) {
     for (const uint32_t group_size : {32U, 64U, 128U}) {
       for (const ScaleType scale : {ScaleType::kBFloat16, ScaleType::kFloat16}) {
@@ -135,8 +135,9 @@ uint32_t code_bits(Code code) {
     case Code::kIq2S: return 2;
     case Code::kInt3:
     case Code::kIq3Xxs:
-    case Code::kIq3S:
-    case Code::kIq1: return 3;
+    case Code::kIq3S: return 3;
+    case Code::kIq1S:
+    case Code::kIq1M: return 1;
     case Code::kInt5: return 5;
     case Code::kInt6: return 6;
   }
@@ -156,11 +157,14 @@ uint32_t scale_bytes(ScaleType scale) {
   refuse("scale type " + std::to_string(static_cast<int>(scale)) + " is unknown");
 }
 
-bool is_grid(Code code) { return code == Code::kIq3Xxs || code == Code::kIq2Xxs || has_scale_nibbles(code); }
+bool is_grid(Code code) { return code > Code::kIq4; }
 
-bool has_scale_nibbles(Code code) { return code == Code::kIq2Xs || has_sign_bytes(code); }
+bool is_iq1(Code code) { return code == Code::kIq1S || code == Code::kIq1M; }
 
-bool has_sign_bytes(Code code) { return code == Code::kIq3S || code == Code::kIq2S; }
+uint32_t sign_bytes(Code code) {
+  if (is_iq1(code)) return 2;
+  return code == Code::kIq3S || code == Code::kIq2S ? 1 : 0;
+}
 
 bool is_integer(Code code) { return code == Code::kInt8 || code_middle(code) != 0; }
 
@@ -192,7 +196,8 @@ const char* code_name(Code code) {
     case Code::kIq3Xxs: return "iq3_xxs";
     case Code::kIq3S: return "iq3_s";
     case Code::kIq2Xs: return "iq2_xs";
-    case Code::kIq1: return "iq1";
+    case Code::kIq1S: return "iq1_s";
+    case Code::kIq1M: return "iq1_m";
     case Code::kIq2Xxs: return "iq2_xxs";
     case Code::kIq2S: return "iq2_s";
   }
@@ -290,7 +295,8 @@ void check_weight_format(const WeightFormat& format) {
                                       (format.scale != ScaleType::kFloat16 && !products))) {
     refuse("codes of 2, 3, 5 and 6 bits and iq codes need a float16 scale, or a product, per column and group");
   }
-  const uint32_t grid_group = format.code == Code::kIq2Xs || format.code == Code::kIq2S ? 16 : 32;
+  const bool by_16 = format.code == Code::kIq2Xs || format.code == Code::kIq2S || format.code == Code::kIq1M;
+  const uint32_t grid_group = by_16 ? 16 : 32;
   if (is_grid(format.code) && (!products || size != grid_group)) {
     refuse("rows of a grid need products as scales, of groups of " + std::to_string(grid_group));
   }

@@ -30,9 +30,10 @@ enum class Code : uint8_t {
   kIq3Xxs = 12,
   kIq3S = 13,  // as kIq3Xxs
   kIq2Xs = 14,  // as kIq3Xxs
-  kIq1 = 15,  // 3 bits
+  kIq1S = 15,  // as kIq3Xxs
   kIq2Xxs = 16,  // as kIq3Xxs
   kIq2S = 17,  // as kIq3Xxs
+  kIq1M = 18,  // as kIq3Xxs
 };
 
 // Type of the group scales, as packed; every one becomes a float32 exactly.
@@ -69,14 +70,15 @@ struct WeightFormat {
 
 uint32_t code_bits(Code code);          // words of 32 k, of codes of grids
 uint32_t scale_bytes(ScaleType scale);  // 0, 4, 2, 2, 1, 1; of products the int8: 1
-bool is_grid(Code code);                // kIq3Xxs, kIq3S, kIq2Xxs, kIq2Xs, kIq2S
-bool has_scale_nibbles(Code code);      // of grids: whole numbers of scales lie by themselves, two to a byte
-bool has_sign_bytes(Code code);         // of grids: words have not room for all signs
+bool is_grid(Code code);                // kIq3Xxs to kIq2Xs, kIq1S to kIq1M
+bool is_iq1(Code code);                 // kIq1S, kIq1M: rows of signed values, an eighth more or less
+// Of grids: bytes for a column's 32 k of what words have no room for, signs, of iq1 the rest of numbers, too; 0, 1 or 2.
+uint32_t sign_bytes(Code code);
 bool is_integer(Code code);             // kInt2 to kInt6, kInt8: those that may have mins
 // What kInt2 to kInt6 have subtracted where there are neither zeros nor mins; 0 of others.
 uint32_t code_middle(Code code);
 
-const char* code_name(Code code);         // "float32" ... "iq1", as the enumerators
+const char* code_name(Code code);         // "float32" ... "iq1_m", as the enumerators
 const char* scale_name(ScaleType scale);  // "no" for kNone, "float32" ... "products", as the enumerators
 
 // The format of a name, for configuration, tests and benchmarks:
@@ -96,9 +98,9 @@ const char* scale_name(ScaleType scale);  // "no" for kNone, "float32" ... "prod
 //   int3_g16_products int6_g16_products                  scales that are products
 //   int2_g16_mins_products int4_g32_mins_products int5_g32_mins_products   the same with mins
 //   int2_g128_f16 int5_g32_f16 int5_g32_mins             float16 scales, and minima
-//   iq4_g32_f16 iq4_g32_products iq1_g16_products iq1_g32_products     values of a table
+//   iq4_g32_f16 iq4_g32_products                         values of a table
 //   iq3_xxs_grid_products iq3_s_grid_products iq2_xxs_grid_products iq2_xs_grid_products iq2_s_grid_products
-//                                                        rows of a grid
+//   iq1_s_grid_products iq1_m_grid_products              rows of a grid
 //   mxfp4            e2m1, e8m0 scale per 32
 //   nvfp4            e2m1, e4m3 scale per 16, column scale (the global scale)
 // "_ordered" after a name of integer codes with group scales: sorted by group, see `ordered`.

@@ -92,8 +92,7 @@ template <ScaleType kType>
 void run_weights_scaled_by(const GemmWork& work) {
   switch (work.layout->format.code) {
     case Code::kInt2: return run_small<2, kType>(work);
-    case Code::kInt3:
-    case Code::kIq1: return run_small<3, kType>(work);
+    case Code::kInt3: return run_small<3, kType>(work);
     case Code::kIq4: return run_small<4, kType>(work);
     case Code::kInt5: return run_small<5, kType>(work);
     case Code::kInt6: return run_small<6, kType>(work);

@@ -132,7 +132,7 @@ struct SplitTiles : DecodedTiles<SplitTiles<Codes>, 2, Codes::kLines> {
     uint16_t* low_tile = tile + kTileBytes / sizeof(uint16_t);
     codes.decode(panel, step, low_tile);
     const uint32_t group = step * kTileK / format.group_size;
-    const ScaleSection scales{panel + scales_offset, nullptr, 0, -1};
+    const ScaleSection scales{panel + scales_offset, nullptr, 0, -1, nullptr};
     const __m512 scale = format.scale == ScaleType::kFloat16 ? widen_group<ScaleType::kFloat16>(scales, group)
                                                              : widen_group<ScaleType::kBFloat16>(scales, group);
     const __m512i mask = _mm512_set1_epi32(static_cast<int>(0xffff0000u));

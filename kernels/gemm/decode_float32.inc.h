@@ -123,8 +123,8 @@ inline const Codebook& codebook_of(Code code) {
 }
 
 // Codes of 2, 3, 5 and 6 bits in planes (panel_layout.h); 16 k at a time, of the 32 that share planes. They become
-// signed bytes, of codebooks in eighths.
-template <int kBits, bool kTable>
+// signed bytes.
+template <int kBits>
 struct PlaneDecoder : PlainRow {
   static constexpr uint32_t kUnitBytes = 32 * kBits;
   static constexpr uint32_t kUnitK = 16;
@@ -132,8 +132,7 @@ struct PlaneDecoder : PlainRow {
   static constexpr int kLowBits = kBits < 4 ? 2 : 4;
   static constexpr int kHighBits = kBits - kLowBits;
   explicit PlaneDecoder(const PanelLayout& layout)
-      : table(Integers::bytes(kTable ? codebook_of(layout.format.code).values : nullptr,
-                              layout.format.mins ? 0 : 1 << (kBits - 1))) {}
+      : middle(Integers::bytes(nullptr, layout.format.mins ? 0 : 1 << (kBits - 1))) {}
 
   struct Unit {
     Integers vectors[4];
@@ -152,7 +151,7 @@ struct PlaneDecoder : PlainRow {
     if constexpr (kHighBits != 0) {
       codes = Integers::either(codes, field<kVector, kHighBits, kLowBits>(planes + kLowBits * 64));
     }
-    return kTable ? table.look_up(codes) : codes.minus_bytes(table);
+    return codes.minus_bytes(middle);
   }
   template <int kVector, int kWidth, int kPlace>
   [[gnu::always_inline]] static Integers field(const std::byte* lines) {
@@ -165,10 +164,6 @@ struct PlaneDecoder : PlainRow {
     constexpr int kInRun = j % 8;
     return unit.vectors[j / 8 * 2 + kInRun / 2 % 2].template signed_byte<kInRun / 4 + kInRun % 2 * 2>();
   }
-  static Vec finish(Vec even, Vec odd) {
-    const Vec sum = Vec::add(even, odd);
-    return kTable ? Vec::mul(sum, Vec::broadcast(0.125f)) : sum;
-  }
 
-  Integers table;  // of codebooks; else what is subtracted from every byte
+  Integers middle;  // what is subtracted from every byte
 };

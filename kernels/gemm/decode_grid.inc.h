@@ -144,6 +144,55 @@ struct GridUnit {
   }
 };
 
+// 16 k of IQ1: rows of signed values, each eight an eighth more or less.
+template <Code kCode>
+struct Iq1Unit {
+  static constexpr uint32_t kK = 16;
+  static constexpr uint32_t kBytes = 32;
+  const std::byte* words;  // the half of a column's word
+  const std::byte* more;   // the column's byte of two
+  __m256i less;            // bits 6 and 7 of every byte: the first and the second eight are an eighth less
+
+  // `line`, of the eight columns, and `more`: their words and halves; `half`: which 16 k of these.
+  static Iq1Unit of(const std::byte* line, const std::byte* more, uint32_t half) {
+    const __m256i halves = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(more)));
+    if constexpr (kCode == Code::kIq1S) {
+      return {line + half * 2, more + half, _mm256_srai_epi32(_mm256_slli_epi32(halves, 16), 31)};
+    }
+    const __m256i order = _mm256_add_epi8(
+        _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12)),
+        _mm256_set1_epi8(static_cast<char>(half)));
+    return {line + half * 2, more + half, _mm256_shuffle_epi8(halves, order)};
+  }
+
+  template <int kRow>
+  __m256i row(int column) const {
+    const uint32_t half = GridBytes::half_at(words + 4 * column);
+    const uint32_t number =
+        kRow == 0 ? half & 2047 : half >> 11 | (GridBytes::byte_at(more + 2 * column) & 63) << 5;
+    return _mm256_set1_epi64x(static_cast<long long>(kIq1Grid.rows[number]));
+  }
+  // Columns `first`, the next one, and those four further on.
+  template <int kRow>
+  __m256 rows(int first) const {
+    const __m256i low = _mm256_blend_epi32(row<kRow>(first), row<kRow>(first + 1), 0x0c);
+    const __m256i high = _mm256_blend_epi32(row<kRow>(first + 4), row<kRow>(first + 5), 0xc0);
+    return _mm256_castsi256_ps(_mm256_blend_epi32(low, high, 0xf0));
+  }
+  template <int kQuad>
+  Integers quad() const {
+    constexpr int kHalf = kQuad % 2 == 0 ? _MM_SHUFFLE(2, 0, 2, 0) : _MM_SHUFFLE(3, 1, 3, 1);
+    const __m256i values = _mm256_castps_si256(_mm256_shuffle_ps(rows<kQuad / 2>(0), rows<kQuad / 2>(2), kHalf));
+    const __m256i bit = _mm256_set1_epi8(static_cast<char>(kQuad < 2 ? 0x40 : 0x80));
+    const __m256i is_less = _mm256_cmpeq_epi8(_mm256_and_si256(less, bit), bit);
+    return {_mm256_add_epi8(values, _mm256_or_si256(is_less, _mm256_set1_epi8(1)))};
+  }
+};
+template <>
+struct GridUnit<Code::kIq1S> : Iq1Unit<Code::kIq1S> {};
+template <>
+struct GridUnit<Code::kIq1M> : Iq1Unit<Code::kIq1M> {};
+
 // Finds the bytes of signs that go with words.
 template <Code kCode>
 struct GridSigns {
@@ -152,6 +201,18 @@ struct GridSigns {
 
   explicit GridSigns(const PanelLayout& layout) : offset(layout.signs_offset) {}
   Unit unit(const std::byte* words, size_t k) const {
+    if constexpr (kCode == Code::kIq1S || kCode == Code::kIq1M) {
+      const size_t half = k / 16 % 2;
+      const std::byte* const line = words - half * Unit::kBytes;
+      const size_t column = reinterpret_cast<uintptr_t>(line) % 64 / 4, chunk = k / 32;
+      const std::byte* const panel = line - column * 4 - chunk * 64;
+      const std::byte* const signs = panel + offset + (chunk * kPanelColumns + column) * 2;
+      return {Iq1Unit<kCode>::of(line, signs, static_cast<uint32_t>(half))};
+    } else {
+      return signed_unit(words, k);
+    }
+  }
+  Unit signed_unit(const std::byte* words, size_t k) const {
     const std::byte* more = nullptr;
     if constexpr (kCode == Code::kIq3S || kCode == Code::kIq2S) {
       // A column's words begin in a line where the column does in the panel.

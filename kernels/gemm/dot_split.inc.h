@@ -232,18 +232,6 @@ struct ByteDecoder<Code::kIq4> {
   MOEBIUS_INLINE __m512i high(__m512i both) const { return _mm512_shuffle_epi8(table, high_nibbles(both)); }
 };
 
-// Any codebook of 3 bits.
-template <>
-struct ByteDecoder<Code::kIq1> {
-  static constexpr int kBits = 3;
-  __m512i table;
-  explicit ByteDecoder(const WeightFormat& format) : table(codebook_bytes(format.code)) {}
-  template <int kVector>
-  MOEBIUS_INLINE __m512i bytes(const std::byte* planes) const {
-    return _mm512_shuffle_epi8(table, plane_codes<3, kVector>(planes));
-  }
-};
-
 // --- bfloat16 rows times a panel of codes of up to 6 bits with group scales, by vpdpbusd.
 //
 // A code becomes a byte in one or two operations, a fraction of what a bfloat16 takes. Sums of a chunk are exact; they

@@ -412,16 +412,17 @@ void run_words(const GemmWork& work) {
       return format.zeros ? run_words_of<Int4Words, Offset::kZeros>(work) : run_whole_words<Int4Words>(work);
     case Code::kFloat4: return run_words_of<ByteWords<Float4Decoder, 2>, Offset::kNone>(work);
     case Code::kIq4: return run_words_of<ByteWords<Iq4Decoder, 2>, Offset::kNone>(work);
-    case Code::kIq1: return run_words_of<ByteWords<PlaneDecoder<3, true>, 4>, Offset::kNone>(work);
-    case Code::kInt2: return run_whole_words<ByteWords<PlaneDecoder<2, false>, 4>>(work);
-    case Code::kInt3: return run_words_of<ByteWords<PlaneDecoder<3, false>, 4>, Offset::kNone>(work);
-    case Code::kInt5: return run_whole_words<ByteWords<PlaneDecoder<5, false>, 4>>(work);
-    case Code::kInt6: return run_words_of<ByteWords<PlaneDecoder<6, false>, 4>, Offset::kNone>(work);
+    case Code::kInt2: return run_whole_words<ByteWords<PlaneDecoder<2>, 4>>(work);
+    case Code::kInt3: return run_words_of<ByteWords<PlaneDecoder<3>, 4>, Offset::kNone>(work);
+    case Code::kInt5: return run_whole_words<ByteWords<PlaneDecoder<5>, 4>>(work);
+    case Code::kInt6: return run_words_of<ByteWords<PlaneDecoder<6>, 4>, Offset::kNone>(work);
     case Code::kIq3Xxs: return run_words_of<GridWords<Code::kIq3Xxs>, Offset::kNone>(work);
     case Code::kIq3S: return run_words_of<GridWords<Code::kIq3S>, Offset::kNone>(work);
     case Code::kIq2Xxs: return run_words_of<GridWords<Code::kIq2Xxs>, Offset::kNone>(work);
     case Code::kIq2Xs: return run_words_of<GridWords<Code::kIq2Xs>, Offset::kNone>(work);
     case Code::kIq2S: return run_words_of<GridWords<Code::kIq2S>, Offset::kNone>(work);
+    case Code::kIq1S: return run_words_of<GridWords<Code::kIq1S>, Offset::kNone>(work);
+    case Code::kIq1M: return run_words_of<GridWords<Code::kIq1M>, Offset::kNone>(work);
     case Code::kFloat32:
     case Code::kBFloat16:
     case Code::kFloat16:

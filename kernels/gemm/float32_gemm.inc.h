@@ -300,12 +300,13 @@ void run_float32(const GemmWork& work) {
     case Code::kIq3S:
     case Code::kIq2Xxs:
     case Code::kIq2Xs:
-    case Code::kIq2S: break;  // their callers'
-    case Code::kIq1: return run<PlaneDecoder<3, true>>(work);
-    case Code::kInt2: return run<PlaneDecoder<2, false>>(work);
-    case Code::kInt3: return run<PlaneDecoder<3, false>>(work);
-    case Code::kInt5: return run<PlaneDecoder<5, false>>(work);
-    case Code::kInt6: return run<PlaneDecoder<6, false>>(work);
+    case Code::kIq2S:
+    case Code::kIq1S:
+    case Code::kIq1M: break;  // their callers'
+    case Code::kInt2: return run<PlaneDecoder<2>>(work);
+    case Code::kInt3: return run<PlaneDecoder<3>>(work);
+    case Code::kInt5: return run<PlaneDecoder<5>>(work);
+    case Code::kInt6: return run<PlaneDecoder<6>>(work);
   }
 }
 

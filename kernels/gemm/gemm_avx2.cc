@@ -182,6 +182,8 @@ void run_float32_or_grid(const GemmWork& work) {
     case Code::kIq2Xxs: return run<GridDecoder<Code::kIq2Xxs>>(work);
     case Code::kIq2Xs: return run<GridDecoder<Code::kIq2Xs>>(work);
     case Code::kIq2S: return run<GridDecoder<Code::kIq2S>>(work);
+    case Code::kIq1S: return run<GridDecoder<Code::kIq1S>>(work);
+    case Code::kIq1M: return run<GridDecoder<Code::kIq1M>>(work);
     default: return run_float32(work);
   }
 }

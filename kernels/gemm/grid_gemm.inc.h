@@ -3,7 +3,8 @@
 //
 //   GridLines::expand<kCode>(words, more, target)          lines of words, and bytes of signs, to eight lines of int8
 //   GridLines::wholes(words, target)                       a line of signs to 16 whole numbers of scales
-//   GridLines::wholes_of_nibbles(bytes, bit, target)       the same of bytes
+//   GridLines::wholes_of_signs(more, target)               the same of iq1_s
+//   GridLines::wholes_of_fields(layout, section, group, target)      the same of a section of scales
 
 // Expanded panels that kernels want side by side, because they copy rows for each call: no more than this, or one.
 constexpr size_t kExpandedBytes = size_t{1} << 20;
@@ -19,11 +20,13 @@ size_t expanded_at_once(const PanelLayout& expanded, uint32_t num_panels, bool o
 template <Code kCode>
 [[gnu::noinline]] void expand_words(const PanelLayout& layout, const std::byte* panel, const std::byte* end,
                                     const std::byte* next, std::byte* codes, std::byte* wholes) {
-  constexpr int kLines = kCode == Code::kIq3Xxs || kCode == Code::kIq3S ? 3 : 2;
-  constexpr bool kInWords = kCode == Code::kIq3Xxs || kCode == Code::kIq2Xxs;
+  constexpr bool kIsIq1 = kCode == Code::kIq1S || kCode == Code::kIq1M;
+  constexpr int kLines = kIsIq1 ? 1 : kCode == Code::kIq3Xxs || kCode == Code::kIq3S ? 3 : 2;
+  constexpr uint32_t kMore = kPanelColumns * (kIsIq1 ? 2 : 1);
+  constexpr bool kInWords = kCode == Code::kIq3Xxs || kCode == Code::kIq2Xxs || kCode == Code::kIq1S;
   const std::byte* words = panel;
   const std::byte* more = panel + layout.signs_offset;
-  for (uint32_t k = 0; k < layout.k_padded; k += 32, words += kLines * 64, codes += 512, more += kPanelColumns) {
+  for (uint32_t k = 0; k < layout.k_padded; k += 32, words += kLines * 64, codes += 512, more += kMore) {
     for (int line = 0; line < kLines; ++line) {
       const std::byte* ahead = words + kGridPrefetchBytes + line * 64;
       if (ahead >= end) ahead = next == nullptr ? words : next + (ahead - end);
@@ -31,13 +34,12 @@ template <Code kCode>
     }
     GridLines::expand<kCode>(words, more, codes);
     if (!kInWords || k >= layout.k) continue;
-    GridLines::wholes(words + (kLines - 1) * 64, wholes);
+    kIsIq1 ? GridLines::wholes_of_signs(more, wholes) : GridLines::wholes(words + (kLines - 1) * 64, wholes);
     wholes += kPanelColumns;
   }
   if (kInWords) return;
-  const std::byte* const nibbles = panel + layout.scales_offset + layout.whole_offset;
   for (uint32_t group = 0; group < layout.groups; ++group, wholes += kPanelColumns) {
-    GridLines::wholes_of_nibbles(nibbles + size_t{group / 2} * kPanelColumns, group % 2 * 4, wholes);
+    GridLines::wholes_of_fields(layout, panel + layout.scales_offset, group, wholes);
   }
 }
 
@@ -47,6 +49,8 @@ auto* expand_words_of(Code code) {
     case Code::kIq3S: return expand_words<Code::kIq3S>;
     case Code::kIq2Xxs: return expand_words<Code::kIq2Xxs>;
     case Code::kIq2Xs: return expand_words<Code::kIq2Xs>;
+    case Code::kIq1S: return expand_words<Code::kIq1S>;
+    case Code::kIq1M: return expand_words<Code::kIq1M>;
     default: return expand_words<Code::kIq2S>;
   }
 }

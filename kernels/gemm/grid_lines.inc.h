@@ -68,6 +68,38 @@ struct GridLines {
 
   template <Code kCode>
   static void expand(const std::byte* words, const std::byte* more, std::byte* target) {
+    if constexpr (kCode == Code::kIq1S || kCode == Code::kIq1M) {
+      half_of_1<kCode, 0>(words, more, target);
+      half_of_1<kCode, 1>(words, more, target + 256);
+    } else {
+      expand_with_signs<kCode>(words, more, target);
+    }
+  }
+
+  // 16 k of IQ1: rows of signed values, each eight an eighth more or less.
+  template <Code kCode, int kHalf>
+  static void half_of_1(const std::byte* words, const std::byte* more, std::byte* target) {
+    const __m512i halves = halves_of(more), bytes = _mm512_srli_epi32(halves, kHalf * 8);
+    const __m512i pair = masked(_mm512_srli_epi32(_mm512_loadu_si512(words), kHalf * 16), 0xffff);
+    const __m512i second = _mm512_or_si512(_mm512_srli_epi32(pair, 11), _mm512_slli_epi32(masked(bytes, 63), 5));
+    constexpr bool kIsS = kCode == Code::kIq1S;
+    const __m512i is_less = kIsS ? halves : bytes;
+    eight_of_1(masked(pair, 2047), is_less, kIsS ? 0x8000 : 0x40, target);
+    eight_of_1(second, is_less, kIsS ? 0x8000 : 0x80, target + 128);
+  }
+  static void eight_of_1(__m512i numbers, __m512i is_less, int bit, std::byte* target) {
+    const __mmask16 less = _mm512_test_epi32_mask(is_less, _mm512_set1_epi32(bit));
+    const __m512i more = _mm512_mask_mov_epi32(_mm512_set1_epi8(1), less, _mm512_set1_epi8(-1));
+    const auto* const rows = reinterpret_cast<const int32_t*>(kIq1Grid.rows);
+    _mm512_storeu_si512(target, _mm512_add_epi8(_mm512_i32gather_epi32(numbers, rows, 8), more));
+    _mm512_storeu_si512(target + 64, _mm512_add_epi8(_mm512_i32gather_epi32(numbers, rows + 1, 8), more));
+  }
+  static __m512i halves_of(const std::byte* at) {
+    return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
+  }
+
+  template <Code kCode>
+  static void expand_with_signs(const std::byte* words, const std::byte* more, std::byte* target) {
     const __m512i signs_of_words = signs<kCode>(words, more);
     constexpr auto kBytes = std::make_integer_sequence<int, 4>();
     if constexpr (kCode == Code::kIq3Xxs) {
@@ -180,10 +212,29 @@ struct GridLines {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(target), _mm512_cvtepi32_epi8(whole));
   }
 
-  static void wholes_of_nibbles(const std::byte* bytes, uint32_t bit, std::byte* target) {
-    const __m128i moved = _mm_srl_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes)),
-                                        _mm_cvtsi32_si128(static_cast<int>(bit)));
-    const __m128i s = _mm_and_si128(moved, _mm_set1_epi8(15));
+  static void wholes_of_signs(const std::byte* more, std::byte* target) {
+    const __m512i halves = halves_of(more);
+    const __m512i twice =
+        _mm512_or_si512(masked(_mm512_srli_epi32(halves, 5), 6), masked(_mm512_srli_epi32(halves, 11), 8));
+    const __m512i whole = _mm512_or_si512(twice, _mm512_set1_epi32(1));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(target), _mm512_cvtepi32_epi8(whole));
+  }
+
+  // Of a section of scales whose whole numbers have fewer than 8 bits.
+  static void wholes_of_fields(const PanelLayout& layout, const std::byte* section, uint32_t group,
+                               std::byte* target) {
+    const auto field = [section, group](size_t offset, uint32_t bits) {
+      const uint32_t bit = group * bits;
+      const std::byte* const at = section + offset + size_t{bit / 8} * kPanelColumns;
+      const __m128i moved = _mm_srl_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)),
+                                          _mm_cvtsi32_si128(static_cast<int>(bit % 8)));
+      return _mm_and_si128(moved, _mm_set1_epi8(static_cast<char>((1 << bits) - 1)));
+    };
+    __m128i s = field(layout.whole_offset, layout.whole_low_bits);
+    if (layout.whole_high_bits != 0) {
+      const __m128i high = field(layout.whole_high_offset, layout.whole_high_bits);
+      s = _mm_or_si128(s, _mm_sll_epi16(high, _mm_cvtsi32_si128(static_cast<int>(layout.whole_low_bits))));
+    }
     const __m128i whole = _mm_or_si128(_mm_add_epi8(s, s), _mm_set1_epi8(1));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(target), whole);
   }

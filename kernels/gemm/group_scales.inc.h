@@ -70,15 +70,50 @@ void widen_grid_products(const PanelLayout& layout, const std::byte* panel, uint
   }
 }
 
-// Of rows of a grid whose whole numbers lie by themselves, two to a byte.
-void widen_nibble_products(const PanelLayout& layout, const std::byte* panel, uint32_t column, uint32_t group,
-                           uint32_t count, GroupBuffer* target) {
+// Of iq1_s: factors that several groups share, and three bits of each group's signs.
+void widen_iq1_s_products(const PanelLayout& layout, const std::byte* panel, uint32_t column, uint32_t group,
+                          uint32_t count, GroupBuffer* target) {
   const std::byte* const factors = panel + layout.scales_offset + size_t{column} * 2;
-  const std::byte* const whole = panel + layout.scales_offset + layout.whole_offset + column;
+  const std::byte* signs = panel + layout.signs_offset + (size_t{group} * kPanelColumns + column) * 2;
+  for (uint32_t i = 0; i < count; ++i, signs += kPanelColumns * 2) {
+    const Vec factor = Vec::from_float16(factors + size_t{(group + i) / layout.factor_groups} * kPanelColumns * 2);
+    Vec::mul(factor, Vec::from_iq1_s(signs)).store(target->lanes[i]);
+  }
+}
+
+// Of a group of eight that begin at multiples of eight: its whole number of kLowBits and kHighBits, times its factor.
+template <int kLowBits, int kHighBits, bool kOfGrid, int kGroup>
+[[gnu::always_inline]] inline void widen_field(const std::byte* low, const std::byte* high, Vec factor, float* target) {
+  constexpr uint32_t kLow = kGroup * kLowBits / 8 * kPanelColumns, kHigh = kGroup * kHighBits / 8 * kPanelColumns;
+  const auto whole = Vec::whole_field<kLowBits, kHighBits, kGroup>(low + kLow, high + kHigh);
+  const Vec number = kOfGrid ? Vec::twice_and_one(whole) : Vec::less(whole, 1 << (kLowBits + kHighBits - 1));
+  Vec::mul(factor, number).store(target);
+}
+
+// Whole numbers of fewer than 8 bits, in two planes of bytes.
+template <int kLowBits, int kHighBits, bool kOfGrid>
+void widen_field_products(const PanelLayout& layout, const std::byte* panel, uint32_t column, uint32_t group,
+                          uint32_t count, GroupBuffer* target) {
+  const std::byte* const section = panel + layout.scales_offset;
+  const std::byte* const low = section + layout.whole_offset + column;
+  const std::byte* const high = section + layout.whole_high_offset + column;
+  const std::byte* const factors = section + size_t{column} * 2;
+  const auto shift = static_cast<uint32_t>(__builtin_ctz(layout.factor_groups));
   for (uint32_t i = 0; i < count; ++i, ++group) {
-    const Vec factor = Vec::from_float16(factors + size_t{group / layout.factor_groups} * kPanelColumns * 2);
-    const Vec number = Vec::from_nibbles(whole + size_t{group / 2} * kPanelColumns, group % 2 * 4);
-    Vec::mul(factor, number).store(target->lanes[i]);
+    const Vec factor = Vec::from_float16(factors + size_t{group >> shift} * kPanelColumns * 2);
+    const std::byte* const low_of_8 = low + size_t{group / 8 * kLowBits} * kPanelColumns;
+    const std::byte* const high_of_8 = high + size_t{group / 8 * kHighBits} * kPanelColumns;
+    float* const lanes = target->lanes[i];
+    switch (group % 8) {
+      case 0: widen_field<kLowBits, kHighBits, kOfGrid, 0>(low_of_8, high_of_8, factor, lanes); break;
+      case 1: widen_field<kLowBits, kHighBits, kOfGrid, 1>(low_of_8, high_of_8, factor, lanes); break;
+      case 2: widen_field<kLowBits, kHighBits, kOfGrid, 2>(low_of_8, high_of_8, factor, lanes); break;
+      case 3: widen_field<kLowBits, kHighBits, kOfGrid, 3>(low_of_8, high_of_8, factor, lanes); break;
+      case 4: widen_field<kLowBits, kHighBits, kOfGrid, 4>(low_of_8, high_of_8, factor, lanes); break;
+      case 5: widen_field<kLowBits, kHighBits, kOfGrid, 5>(low_of_8, high_of_8, factor, lanes); break;
+      case 6: widen_field<kLowBits, kHighBits, kOfGrid, 6>(low_of_8, high_of_8, factor, lanes); break;
+      default: widen_field<kLowBits, kHighBits, kOfGrid, 7>(low_of_8, high_of_8, factor, lanes); break;
+    }
   }
 }
 
@@ -88,7 +123,10 @@ void widen_products(const PanelLayout& layout, const std::byte* panel, bool of_m
   const Code code = layout.format.code;
   if (code == Code::kIq3Xxs) return widen_grid_products<3>(layout, panel, column, group, count, target);
   if (code == Code::kIq2Xxs) return widen_grid_products<2>(layout, panel, column, group, count, target);
-  if (has_scale_nibbles(code)) return widen_nibble_products(layout, panel, column, group, count, target);
+  if (code == Code::kIq1S) return widen_iq1_s_products(layout, panel, column, group, count, target);
+  if (code == Code::kIq1M) return widen_field_products<2, 1, true>(layout, panel, column, group, count, target);
+  if (code == Code::kInt3) return widen_field_products<4, 2, false>(layout, panel, column, group, count, target);
+  if (layout.whole_low_bits != 0) return widen_field_products<4, 0, true>(layout, panel, column, group, count, target);
   const std::byte* const factors = panel + (of_mins ? layout.mins_offset : layout.scales_offset);
   const std::byte* whole = (layout.joined ? panel + layout.scales_offset : factors) + layout.whole_offset;
   whole += size_t{group} * kPanelColumns + column;

@@ -159,11 +159,6 @@ inline bool visit_small_format(const WeightFormat& format, Visit&& visit) {
       products ? visit(NibbleFormat<Code::kIq4, kProducts, 4, Offset::kNone>{})
                : visit(NibbleFormat<Code::kIq4, kF16, 4, Offset::kNone>{});
       return true;
-    case Code::kIq1:
-      if (!products) return false;
-      format.group_size == 16 ? visit(NibbleFormat<Code::kIq1, kProducts, 2, Offset::kNone>{})
-                              : visit(NibbleFormat<Code::kIq1, kProducts, 4, Offset::kNone>{});
-      return true;
     default: return false;
   }
 }

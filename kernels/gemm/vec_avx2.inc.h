@@ -40,10 +40,35 @@ struct Vec {
     const __m256i s = _mm256_srli_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(at)), 28);
     return from_integers(_mm256_or_si256(_mm256_add_epi32(s, s), _mm256_set1_epi32(1)));
   }
-  // Four bits s of bytes, from one on, as 2 s + 1.
-  static Vec from_nibbles(const void* at, uint32_t bit) {
-    const __m256i moved = _mm256_srl_epi32(load_bytes(at), _mm_cvtsi32_si128(static_cast<int>(bit)));
-    const __m256i s = _mm256_and_si256(moved, _mm256_set1_epi32(15));
+  // Three bits s of halves, 6, 7 and 14, as 2 s + 1.
+  static Vec from_iq1_s(const void* at) {
+    const __m256i signs = _mm256_cvtepu16_epi32(_mm_loadu_si128(static_cast<const __m128i*>(at)));
+    const auto bits = [signs](int shift, int mask) {
+      return _mm256_and_si256(_mm256_srli_epi32(signs, shift), _mm256_set1_epi32(mask));
+    };
+    const __m256i twice = _mm256_or_si256(bits(5, 6), bits(11, 8));
+    return from_integers(_mm256_or_si256(twice, _mm256_set1_epi32(1)));
+  }
+  // Of group kGroup of eight, in bytes that groups share, the first one's lowest: kLowBits and, above them, kHighBits.
+  template <int kLowBits, int kHighBits, int kGroup>
+  static __m256i whole_field(const std::byte* low, const std::byte* high) {
+    constexpr int kLow = kGroup * kLowBits, kHigh = kGroup * kHighBits, kShift = kLowBits - kHigh % 8;
+    const __m256i held = _mm256_srli_epi32(load_bytes(low), kLow % 8);
+    const __m256i found = _mm256_and_si256(held, _mm256_set1_epi32((1 << kLowBits) - 1));
+    if constexpr (kHighBits == 0) {
+      return found;
+    } else {
+      const __m256i bytes = load_bytes(high);
+      const __m256i moved = kShift < 0 ? _mm256_srli_epi32(bytes, kShift < 0 ? -kShift : 0)
+                                     : _mm256_slli_epi32(bytes, kShift < 0 ? 0 : kShift);
+      const __m256i mask = _mm256_set1_epi32(((1 << kHighBits) - 1) << kLowBits);
+      return _mm256_or_si256(found, _mm256_and_si256(moved, mask));
+    }
+  }
+  static Vec less(__m256i integers, int middle) {
+    return from_integers(_mm256_sub_epi32(integers, _mm256_set1_epi32(middle)));
+  }
+  static Vec twice_and_one(__m256i s) {
     return from_integers(_mm256_or_si256(_mm256_add_epi32(s, s), _mm256_set1_epi32(1)));
   }
   static __m256i load_bytes(const void* at) {

@@ -40,10 +40,35 @@ struct Vec {
     const __m512i s = _mm512_srli_epi32(_mm512_loadu_si512(at), 28);
     return from_integers(_mm512_or_si512(_mm512_add_epi32(s, s), _mm512_set1_epi32(1)));
   }
-  // Four bits s of bytes, from one on, as 2 s + 1.
-  static Vec from_nibbles(const void* at, uint32_t bit) {
-    const __m512i moved = _mm512_srl_epi32(load_bytes(at), _mm_cvtsi32_si128(static_cast<int>(bit)));
-    const __m512i s = _mm512_and_si512(moved, _mm512_set1_epi32(15));
+  // Three bits s of halves, 6, 7 and 14, as 2 s + 1.
+  static Vec from_iq1_s(const void* at) {
+    const __m512i signs = _mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(at)));
+    const auto bits = [signs](int shift, int mask) {
+      return _mm512_and_si512(_mm512_srli_epi32(signs, shift), _mm512_set1_epi32(mask));
+    };
+    const __m512i twice = _mm512_or_si512(bits(5, 6), bits(11, 8));
+    return from_integers(_mm512_or_si512(twice, _mm512_set1_epi32(1)));
+  }
+  // Of group kGroup of eight, in bytes that groups share, the first one's lowest: kLowBits and, above them, kHighBits.
+  template <int kLowBits, int kHighBits, int kGroup>
+  static __m512i whole_field(const std::byte* low, const std::byte* high) {
+    constexpr int kLow = kGroup * kLowBits, kHigh = kGroup * kHighBits, kShift = kLowBits - kHigh % 8;
+    const __m512i held = _mm512_srli_epi32(load_bytes(low), kLow % 8);
+    const __m512i found = _mm512_and_si512(held, _mm512_set1_epi32((1 << kLowBits) - 1));
+    if constexpr (kHighBits == 0) {
+      return found;
+    } else {
+      const __m512i bytes = load_bytes(high);
+      const __m512i moved = kShift < 0 ? _mm512_srli_epi32(bytes, kShift < 0 ? -kShift : 0)
+                                     : _mm512_slli_epi32(bytes, kShift < 0 ? 0 : kShift);
+      const __m512i mask = _mm512_set1_epi32(((1 << kHighBits) - 1) << kLowBits);
+      return _mm512_or_si512(found, _mm512_and_si512(moved, mask));
+    }
+  }
+  static Vec less(__m512i integers, int middle) {
+    return from_integers(_mm512_sub_epi32(integers, _mm512_set1_epi32(middle)));
+  }
+  static Vec twice_and_one(__m512i s) {
     return from_integers(_mm512_or_si512(_mm512_add_epi32(s, s), _mm512_set1_epi32(1)));
   }
   static __m512i load_bytes(const void* at) {

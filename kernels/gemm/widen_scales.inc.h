@@ -35,13 +35,34 @@ struct ScaleSection {
   const std::byte* whole;   // of products: the int8
   uint32_t factor_shift;    // of products: a group's factor is group >> factor_shift
   int place;                // of products whose int8 hold two: the bit that this one begins at; else -1
+  const std::byte* high;    // of products whose whole numbers are 4 bits and 2 bits of 32 more: the 2 bits; else null
 };
 
 inline ScaleSection scale_section(const PanelLayout& layout, const std::byte* panel, bool of_mins) {
   const std::byte* const scales = panel + layout.scales_offset;
   const std::byte* const first = of_mins ? panel + layout.mins_offset : scales;
   const auto shift = layout.factor_groups == 0 ? 0U : static_cast<uint32_t>(__builtin_ctz(layout.factor_groups));
-  return {first, (layout.joined ? scales : first) + layout.whole_offset, shift, layout.joined ? 4 * of_mins : -1};
+  return {first, (layout.joined ? scales : first) + layout.whole_offset, shift, layout.joined ? 4 * of_mins : -1,
+          layout.whole_high_bits != 0 ? first + layout.whole_high_offset : nullptr};
+}
+
+// Bits of 16 bytes, from one on.
+MOEBIUS_INLINE __m128i byte_bits(const std::byte* at, uint32_t bit, int mask) {
+  const __m128i moved = _mm_srl_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)),
+                                      _mm_cvtsi32_si128(static_cast<int>(bit)));
+  return _mm_and_si128(moved, _mm_set1_epi8(static_cast<char>(mask)));
+}
+
+// The whole numbers of products, int8 of 16 columns.
+MOEBIUS_INLINE __m128i whole_numbers(const ScaleSection& section, uint32_t group) {
+  if (section.high != nullptr) {
+    const __m128i low = byte_bits(section.whole + size_t{group / 2} * 16, group % 2 * 4, 15);
+    const __m128i high = byte_bits(section.high + size_t{group / 4} * 16, group % 4 * 2, 3);
+    return _mm_sub_epi8(_mm_or_si128(low, _mm_slli_epi16(high, 4)), _mm_set1_epi8(32));
+  }
+  const std::byte* at = section.whole + size_t{group} * 16;
+  if (section.place >= 0) return byte_bits(at, static_cast<uint32_t>(section.place), 15);
+  return _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
 }
 
 // The 16 scales of a group.
@@ -52,12 +73,7 @@ MOEBIUS_INLINE __m512 widen_group(const ScaleSection& section, uint32_t group) {
   } else if constexpr (kType == ScaleType::kProducts) {
     const std::byte* factors = section.first + size_t{group >> section.factor_shift} * 32;
     const __m512 factor = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(factors)));
-    const std::byte* at = section.whole + size_t{group} * 16;
-    __m128i whole = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
-    if (section.place >= 0) {
-      whole = _mm_and_si128(_mm_srl_epi16(whole, _mm_cvtsi32_si128(section.place)), _mm_set1_epi8(15));
-    }
-    return _mm512_mul_ps(factor, _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(whole)));
+    return _mm512_mul_ps(factor, _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(whole_numbers(section, group))));
   } else if constexpr (kType == ScaleType::kBFloat16 || kType == ScaleType::kFloat16) {
     const std::byte* at = section.first + size_t{group} * 32;
     const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));

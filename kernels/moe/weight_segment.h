@@ -41,7 +41,7 @@ struct EngineOptions;
 namespace weights {
 
 inline constexpr uint64_t kMagic = 0x3153544857424Dull;  // "MBWHTS1", little-endian
-inline constexpr uint32_t kAbiVersion = 5;
+inline constexpr uint32_t kAbiVersion = 6;
 inline constexpr size_t kIdentityText = 1024;  // bytes, the terminating NUL included
 inline constexpr size_t kFormatText = 32;
 inline constexpr size_t kGateUpText = 64;  // of two formats

@@ -73,7 +73,8 @@ CodeBits code_bits_of(Code code, int exponent) {
     case Code::kInt5: return {~uint64_t{0}, 0, 9.247f};
     case Code::kInt6: return {~uint64_t{0}, 0, 18.48f};
     case Code::kIq4: return {~uint64_t{0}, 0, 66.0f};
-    case Code::kIq1: return {~uint64_t{0}, 0, 0.72f};
+    case Code::kIq1S: return {~uint64_t{0}, 0, 6.6f};  // times the scale's whole number
+    case Code::kIq1M: return {~uint64_t{0}, 0, 0.72f};
     case Code::kIq3Xxs: return {~uint64_t{0}, 0, 170.0f};  // times the scale's whole number
     case Code::kIq2Xxs: return {~uint64_t{0}, 0, 58.0f};
     case Code::kIq3S: return {~uint64_t{0}, 0, 9.2f};
@@ -116,8 +117,13 @@ void repeat_element(std::byte* target, uint32_t bits, uint32_t bytes, size_t cou
 void repeat_product(const PanelLayout& layout, std::byte* target, const std::byte* scales, uint32_t bits) {
   repeat_element(target, bits, 2, layout.whole_offset / 2);
   const bool shared = (layout.joined && target != scales) || is_grid(layout.format.code);
-  if (has_scale_nibbles(layout.format.code)) {
-    std::memset(target + layout.whole_offset, 0, layout.signs_offset - layout.scales_offset - layout.whole_offset);
+  if (layout.whole_low_bits != 0) {
+    // 1 as 2 s + 1, or as 1 more than the middle of 6 bits.
+    const bool of_grid = is_grid(layout.format.code);
+    const size_t end = layout.signs_offset - layout.scales_offset;
+    std::memset(target + layout.whole_offset, of_grid ? 0 : 0x11, layout.whole_high_offset - layout.whole_offset);
+    std::memset(target + layout.whole_high_offset, of_grid ? 0 : 0xaa, end - layout.whole_high_offset);
+    return;
   }
   if (!shared) std::memset(target + layout.whole_offset, layout.joined ? 0x11 : 1, size_t{layout.groups} * kPanelColumns);
 }
@@ -141,7 +147,7 @@ class PanelFiller {
     const uint32_t bytes = scale_bytes(format.scale);
     const size_t scales = size_t{layout_.groups} * (format.panel_scale ? 1 : kPanelColumns);
     fill_scales(panel, panel + layout_.scales_offset, scale_bits(format.scale, group_scale_), bytes, scales);
-    if (has_sign_bytes(format.code)) {
+    if (sign_bytes(format.code) != 0) {
       random.fill(words(panel + layout_.signs_offset), (layout_.zeros_offset - layout_.signs_offset) / 8, ~uint64_t{0}, 0);
     }
     if (format.zeros) {  // 6 or 7: near the codes' mean

@@ -21,14 +21,21 @@ panel, every section beginning at a multiple of 64 bytes:
                   above: 7, as before, or the first 6. iq3_s: lines 0 and 2 have for 16 k each three numbers,
                   in bits 0 to 8, 10 to 18 and 23 to 31, sign 15 in bit 9 and 11 to 14 in bits 19 to 22; line
                   1 the fourth numbers, in bits 0 to 8 and 23 to 31, and signs 4 to 10 in bits 9 to 15 and 16
-                  to 22
+                  to 22. iq1_s and iq1_m: one line, and a uint16 in the section of signs; of 16 k two numbers
+                  of 11 bits, the first and 5 bits of the second in half a word, 6 bits in a byte of the
+                  uint16. Its bits 6 and 7 say of iq1_m whether the first and the second 8 k are an eighth
+                  less, not more; of iq1_s bits 6, 7 and 14 of the uint16 are s, and bit 15 says it of all
     scales        [groups][16] of the format's scale type; [groups] where one scale serves the whole panel.
                   "products": [groups / factor_groups][16] float16, rounded up; then, from the next multiple
                   of 64 bytes on, [groups][16] int8; a scale is the product of both. int2 with mins has 4 bits
                   of the scale and, above, 4 of the minimum in an int8, and mins have the factors alone. Of
-                  rows of a grid the int8 is 2 s + 1: iq3_xxs and iq2_xxs have the factors alone, the others
-                  [groups / 2][16] bytes, s of the even group below that of the odd one
-    signs         [k_padded / 32][16] bytes, of iq2_s signs 6 and 7 of each 8 k, of iq3_s 0 to 3 of each 16
+                  int3 the int8 is -32 to 31: of 32 more come first the low 4 bits, [groups / 2][16] bytes,
+                  the even group's below the odd one's, then the high 2 bits, [groups / 4][16]. Of
+                  rows of a grid the int8 is 2 s + 1: iq3_xxs, iq2_xxs and iq1_s have the factors alone, iq1_m
+                  [groups / 4][16] bytes of the low 2 bits of s, then [groups / 8][16] of the high bit, the
+                  others [groups / 2][16] bytes, s of the even group below that of the odd one
+    signs         [k_padded / 32][16] bytes, of iq2_s signs 6 and 7 of each 8 k, of iq3_s 0 to 3 of each 16;
+                  uint16 of iq1
     zeros         [groups][16] uint8
     mins          [groups][16] of the scale type
     column_scale  [16] float32
@@ -82,7 +89,6 @@ class WeightFormat:
 # What the codes of GGUF's IQ types mean (kernels/format/codebooks.h).
 CODEBOOKS: Mapping[Code, tuple[float, ...]] = {
     "iq4": (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
-    "iq1": (-1.125, -0.125, 0.875, 0, -0.875, 0.125, 1.125, 0),
 }
 # What is subtracted from codes where there are neither zero points nor mins.
 CODE_MIDDLES: Mapping[Code, int] = {"int2": 2, "int3": 4, "int4": 8, "int5": 16, "int6": 32}
@@ -94,6 +100,8 @@ GRID_UNITS: Mapping[Code, float] = {
     "iq2_xxs": 0.125,
     "iq2_xs": 0.125,
     "iq2_s": 0.125,
+    "iq1_s": 0.125,
+    "iq1_m": 0.125,
 }
 
 WEIGHT_FORMATS = {name: WeightFormat(name, **fields) for name, fields in _kernels.weight_formats().items()}
@@ -101,7 +109,10 @@ WEIGHT_FORMATS = {name: WeightFormat(name, **fields) for name, fields in _kernel
 
 @cache
 def grid(code: Code) -> NDArray[np.uint8]:
-    """Returns `[rows, 4 or 8]`: magnitudes of neighbours, of a code of `GRID_UNITS`, in its unit."""
+    """Returns `[rows, 4 or 8]`: magnitudes of neighbours, of a code of `GRID_UNITS`, in its unit.
+
+    Of iq1 they are int8, and one unit more or less is meant.
+    """
     return _kernels.grid_rows(code)
 
 
@@ -157,6 +168,11 @@ class PanelLayout(WeightFormat):
     # Of scales that are products: groups that share a factor, and bytes from a section's factors to its int8.
     factor_groups: int
     whole_offset: int
+    # Of whole numbers with fewer than 8 bits that lie by themselves: bits of each in the bytes from
+    # whole_offset on, and in those from whole_high_offset on; else 0.
+    whole_low_bits: int
+    whole_high_bits: int
+    whole_high_offset: int
     # Their int8 hold 4 bits of the scale and, above, 4 of the minimum, and the mins' section has none.
     joined: bool
     scales_offset: int

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from moebius import _kernels
 
 MAGIC = _kernels.WEIGHT_SEGMENT_MAGIC
-ABI_VERSION = 5
+ABI_VERSION = 6
 
 HEADER = np.dtype(
     [

@@ -26,7 +26,8 @@ from tests.helpers.resident_layers import Shape, resident_layer, routed
 
 SHAPE = Shape(hidden=2048, intermediate=768, experts=128, top_k=8)
 FORMATS = ("int4_g32", "int4_g128_zeros", "mxfp4", "bfloat16", "fp8_block")
-# Of GGUF's Q4_K, Q5_K, Q6_K, IQ4_XS, IQ4_NL, IQ3_XXS, IQ3_S, Q2_K, IQ2_XXS, IQ2_S, IQ2_XS, Q3_K:
+# Of GGUF's Q4_K, Q5_K, Q6_K, IQ4_XS, IQ4_NL, IQ3_XXS, IQ3_S, Q2_K, IQ2_XXS, IQ2_S, IQ2_XS, IQ1_M, IQ1_S,
+# Q3_K:
 # with `--gguf`.
 GGUF_FORMATS = (
     "int4_g32_mins_products",
@@ -40,6 +41,8 @@ GGUF_FORMATS = (
     "iq2_xxs_grid_products",
     "iq2_s_grid_products",
     "iq2_xs_grid_products",
+    "iq1_m_grid_products",
+    "iq1_s_grid_products",
     "int3_g16_products",
 )
 FEW, MANY = (1, 2, 4, 8, 16, 32), (4, 8, 16, 32, 64, 256, 1024, 4096)

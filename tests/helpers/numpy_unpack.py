@@ -38,6 +38,9 @@ WORD_SHIFTS: dict[int, tuple[int, ...]] = {
 }
 FLOAT4_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
+# Rows of a grid that are signed, an eighth more or less.
+IQ1 = ("iq1_s", "iq1_m")
+
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 
@@ -95,9 +98,9 @@ def _code_values(code: Code, codes: NDArray[np.uint32]) -> Floats:
             return FLOAT4_VALUES[codes]
         case "int2" | "int3" | "int5" | "int6":
             return codes.astype(np.float32)
-        case "iq4" | "iq1":
+        case "iq4":
             return np.array(CODEBOOKS[code], np.float32)[codes]
-        case "iq3_xxs" | "iq3_s" | "iq2_xxs" | "iq2_xs" | "iq2_s":
+        case "iq3_xxs" | "iq3_s" | "iq2_xxs" | "iq2_xs" | "iq2_s" | "iq1_s" | "iq1_m":
             raise AssertionError("rows of a grid have no codes of single weights")
 
 
@@ -161,10 +164,12 @@ def _group_values(layout: PanelLayout, scale: ScaleType, panel: Bytes, begin: in
     nbytes = layout.groups * columns * SCALE_BYTES[scale]
     if scale == "products":
         whole: NDArray[Any]
-        if has_scale_nibbles(layout):
-            pairs = panel[begin + layout.whole_offset :][: -(-layout.groups // 2) * columns]
-            pairs = pairs.reshape(-1, 1, columns)
-            whole = np.concatenate([pairs & 15, pairs >> 4], 1).reshape(-1, columns)[: layout.groups] * 2 + 1
+        low = scale_bits(layout)[0]
+        if low < 8:
+            whole = _whole_fields(layout, panel[begin + layout.whole_offset :])
+        elif layout.code == "iq1_s":
+            signs = grid_signs(layout, panel)[: layout.groups]
+            whole = (signs >> 6 & 3 | signs >> 12 & 4) * 2 + 1
         elif layout.code in GRID_UNITS:
             whole = (grid_words(layout, panel)[: layout.groups, -1] >> 28) * 2 + 1
         else:
@@ -187,16 +192,32 @@ def grid_words(layout: PanelLayout, panel: Bytes) -> NDArray[np.uint32]:
     return panel[: layout.scales_offset].view(np.uint32).reshape(-1, layout.bits, PANEL_COLUMNS)
 
 
-def has_scale_nibbles(layout: PanelLayout) -> bool:
-    """Returns whether whole numbers of scales lie by themselves, two to a byte."""
-    return layout.code in ("iq3_s", "iq2_xs", "iq2_s")
+def scale_bits(layout: PanelLayout) -> tuple[int, int]:
+    """Returns the bits of whole numbers of scales that lie in one byte each, and in others after them."""
+    return {"iq3_s": (4, 0), "iq2_xs": (4, 0), "iq2_s": (4, 0), "int3": (4, 2), "iq1_m": (2, 1)}.get(
+        layout.code, (8, 0)
+    )
+
+
+def _whole_fields(layout: PanelLayout, section: Bytes) -> NDArray[Any]:
+    """Returns whole numbers `[groups, 16]` of fewer than 8 bits, in planes."""
+    groups, found, placed = np.arange(layout.groups), np.zeros((layout.groups, PANEL_COLUMNS), np.int32), 0
+    for bits in scale_bits(layout):
+        rows = -(-layout.groups * bits // 8)
+        held = section[: rows * PANEL_COLUMNS].reshape(rows, PANEL_COLUMNS).astype(np.int32)
+        if bits:
+            moved = held[groups * bits // 8] >> (groups * bits % 8)[:, None]
+            found |= (moved & ((1 << bits) - 1)) << placed
+        section, placed = section[rows * PANEL_COLUMNS :], placed + bits
+    return found * 2 + 1 if layout.code in GRID_UNITS else found - (1 << placed - 1)
 
 
 def grid_signs(layout: PanelLayout, panel: Bytes) -> NDArray[np.uint32]:
-    """Returns the bytes `[32 k's, 16]` of signs, of codes that have them."""
-    return panel[layout.signs_offset : layout.zeros_offset][: layout.k_padded // 2].reshape(
-        -1, 16
-    ) * np.uint32(1)
+    """Returns the bytes `[32 k's, 16]` of signs, or uint16 of iq1, of codes that have them."""
+    held = panel[layout.signs_offset : layout.zeros_offset]
+    if layout.code in IQ1:
+        held = held.view(np.uint16)
+    return held[: layout.k_padded // 2].reshape(-1, 16).astype(np.uint32)
 
 
 def _grid_values(layout: PanelLayout, panel: Bytes) -> Floats:
@@ -204,11 +225,14 @@ def _grid_values(layout: PanelLayout, panel: Bytes) -> Floats:
     words = grid_words(layout, panel)
     places = np.arange(layout.k_padded)
     chunk, i = places // 32, places % 32
-    more = grid_signs(layout, panel)[chunk] if layout.code in ("iq3_s", "iq2_s") else None
+    more = grid_signs(layout, panel)[chunk] if layout.code in ("iq3_s", "iq2_s", *IQ1) else None
     numbers, signs = grid_places(layout.code, words[chunk], i, more)
     rows = grid(layout.code)
-    magnitudes = rows[numbers, (i % rows.shape[1])[:, None]].astype(np.float32)
-    magnitudes *= np.float32(GRID_UNITS[layout.code])
+    found = rows[numbers, (i % rows.shape[1])[:, None]]
+    unit = np.float32(GRID_UNITS[layout.code])
+    if layout.code in IQ1:
+        return ((found.view(np.int8) + (1 - 2 * signs.astype(np.int32))) * unit).astype(np.float32)
+    magnitudes = found.astype(np.float32) * unit
     return np.where(signs == 1, -magnitudes, magnitudes).astype(np.float32)
 
 
@@ -228,6 +252,10 @@ def grid_places(
         assert more is not None
         return pair & 1023, (pair >> 10 | (more >> (at // 8 * 2) & 3) << 6) >> (at % 8) & 1
     assert more is not None
+    if code in IQ1:
+        both, byte = words[:, 0] >> (at // 16 * 16) & 0xFFFF, more >> (at // 16 * 8) & 255
+        numbers = np.where(at // 8 % 2, both >> 11 | (byte & 63) << 5, both & 2047)
+        return numbers, (more >> 15 if code == "iq1_s" else byte >> (6 + at // 8 % 2)) & 1
     own, shared, half = words[n, i // 16 * 2], words[:, 1], at // 16
     row = at % 16 // 4
     numbers = np.where(row == 3, shared >> (half * 23), own >> np.array([0, 10, 23, 0])[row]) & 511

@@ -25,6 +25,7 @@ from moebius.kernels.weight_formats import (
     grid,
     weight_format,
 )
+from tests.helpers.numpy_unpack import IQ1
 
 Array = NDArray[Any]
 Floats = NDArray[np.float32]
@@ -223,7 +224,7 @@ def small_codes(name: str, weights: Floats) -> Quantised:
     if kind.scale == "products":
         shared = max(size, math.gcd(cols, 256)) // size
         stored: Array
-        largest = 15 if kind.mins and kind.bits == 2 else 63
+        largest = 15 if kind.mins and kind.bits == 2 else 31 if kind.code == "int3" else 63
         stored, scales = _products(reach.astype(np.float32), 1 if kind.mins else -1, shared, largest)
         min_words, low = _products(low.astype(np.float32), 1, shared, -largest)
     else:
@@ -257,40 +258,50 @@ def _products(values: Floats, sign: int, shared: int, most: int) -> tuple[NDArra
 
 
 def grid_rows(name: str, weights: Floats) -> Quantised:
-    """GGUF's IQ2 and IQ3: rows of a grid, signs, whose number of ones is even in some types, and products as
+    """GGUF's IQ1 to IQ3: rows of a grid, signs, whose number of ones is even in some types, and products as
     scales.
     """
     rows, cols = weights.shape
     kind = weight_format(name)
     code, size = kind.code, kind.group_size
-    magnitudes = grid(code).astype(np.float32) * np.float32(GRID_UNITS[code])
-    width = magnitudes.shape[1]
+    is_iq1 = code in IQ1
+    rows_of_grid = grid(code).view(np.int8) if is_iq1 else grid(code)
+    magnitudes = rows_of_grid.astype(np.float32) * np.float32(GRID_UNITS[code])
+    width, largest_s = magnitudes.shape[1], 7 if is_iq1 else 15
     groups = in_groups(in_groups(weights, 32).reshape(rows, -1), size)
     negative = groups.reshape(rows, -1, 8) < 0
-    if code not in ("iq3_s", "iq2_s"):
+    if is_iq1:
+        # Eight, or 32 of iq1_s, are an eighth less where their sum is negative.
+        less = groups.reshape(rows, -1, 32 if code == "iq1_s" else 8).sum(-1) < 0
+        negative[...] = np.repeat(less, negative.shape[1] // less.shape[1], 1)[..., None]
+    elif code not in ("iq3_s", "iq2_s"):
         # An odd number of them: the eighth gets another one.
         negative[..., 7] ^= negative.sum(-1) % 2 == 1
     reach = np.abs(groups).max(2)[:, : -(-cols // size)] / magnitudes.max()
     shared = max(size, math.gcd(cols, 256)) // size
     blocks = np.pad(reach, [(0, 0), (0, -reach.shape[1] % shared)]).reshape(rows, -1, shared)
-    factors = np.maximum(blocks.max(2, keepdims=True) / 31, 1e-6).astype(np.float16)
-    s = np.clip(np.rint((blocks / factors - 1) / 2), 0, 15).astype(np.int32).reshape(rows, -1)
+    factors = np.maximum(blocks.max(2, keepdims=True) / (2 * largest_s + 1), 1e-6).astype(np.float16)
+    s = np.clip(np.rint((blocks / factors - 1) / 2), 0, largest_s).astype(np.int32).reshape(rows, -1)
     s = s[:, : reach.shape[1]]
     factor = np.repeat(factors.reshape(rows, -1), shared, 1)[:, : reach.shape[1]]
     scales = factor.astype(np.float32) * (2 * s + 1)
     whole = np.pad(scales, [(0, 0), (0, groups.shape[1] - scales.shape[1])], constant_values=1)
-    wanted = (np.abs(groups) / whole[..., None]).reshape(rows, -1, width)
+    moved = np.where(negative.reshape(groups.shape), np.float32(-0.125), np.float32(0.125)) * is_iq1
+    scaled = groups / whole[..., None]
+    wanted = (scaled - moved if is_iq1 else np.abs(scaled)).reshape(rows, -1, width)
     # The nearest row, by the square of the distance less what all have in common.
     numbers = ((magnitudes**2).sum(1) - 2 * wanted @ magnitudes.T).argmin(-1).astype(np.uint32)
     signs = (negative.astype(np.uint32) << np.arange(8, dtype=np.uint32)).sum(-1, dtype=np.uint32)
     in_words = np.zeros((rows, signs.shape[1] // 4), np.uint32)
-    if code in ("iq3_xxs", "iq2_xxs"):
+    if code in ("iq3_xxs", "iq2_xxs", "iq1_s"):
         in_words = s.astype(np.uint32)
     codes = _grid_words(code, numbers.reshape(rows, -1, 32 // width), signs.reshape(rows, -1, 4), in_words)
     codes = codes.reshape(rows, -1).view(np.int32)
     products = factor.view(np.uint16).astype(np.int32) | (2 * s + 1) << 16
     found = magnitudes[numbers].reshape(rows, -1)
-    meant = np.where(negative.reshape(rows, -1), -found, found)[:, :cols] * per_element(scales, size, cols)
+    signed = np.where(negative.reshape(rows, -1), -found, found)
+    meant = found + moved.reshape(rows, -1) if is_iq1 else signed
+    meant = meant[:, :cols] * per_element(scales, size, cols)
     source = SourceMatrix(codes, "grid_words", code=code, cols=cols, scales=products, scale_type="products")
     source = replace(source, group_size=size)
     return Quantised(name, source, meant.astype(np.float32), {"codes": codes, "scales": products})
@@ -316,6 +327,13 @@ def _grid_words(code: str, numbers: Array, signs: Array, s: Array) -> Array:
     elif code == "iq2_s":
         pairs = numbers | (signs & 63) << 10
         words = [joined(pairs[..., :2], 16), joined(pairs[..., 2:], 16), joined(signs >> 6, 2), nothing]
+    elif code in IQ1:
+        less = (signs & 1).astype(np.uint32)
+        above = (less[..., ::2] | less[..., 1::2] << 1) << 6
+        if code == "iq1_s":
+            above = np.stack([s & 3, s >> 2 | less[..., 0] << 1], -1) << 6
+        pairs = numbers[..., ::2] | (numbers[..., 1::2] & 31) << 11
+        words = [joined(pairs, 16), joined(numbers[..., 1::2] >> 5 | above, 8)]
     else:
         halves = joined(signs[..., :2], 8), joined(signs[..., 2:], 8)
         own = [

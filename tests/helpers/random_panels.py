@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from moebius import _kernels
 from moebius.kernels.weight_formats import CODE_MIDDLES, GRID_UNITS, PanelLayout, panel_layout
-from tests.helpers.numpy_unpack import has_scale_nibbles
+from tests.helpers.numpy_unpack import scale_bits
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def _products(rng: np.random.Generator, layout: PanelLayout, count: int, of_mins
         factors *= 4
         steps = rng.integers(5, 16, (count, whole)) + rng.integers(10, 15, (count, whole)) * 16
     section[:, : layout.whole_offset] = factors.astype(np.float16).view(np.uint8)
-    if has_scale_nibbles(layout):
+    if scale_bits(layout)[0] < 8:
         rest = section[:, layout.whole_offset :]  # Signs, too.
         rest[:] = rng.integers(0, 256, rest.shape, np.uint8)
     elif layout.code not in GRID_UNITS and not (layout.joined and of_mins):

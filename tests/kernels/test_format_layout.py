@@ -23,7 +23,7 @@ from moebius.kernels.weight_formats import (
 )
 from tests.helpers.numpy_unpack import (
     grid_words,
-    has_scale_nibbles,
+    scale_bits,
     unpack_bias,
     unpack_codes,
     unpack_expert,
@@ -59,7 +59,8 @@ STATED = {
     "iq3_s_grid_products": ("iq3_s", 3, "products", 32),
     "iq2_xs_grid_products": ("iq2_xs", 2, "products", 16),
     "iq2_s_grid_products": ("iq2_s", 2, "products", 16),
-    "iq1_g32_products": ("iq1", 3, "products", 32),
+    "iq1_s_grid_products": ("iq1_s", 1, "products", 32),
+    "iq1_m_grid_products": ("iq1_m", 1, "products", 16),
     "mxfp4": ("float4", 4, "e8m0", 32),
     "nvfp4": ("float4", 4, "e4m3", 16, "column_scale"),
 }
@@ -108,13 +109,14 @@ def test_sections_follow_one_another(name: str, k: int, has_bias: bool) -> None:
         factors = -(-found.groups // shared) * 32
         assert (found.factor_groups, found.whole_offset) == (shared, -(-factors // 64) * 64)
         wholes = scales * (found.code not in GRID_UNITS)
-        if has_scale_nibbles(found):
-            wholes = -(-found.groups // 2) * 16
+        fields = scale_bits(found)
+        if fields[0] < 8:
+            wholes = sum(-(-found.groups * bits // 8) * 16 for bits in fields)
         scales = found.whole_offset + -(-wholes // 64) * 64
     sizes = (
         found.k_padded * 16 * found.bits // 8,
         scales,
-        found.k_padded // 2 * (found.code in ("iq3_s", "iq2_s")),
+        found.k_padded // 2 * {"iq3_s": 1, "iq2_s": 1, "iq1_s": 2, "iq1_m": 2}.get(found.code, 0),
         found.groups * 16 * found.zeros,
         (found.whole_offset if found.joined else scales) * found.mins,
         64 * found.column_scale,

@@ -201,7 +201,7 @@ def spoil(path: Path, what: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("what", "reason"),
     [
-        ("abi", "abi_version is 99, expected 5"),
+        ("abi", "abi_version is 99, expected 6"),
         ("boot", "before the machine was rebooted"),
         ("record", "the checksum of its load record is wrong"),
         ("truncated", r"it is truncated: \d+ bytes"),
@@ -466,7 +466,7 @@ def test_reading_what_is_not_there_is_one_line(path: Path) -> None:
         WeightSegment.open(path)
     path.unlink()
     finished(path)
-    for what, reason in (("abi", "version 99 of the layout, expected 5"), ("truncated", "truncated")):
+    for what, reason in (("abi", "version 99 of the layout, expected 6"), ("truncated", "truncated")):
         spoil(path, what)
         with pytest.raises(WeightSegmentError, match=reason):
             WeightSegment.open(path)

@@ -32,6 +32,8 @@ def element(words, high, i, grids, PANEL: tl.constexpr):  # type: ignore[no-unty
         value = decode_e4m3(words >> shift)
     elif PANEL.code == "int8":
         value = ((words << (24 - shift)) >> 24).to(tl.float32)
+    elif PANEL.is_iq1:
+        value = iq1_value(words, high, i, grids, PANEL)
     elif PANEL.is_grid:
         value = grid_value(words, high, i, grids, PANEL)
     elif PANEL.code == "float4":
@@ -68,13 +70,21 @@ def small_value(code, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
         low = tl.where(code < 4, IQ4_0, IQ4_1)
         four = tl.where(code < 8, low, tl.where(code < 12, IQ4_2, IQ4_3))
         value = ((four << (24 - (code & 3) * 8)) >> 24).to(tl.float32)
-    elif PANEL.code == "iq1":
-        place = code & 3
-        value = (place - 1).to(tl.float32) + tl.where(code >= 4, 0.125, -0.125)
-        value = tl.where(place == 3, 0.0, value)
     else:
         value = (code | 0x4B000000).to(tl.float32, bitcast=True)
     return value
+
+
+@jit
+def iq1_value(words, signs, i, grids, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Returns the float32 of element i of rows that are int8, one unit more or less; arguments as of
+    `grid_value`.
+    """
+    number = tl.where(i // 8 == 0, words & 2047, ((words >> 11) & 31) | (signs & 63) << 5)
+    four = tl.load(grids + PANEL.grid_begin + number * 2 + i % 8 // 4)
+    less = signs >> 8 if PANEL.code == "iq1_s" else signs >> (6 + i // 8)
+    whole = ((four << (24 - i % 4 * 8)) >> 24) + 1 - 2 * (less & 1)
+    return whole.to(tl.float32) * PANEL.grid_unit
 
 
 @jit
@@ -111,12 +121,17 @@ def grid_value(words, signs, i, grids, PANEL: tl.constexpr):  # type: ignore[no-
 @jit
 def low_words(words, panel, line, column, PANEL: tl.constexpr):  # type: ignore[no-untyped-def]
     """Returns int32 words of lines, which have 32 // PANEL.low_bits elements each; `panel` in words."""
-    if PANEL.code == "iq3_s":
+    half = 0
+    if PANEL.is_iq1:
+        # Lines of 16 k, which are halves of words.
+        half = line % 2 * 16
+        line = line // 2
+    elif PANEL.code == "iq3_s":
         line = line // 2 * 3 + line % 2 * 2
     elif PANEL.high_bits and PANEL.code != "iq2_s":
         # In 32 k as many lines of either plane as that has bits.
         line = line // PANEL.low_bits * PANEL.bits + line % PANEL.low_bits
-    return tl.load(words + panel + line * 16 + column)
+    return tl.load(words + panel + line * 16 + column) >> half
 
 
 @jit
@@ -132,6 +147,11 @@ def high_words(words, panel, line, column, PANEL: tl.constexpr):  # type: ignore
             shared = tl.load(words + panel + (line // 2 * 3 + 1) * 16 + column)
             number = (shared >> (line % 2 * 23)) & 511
             high = (high & 15) | ((shared >> (9 + line % 2 * 7)) & 127) << 4 | number << 16
+    elif PANEL.is_iq1:
+        at = panel + PANEL.signs_offset // 4 + line // 2 * 8 + column // 2
+        half = tl.load(words + at) >> (column % 2 * 16)
+        # A byte of two, and above it whether all 32 k are less.
+        high = ((half >> (line % 2 * 8)) & 255) | ((half >> 15) & 1) << 8
     elif PANEL.code == "iq2_xs":
         high = 0
     elif PANEL.is_grid:
@@ -161,10 +181,20 @@ def load_scales(  # type: ignore[no-untyped-def]
         factor = tl.load(scales + at + column, mask=mask, other=0).to(tl.float32)
         if PANEL.joined and MINS:
             section += PANEL.scales_offset - PANEL.mins_offset
-        if PANEL.has_scale_nibbles:
-            at = section + PANEL.whole_offset + group // 2 * 16
-            both = tl.load(bytes_ + at + column, mask=mask, other=0).to(tl.int32)
-            whole = ((both >> (group % 2 * 4)) & 15) * 2 + 1
+        if PANEL.whole_low_bits:
+            at = section + PANEL.whole_offset + column
+            whole = scale_field(bytes_, at, group, mask, PANEL.whole_low_bits)
+            if PANEL.whole_high_bits:
+                at = section + PANEL.whole_high_offset + column
+                high = scale_field(bytes_, at, group, mask, PANEL.whole_high_bits)
+                whole |= high << PANEL.whole_low_bits
+            middle: tl.constexpr = 1 << (PANEL.whole_low_bits + PANEL.whole_high_bits - 1)
+            whole = whole * 2 + 1 if PANEL.is_grid else whole - middle
+        elif PANEL.is_iq1:
+            at = section + (PANEL.signs_offset - PANEL.scales_offset) + (group * 16 + column) * 2
+            low = tl.load(bytes_ + at, mask=mask, other=0).to(tl.int32) >> 6
+            third = (tl.load(bytes_ + at + 1, mask=mask, other=0).to(tl.int32) >> 6) & 1
+            whole = (low | third << 2) * 2 + 1
         elif PANEL.is_grid:
             # The upper half of the last byte of the group's last word.
             at = section - PANEL.scales_offset + ((group + 1) * PANEL.bits - 1) * 64 + 3
@@ -187,6 +217,14 @@ def load_scales(  # type: ignore[no-untyped-def]
         else:
             value = raw.to(tl.float32)
     return value
+
+
+@jit
+def scale_field(bytes_, section, group, mask, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Returns int32: BITS of a group's bytes, of which groups that share one come lowest first."""
+    in_byte: tl.constexpr = 8 // BITS
+    held = tl.load(bytes_ + section + group // in_byte * 16, mask=mask, other=0).to(tl.int32)
+    return (held >> (group % in_byte * BITS)) & ((1 << BITS) - 1)
 
 
 @jit

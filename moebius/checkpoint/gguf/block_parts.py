@@ -1,7 +1,6 @@
 """What packed formats keep of GGUF blocks: codes, scales and mins, without any float decoded.
 
-A block's weights mean code * scale, or code * scale + minimum. kernels/format/gguf_blocks.cc takes the parts,
-those of types with grids `grid_parts`.
+A block's weights mean code * scale, or code * scale + minimum. kernels/format/gguf_blocks.cc takes the parts.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moebius import _kernels
-from moebius.checkpoint.gguf.grid_parts import GRID_PARTS, take_grid_part
 from moebius.checkpoint.weight_schemes import Role
 
 
@@ -49,8 +47,8 @@ BLOCK_PARTS: Mapping[str, Mapping[Role, BlockPart]] = {
     "IQ2_S": {"codes": _WORDS, "scales": _OF_16},
     "IQ2_XS": {"codes": _OF_16, "scales": _OF_16},
     "IQ2_XXS": {"codes": _OF_16, "scales": _OF_32},
-    "IQ1_M": {"codes": _BYTES, "scales": _OF_16},
-    "IQ1_S": {"codes": _BYTES, "scales": _OF_32},
+    "IQ1_M": {"codes": _OF_16, "scales": _OF_16},
+    "IQ1_S": {"codes": _OF_16, "scales": _OF_32},
     "TQ1_0": {"codes": _BYTES, "scales": BlockPart("F16", 128)},
     "TQ2_0": {"codes": _BYTES, "scales": BlockPart("F16", 128)},
     "MXFP4": {"codes": BlockPart("U8", 2), "scales": BlockPart("U8", 32)},
@@ -63,7 +61,4 @@ def take_part(kind: str, role: Role, blocks: NDArray[np.uint8], output: NDArray[
 
     Raises ValueError for a part that the type has not, and for arrays of other sizes.
     """
-    if kind in GRID_PARTS and role in BLOCK_PARTS[kind]:
-        take_grid_part(kind, role, blocks, output)
-    else:
-        _kernels.take_gguf_part(kind, role, blocks, output)
+    _kernels.take_gguf_part(kind, role, blocks, output)

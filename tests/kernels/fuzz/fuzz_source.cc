@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "kernels/format/numbers.h"
+#include "kernels/format/panel_values.h"
 #include "kernels/format/requantise.h"
 #include "kernels/format/source_access.h"
 
@@ -190,8 +191,17 @@ class Builder {
 
   // Of rows of a grid the one that their words have.
   uint32_t whole_number(size_t row, size_t group) {
-    if (!is_grid(format_.code)) return 1 + random_.below(format_.code == Code::kInt2 ? 15 : 63);
-    if (has_scale_nibbles(format_.code)) return random_.below(16) * 2 + 1;
+    if (!is_grid(format_.code)) {
+      return 1 + random_.below(format_.code == Code::kInt2 ? 15 : format_.code == Code::kInt3 ? 31 : 63);
+    }
+    const PanelLayout layout(format_, cols_, false);
+    if (layout.whole_low_bits != 0) {
+      return random_.below(1U << (layout.whole_low_bits + layout.whole_high_bits)) * 2 + 1;
+    }
+    if (format_.code == Code::kIq1S) {
+      const size_t signs = row * static_cast<size_t>(matrix().row_stride) + group * 2 + 1;
+      return iq1_s_scale(load_element<uint32_t>(matrix().data, static_cast<ptrdiff_t>(signs))) * 2 + 1;
+    }
     const bool is_3 = format_.code == Code::kIq3Xxs;
     const size_t word = row * static_cast<size_t>(matrix().row_stride) + group * (is_3 ? 4 : 2) + (is_3 ? 2 : 1);
     return (load_element<uint32_t>(matrix().data, static_cast<ptrdiff_t>(word)) >> 28) * 2 + 1;

@@ -6,7 +6,7 @@ from tests.helpers.format_bits import PAGE, format_bits, page_text
 
 # The most of what the file has, and types that are known to take more.
 ALLOWED = 1.032
-WIDER = {"Q3_K", "IQ1_M", "IQ1_S", "TQ1_0"}
+WIDER = {"TQ1_0"}
 
 
 def test_the_table_is_current() -> None:

@@ -27,6 +27,9 @@ COVERING = (
     "iq3_s_grid_products",
     "iq3_xxs_grid_products",
     "iq2_s_grid_products",
+    "iq1_m_grid_products",
+    "iq1_s_grid_products",
+    "int3_g16_products",
     "nvfp4",
 )
 ALL = [pytest.param(name, marks=[] if name in COVERING else pytest.mark.full) for name in FORMATS]
