@@ -100,7 +100,6 @@ def test_memory_holds_a_share_of_each_layer(cold: ExpertEngine, tmp_path: Path) 
         make(tmp_path / "experts", 1 << 10)
 
 
-@settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 2**32), st.booleans()), min_size=1, max_size=6))
 def test_outputs_have_the_same_bits(
     cold: ExpertEngine, whole: ExpertEngine, calls: list[tuple[int, int, bool]]

@@ -29,7 +29,7 @@ PROMPTS = [
 
 # Tokens that are compared with transformers', and tokens that are decoded alone and in a batch: of `make
 # test-all`, and otherwise. The fewer ones fill several pages, too, and leave every window of the models.
-GREEDY, DECODED = (64, 20), (24, 5)
+GREEDY, DECODED = (64, 20), (24, 3)
 
 
 def family(name: str) -> str:
