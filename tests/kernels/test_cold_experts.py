@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moebius.kernels import DamagedExpert, ExpertEngine, SegmentError, SegmentSettings
