@@ -50,7 +50,7 @@ FEW = 5 * (160 << 10) + 3 * (80 << 10) + (200 << 10)
 
 def forward(engine: ExpertEngine, layer: int, ids: Any, dtype: Any = np.float32) -> bytes:
     chosen = np.array(ids, np.int32)
-    rng = np.random.default_rng(int(chosen.sum()))
+    rng = np.random.default_rng(int(chosen.sum()) + chosen.size)  # -1 is no expert
     rows = rng.standard_normal((len(chosen), HIDDEN)).astype(np.float32)
     hidden: Any = rows if dtype is np.float32 else (rows.view(np.uint32) >> 16).astype(np.uint16)
     weights = rng.random(chosen.shape).astype(np.float32)
