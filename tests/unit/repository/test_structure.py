@@ -48,8 +48,7 @@ def code_lines(path: Path) -> int:
 
 
 def statements(tree: ast.AST, as_run: bool = False) -> Iterator[ast.stmt]:
-    """Yields all statements of a tree, parents first: a look at its expressions as well would take most of the
-    time.
+    """Yields all statements of a tree, parents first, without a look at its expressions: a sixth of the time.
 
     `as_run`: not what stands under TYPE_CHECKING.
     """
