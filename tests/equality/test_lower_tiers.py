@@ -66,7 +66,7 @@ def config_for(directory: Path, **gpu: Any) -> MoebiusConfig:
 
 def requests(turn: str, salt: str = "") -> list[Request]:
     """Six prompts that begin differently."""
-    params = SamplingParams(temperature=0.0, max_tokens=8, min_tokens=8)
+    params = SamplingParams(temperature=0.0, max_tokens=4, min_tokens=4)
     return [
         Request(
             f"{turn}{i}",

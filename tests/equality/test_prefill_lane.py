@@ -64,7 +64,7 @@ REQUESTS = st.lists(
 )
 
 
-@settings(max_examples=max(60, settings().max_examples), deadline=None)
+@settings(max_examples=max(20, settings().max_examples), deadline=None)
 @given(
     drawn=REQUESTS,
     pages=st.integers(66, 160),
@@ -388,7 +388,7 @@ class Batches(NullObserver):
         self.seen.append(list(zip(keys, batch.num_new_tokens, strict=True)))
 
 
-@settings(max_examples=max(40, settings().max_examples), deadline=None)
+@settings(max_examples=max(15, settings().max_examples), deadline=None)
 @given(
     drawn=REQUESTS,
     pages=st.integers(66, 160),

@@ -58,7 +58,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("weight_format", ["bfloat16", "q4_0"])
+@pytest.mark.parametrize("weight_format", ["bfloat16", pytest.param("q4_0", marks=pytest.mark.full)])
 def test_the_trace_is_replayed(trace: Path, tmp_path: Path, weight_format: str) -> None:
     """A text's answer goes through all rows of the trace, and each token chooses the row's experts.
 

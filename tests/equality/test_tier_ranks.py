@@ -24,24 +24,24 @@ def turns(script: Script) -> dict[str, list[Outcome]]:
     prompts = [[(i * 37 + k * k * 5 + k) % size + 3 for k in range(LENGTH)] for i in range(PROMPTS)]
     assert built.tiers is not None
     # Kept by the time of rank 0, which all ranks have.
-    kept = script.make("kept", prompts[0], max_tokens=8, ignore_eos=True)
+    kept = script.make("kept", prompts[0], max_tokens=4, ignore_eos=True)
     kept.keep_prefix_s = 60.0
     built.engine.submit([kept])
     found = {"kept": script.outcomes([kept])}
     for turn in ("computed", "again"):
         found[turn] = [
-            script.outcomes([script.submit(f"{turn}{i}", prompt, max_tokens=8, ignore_eos=True)])[0]
+            script.outcomes([script.submit(f"{turn}{i}", prompt, max_tokens=4, ignore_eos=True)])[0]
             for i, prompt in enumerate(prompts)
         ]
         found[f"hits {turn}"] = [Outcome([built.tiers.hit_tokens["ram"]], "", 0)]
     together = [
-        script.make(f"together{i}", prompt, max_tokens=8, ignore_eos=True)
+        script.make(f"together{i}", prompt, max_tokens=4, ignore_eos=True)
         for i, prompt in enumerate([*prompts, *prompts])
     ]
     built.engine.submit(together)
     found["together"] = script.outcomes(together)
     assert built.engine.flush().result(60) > 0
-    found["flushed"] = [script.outcomes([script.submit("flushed", prompts[0], max_tokens=8)])[0]]
+    found["flushed"] = [script.outcomes([script.submit("flushed", prompts[0], max_tokens=4)])[0]]
     return found
 
 
@@ -85,7 +85,7 @@ def one_by_one(written: Path | None, script: Script) -> dict[str, list[Outcome]]
     assert tiers is not None
     prompts = [[(i * 37 + k * k * 5 + k) % size + 3 for k in range(LENGTH)] for i in range(PROMPTS)]
     outputs = [
-        script.outcomes([script.submit(f"r{i}", prompt, max_tokens=8, ignore_eos=True)])[0]
+        script.outcomes([script.submit(f"r{i}", prompt, max_tokens=4, ignore_eos=True)])[0]
         for i, prompt in enumerate(prompts)
     ]
     if written is not None:

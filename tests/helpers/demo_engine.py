@@ -71,9 +71,9 @@ def prefill_logits(model: CausalLM, experts: ExpertClient | KernelExperts, ids: 
     return model.compute_logits(model(context))
 
 
-def greedy_request(name: str, answer: GoldenAnswer) -> Request:
-    """A request for the recorded answer."""
+def greedy_request(name: str, answer: GoldenAnswer, max_tokens: int = MAX_NEW_TOKENS) -> Request:
+    """A request for the recorded answer, or as many of its first tokens."""
     params = SamplingParams(
-        temperature=0.0, repetition_penalty=answer.repetition_penalty, max_tokens=MAX_NEW_TOKENS
+        temperature=0.0, repetition_penalty=answer.repetition_penalty, max_tokens=max_tokens
     )
     return Request(name, answer.prompt_ids, params)

@@ -34,9 +34,10 @@ from protos.engine_pb2 import Constraint
 from tests.helpers.engine_outputs import WAIT_S, EngineOutputs
 from tests.helpers.ports import free_port
 
-# Forked from a process that has imported torch: a fresh interpreter would take seconds per rank.
+# Forked from a process that has imported torch, and what files of tests import, whose functions ranks call: a
+# fresh interpreter would take seconds per rank.
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["tests.helpers.rank_group"])
+CONTEXT.set_forkserver_preload(["pytest", "tests.helpers.tiny_models", "tests.helpers.rank_group"])
 LENGTHS = (5, 33, 18, 12)
 
 

@@ -66,9 +66,7 @@ def requests(draw: st.DrawFn) -> Routed:
 
 def for_every_format(test: Callable[..., None]) -> Callable[..., None]:
     """Returns both decorators: hypothesis draws requests, pytest formats."""
-    drawn = settings(max_examples=25, deadline=None, database=None)(
-        given(routed=requests(), data=st.data())(test)
-    )
+    drawn = settings(deadline=None, database=None)(given(routed=requests(), data=st.data())(test))
     marked: Callable[..., None] = pytest.mark.parametrize("encoder", FORMATS)(drawn)
     return marked
 

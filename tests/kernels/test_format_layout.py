@@ -151,7 +151,7 @@ def test_any_bytes_mean_the_same_in_both_languages(name: str) -> None:
     np.testing.assert_array_equal(biases, _kernels.unpack_bias(name, packed, 32, 1000))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(deadline=None)
 @given(
     name=st.sampled_from(sorted(ENCODERS)),
     rows=st.integers(1, 6),

@@ -37,7 +37,7 @@ def test_dequantised_is_what_the_checkpoint_means(name: str, shape: tuple[int, i
     np.testing.assert_array_equal(_kernels.dequantise_matrix(quantised.source), quantised.weights)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(deadline=None)
 @given(
     name=st.sampled_from(sorted(ENCODERS)),
     rows=st.integers(1, 9).map(lambda n: 8 * n),

@@ -168,7 +168,7 @@ def test_rounding_to_bfloat16(isa: str) -> None:
 
 
 @pytest.mark.parametrize("isa", LEVELS)
-@settings(max_examples=60, deadline=None)
+@settings(deadline=None)
 @given(row=hnp.arrays(np.float32, st.integers(1, 70), elements=st.floats(-(2.0**100), 2.0**100, width=32)))
 def test_quantised_rows(isa: str, row: NDArray[np.float32]) -> None:
     """The scale is max / 127 and codes are value / scale rounded to nearest even: off by half at most."""

@@ -25,7 +25,7 @@ ISAS: tuple[Isa, ...] = supported_isas()  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@settings(max_examples=40, deadline=None, database=None)
+@settings(deadline=None, database=None)
 @given(data=st.data())
 def test_any_shape_matches_float64_reference(isa: Isa, data: st.DataObject) -> None:
     """Odd widths, one expert, no rows, ids of other servers and -1, any thread count."""

@@ -89,7 +89,7 @@ def test_the_search_is_close_to_trying_everything(tails: float) -> None:
 
 
 @given(seed=st.integers(0, 2**31), tails=st.sampled_from([2.0, 4.0, 1000.0]))
-@settings(max_examples=25, deadline=None)
+@settings(deadline=None)
 def test_the_search_hardly_ever_loses_to_plain_rounding(seed: int, tails: float) -> None:
     """The squared error of every group is that of the scale that puts the largest weight at -8, or less.
 

@@ -473,7 +473,7 @@ def test_reading_what_is_not_there_is_one_line(path: Path) -> None:
         finished(path)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(deadline=None)
 @given(data=st.data())
 def test_any_history_ends_in_the_same_weights(data: st.DataObject) -> None:
     """Servers load some experts, crash, find damage or another model, in any order.

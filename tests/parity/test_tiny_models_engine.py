@@ -17,7 +17,7 @@ from tests.helpers.tiny_models import KINDS, TINY_MODELS, greedy_answer, make_ti
 
 # Tokens of each answer, and pages of 4 tokens of which four such requests need more, so that someone is
 # preempted: of `make test-all`, and otherwise.
-LONG, SHORT = (64, 40), (24, 26)
+LONG, SHORT = (64, 40), (10, 24)
 SHARED = [11, 48, 190, 3, 66, 71, 28, 39, 5, 123, 8, 54]
 PROMPTS = [
     [*SHARED, 201, 17, 90],

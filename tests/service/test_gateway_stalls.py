@@ -143,13 +143,13 @@ def test_no_turn_of_the_loop_is_long(gateway: Watched, name: str) -> None:
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
 def test_a_long_answer_is_read_and_written_beside_the_loop(gateway: Watched, path: str) -> None:
     """An answer that comes as a whole has all its tokens in one message: other streams go on meanwhile."""
-    chat = {"messages": [{"role": "user", "content": "go"}], "max_tokens": 400_000}
-    body = {"input": "go", "max_output_tokens": 400_000} if path.endswith("responses") else chat
+    chat = {"messages": [{"role": "user", "content": "go"}], "max_tokens": 200_000}
+    body = {"input": "go", "max_output_tokens": 200_000} if path.endswith("responses") else chat
 
     def send() -> None:
         answer = httpx.post(f"{gateway.url}{path}", json=body, timeout=120)
         assert answer.status_code == 200
-        assert len(answer.content) > 2_000_000
+        assert len(answer.content) > 1_000_000
 
     assert gateway.shortest_stall(send) < LONGEST_TURN_S
 

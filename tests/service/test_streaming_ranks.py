@@ -123,7 +123,7 @@ def wanted(cluster: Cluster) -> list[Outcome]:
     return run_group(settings(cluster, 1, prefill_experts="cpu"), cases=served)["answers"]
 
 
-@pytest.mark.parametrize("chunk", [40, 64])
+@pytest.mark.parametrize("chunk", [40, pytest.param(64, marks=pytest.mark.full)])
 def test_a_lane_of_two_ranks(chunk: int, cluster: Cluster, wanted: list[Outcome]) -> None:
     """Long prompts have steps of their own on both ranks, each of which copies half of the experts; others
     decode and are computed meanwhile, by servers.
@@ -135,7 +135,7 @@ def test_a_lane_of_two_ranks(chunk: int, cluster: Cluster, wanted: list[Outcome]
     assert found["steps"][0].token_ids[0] >= 2
 
 
-@pytest.mark.parametrize("chunk", [32, 48])
+@pytest.mark.parametrize("chunk", [pytest.param(32, marks=pytest.mark.full), 48])
 def test_steps_that_stream_without_a_lane(chunk: int, cluster: Cluster, wanted: list[Outcome]) -> None:
     """Usual steps, and long ones in turns with them, which the first rank tells all about."""
     config = settings(cluster, 2, prefill_experts="stream", prefill_chunk_max=chunk)

@@ -111,7 +111,7 @@ BUSY = [
 def test_clients_that_all_wait_have_equal_shares(clients: list[Client]) -> None:
     """However many connections each has, however long its requests are, and whatever priority it gives them:
     within 10 % of all tokens, prompt and output."""
-    load = Load(clients, seed=1).run(3000)
+    load = Load(clients, seed=1).run(1500)
     assert deviation(load.tokens) <= 0.1, load.tokens
 
 
@@ -119,9 +119,9 @@ def test_one_connection_is_not_held_up_by_sixty_four() -> None:
     """A client that asks for less than its share has all it asks for: each request begins when the next place
     is free, not after those who came before it."""
     mine, others = Client("mine", 1, (20, 20), (16, 16)), Client("others", 64, (20, 20), (16, 16))
-    load = Load([others, mine], seed=2).run(3000)
+    load = Load([others, mine], seed=2).run(1500)
     assert load.longest_wait["mine"] <= 20, load.longest_wait  # one output of others, and its own prompt
-    alone = Load([mine], seed=2).run(3000)
+    alone = Load([mine], seed=2).run(1500)
     assert load.answers["mine"] >= 0.4 * alone.answers["mine"]
 
 

@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -46,10 +47,24 @@ def code_lines(path: Path) -> int:
     return sum(1 for line in (ROOT / path).read_text().splitlines() if line.strip())
 
 
+def statements(tree: ast.AST, as_run: bool = False) -> Iterator[ast.stmt]:
+    """Yields all statements of a tree, parents first, without a look at its expressions: a sixth of the time.
+
+    `as_run`: not what stands under TYPE_CHECKING.
+    """
+    for block in ("body", "handlers", "cases", "orelse", "finalbody"):
+        if as_run and block == "body" and isinstance(tree, ast.If) and "TYPE_CHECKING" in ast.dump(tree.test):
+            continue
+        for child in getattr(tree, block, ()):
+            if isinstance(child, ast.stmt):
+                yield child
+            yield from statements(child, as_run)
+
+
 def imported_packages(tree: ast.AST) -> set[str]:
     """Top-level names of absolute imports anywhere in the file."""
     names: set[str] = set()
-    for node in ast.walk(tree):
+    for node in statements(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
@@ -63,13 +78,7 @@ def imported_modules(tree: ast.AST, as_run: bool = False) -> set[str]:
     `as_run`: not what stands under TYPE_CHECKING.
     """
     names: set[str] = set()
-    left_out: set[int] = set()
-    for node in ast.walk(tree):  # parents first
-        if id(node) in left_out:
-            left_out |= {id(child) for child in ast.iter_child_nodes(node)}
-            continue
-        if as_run and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-            left_out |= {id(child) for child in node.body}
+    for node in statements(tree, as_run):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
@@ -86,7 +95,7 @@ def test_files_and_functions_stay_small() -> None:
         f"{path}:{node.name}"
         for path in sizes
         if path.suffix == ".py"
-        for node in ast.walk(parsed(path))
+        for node in statements(parsed(path))
         if isinstance(node, functions) and (node.end_lineno or 0) - node.lineno > 60
     ]
     assert long_functions == []

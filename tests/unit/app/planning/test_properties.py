@@ -50,7 +50,7 @@ def plan_or_none(planner: Planner, host: Hardware, wish: Wish | None = None) -> 
 
 
 @given(gpu_gib, ram_gib, st.booleans())
-@examples(max_examples=60, deadline=None)
+@examples(deadline=None)
 def test_components_make_up_the_total(
     planners: Mapping[bool, Planner], memory: float, ram: float, on_gpu: bool
 ) -> None:
@@ -65,7 +65,7 @@ def test_components_make_up_the_total(
 
 
 @given(ram_gib, st.floats(0, 8), st.booleans())
-@examples(max_examples=60, deadline=None)
+@examples(deadline=None)
 def test_more_ram_never_hurts(
     planners: Mapping[bool, Planner], ram: float, more: float, on_gpu: bool
 ) -> None:
@@ -80,7 +80,7 @@ def test_more_ram_never_hurts(
 
 
 @given(gpu_gib, st.floats(0, 24), streams)
-@examples(max_examples=60, deadline=None)
+@examples(deadline=None)
 def test_more_gpu_memory_never_hurts(
     planners: Mapping[bool, Planner], memory: float, more: float, concurrency: int
 ) -> None:
@@ -93,7 +93,7 @@ def test_more_gpu_memory_never_hurts(
 
 
 @given(gpu_gib, st.floats(0, 24))
-@examples(max_examples=60, deadline=None)
+@examples(deadline=None)
 def test_tokens_grow_with_memory(planners: Mapping[bool, Planner], memory: float, more: float) -> None:
     """More memory leaves room for more tokens with the same placement."""
     try:
@@ -105,7 +105,7 @@ def test_tokens_grow_with_memory(planners: Mapping[bool, Planner], memory: float
 
 
 @given(gpu_gib, streams, streams)
-@examples(max_examples=60, deadline=None)
+@examples(deadline=None)
 def test_a_larger_wish_never_fits_where_a_smaller_does_not(
     planners: Mapping[bool, Planner], memory: float, one: int, other: int
 ) -> None:
@@ -121,7 +121,7 @@ def test_a_larger_wish_never_fits_where_a_smaller_does_not(
 
 
 @given(st.floats(10, 800), st.floats(1, 4), st.integers(1, 64), st.booleans())
-@examples(max_examples=60, deadline=None)
+@examples(deadline=None)
 def test_more_bandwidth_is_never_slower(
     planners: Mapping[bool, Planner], bandwidth: float, factor: float, rows: int, on_gpu: bool
 ) -> None:

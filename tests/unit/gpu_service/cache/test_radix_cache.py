@@ -91,7 +91,7 @@ class TreeMachine(RuleBasedStateMachine):
 
 
 TestTree = TreeMachine.TestCase
-TestTree.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestTree.settings = settings(max_examples=2 * settings().max_examples, stateful_step_count=30, deadline=None)
 
 
 def test_least_recently_used_leaf_goes_first() -> None:

@@ -67,7 +67,7 @@ def test_a_token_is_computed_by_the_parts_of_its_experts() -> None:
 
 
 @interpreted
-@settings(max_examples=25, deadline=None)
+@settings(deadline=None)
 @given(
     count=st.integers(1, 6),
     top_k=st.integers(1, 5),

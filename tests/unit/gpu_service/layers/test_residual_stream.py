@@ -20,7 +20,7 @@ def _norm(size: int, dtype: torch.dtype) -> RMSNorm:
     return norm
 
 
-@settings(max_examples=30, deadline=None)
+@settings(deadline=None)
 @given(reads=st.lists(st.sampled_from(["add", "norm", "sum"]), max_size=12), seed=st.integers(0, 99))
 def test_any_order_of_additions_and_readings_is_the_plain_sum(reads: list[str], seed: int) -> None:
     """Bit for bit: on a CPU the fused seam is an addition and a norm."""

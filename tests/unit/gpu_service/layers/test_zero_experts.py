@@ -50,7 +50,7 @@ def test_the_answer_is_the_row_times_the_weights_of_such_choices() -> None:
 
 
 @interpreted
-@settings(max_examples=25, deadline=None)
+@settings(deadline=None)
 @given(
     tokens=st.integers(1, 5),
     top_k=st.integers(1, 9),

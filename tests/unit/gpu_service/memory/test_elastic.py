@@ -35,7 +35,7 @@ from tests.helpers.engine_harness import make_request
 from tests.helpers.exchanging_engine import Engine, Step
 
 CHUNK, PAGE, ROW, PAGES = 4096, 4, 1500, 90
-STEPS, WORLDS, FULL_WORLDS, DEPTH = 500, 6, 200, 2
+STEPS, WORLDS, FULL_WORLDS, DEPTH = 500, 4, 200, 2
 
 
 @dataclass

@@ -198,7 +198,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestScheduler.settings = settings(
+    max_examples=2 * settings().max_examples, stateful_step_count=40, deadline=None
+)
 
 
 def test_equal_calls_give_equal_batches() -> None:

@@ -40,7 +40,7 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> CheckpointIndex:
 
 
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(deadline=None)
 def test_views_equal_copies(index: CheckpointIndex, data: st.DataObject) -> None:
     """Any rows, steps and columns, of whole tensors and of matrices; also where alignment forces a copy."""
     name = data.draw(st.sampled_from(["matrix", "odd", "stack"]))

@@ -54,7 +54,7 @@ def place(model: MoeGeometry, **placement: Any) -> Placement:
     return make_placement(PlacementConfig(**placement), model)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(deadline=None)
 @given(
     layers=st.sets(st.integers(0, 20), min_size=1, max_size=8),
     num_experts=st.integers(1, 40),

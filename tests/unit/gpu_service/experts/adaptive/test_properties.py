@@ -15,7 +15,7 @@ from gpu_service.experts.costs import ExpertCosts
 from gpu_service.experts.resident.experts import check_slots
 from tests.helpers.exchanging_engine import Engine
 
-STEPS, WORLDS, FULL_WORLDS = 500, 20, 200
+STEPS, WORLDS, FULL_WORLDS = 500, 10, 200
 
 
 @pytest.mark.parametrize(

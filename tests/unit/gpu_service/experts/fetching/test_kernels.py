@@ -50,7 +50,7 @@ def _steps(draw: st.DrawFn) -> list[torch.Tensor]:
     return steps
 
 
-@settings(max_examples=25, deadline=None)
+@settings(deadline=None)
 @given(
     steps=_steps(),
     num_slots=st.integers(1, 11),
@@ -96,7 +96,7 @@ def test_every_choice_is_computed_once(
             assert copied == 0
 
 
-@settings(max_examples=25, deadline=None)
+@settings(deadline=None)
 @given(steps=_steps(), num_slots=st.integers(1, 11), server_seconds=st.sampled_from([20e-6, 90e-6]))
 def test_the_kernel_is_the_reference(
     steps: list[torch.Tensor], num_slots: int, server_seconds: float

@@ -63,10 +63,14 @@ def error(kernels: ResidentKernels, shape: Shape, slots: LayerSlots, rows: int) 
     return float((found - expected).abs().max() / expected.abs().max())
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("few_rows", [FEW, MANY], ids=["rows", "tiles"])
 @pytest.mark.parametrize("weight_format", EXPERT_FORMATS)
 def test_every_format(weight_format: str, few_rows: int) -> None:
-    """Sizes with padding in every dimension; ids of resident, other and no experts."""
+    """Sizes with padding in every dimension; ids of resident, other and no experts.
+
+    Both kinds of kernels read a format by the same functions, so `make test` has each format in one of them.
+    """
     shape = Shape()
     slots = resident_layer(shape, weight_format, (4, 1, 2))
     kernels = TritonResidentKernels(shape.geometry, few_rows)

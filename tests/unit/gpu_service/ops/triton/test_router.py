@@ -48,7 +48,7 @@ def _configs(draw: st.DrawFn) -> RouterConfig:
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(deadline=None)
 @given(config=_configs(), seed=st.integers(0, 1000), rows=st.integers(0, 3))
 def test_route_is_the_reference(config: RouterConfig, seed: int, rows: int) -> None:
     generator = torch.Generator().manual_seed(seed)
