@@ -51,7 +51,7 @@ LINK_SHARE = 0.86
 PAIRS_BANDWIDTH_SHARE = 0.42
 WIDE_BANDWIDTH_SHARE, INT4_BANDWIDTH_SHARE = 0.7, 0.6
 PRODUCTS_BANDWIDTH_SHARE, TABLE_BANDWIDTH_SHARE, TILES_BANDWIDTH_SHARE = 0.42, 0.3, 0.2
-# Of the peak, by kernels that multiply resident experts: they read, then multiply, where tiles do both at once.
+# Of the peak, by kernels that multiply resident experts: they read, then multiply; tiles do both at once.
 RESIDENT_FLOPS_SHARE = 0.48
 # What servers lose to a link that copies from the same memory, and the divisions of a layer that are tried.
 SHARED_MEMORY, STREAMED_SHARES = 1.12, 32
@@ -64,8 +64,8 @@ ASSUMED_AMX_PEAK_SHARE, ASSUMED_AMX_ROWS = 0.085, 750
 GPU_LAYER_SECONDS = 45e-6
 # The same where no expert server is asked: kernels begin before the last one ends.
 GPU_RESIDENT_LAYER_SECONDS = 27e-6
-# Of a step with a prompt: what its kernels and the attention between pieces of its graph take, and its launches
-# by the host, one by one, where no graph has as many tokens.
+# Of a step with a prompt: what its kernels and the attention between pieces of its graph take, and its
+# launches by the host, one by one, where no graph has as many tokens.
 GPU_PROMPT_LAYER_SECONDS, GPU_LAUNCHED_LAYER_SECONDS = 250e-6, 1.25e-3
 # Of an all-reduce of few rows; two a layer.
 ALL_REDUCE_SECONDS = 12e-6

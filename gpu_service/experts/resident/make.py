@@ -35,8 +35,8 @@ from moebius.models.geometry import MoeGeometry
 from moebius.process.progress import phase
 
 _log = structlog.get_logger(__name__)
-# More threads wait for Python's lock, which finding an expert needs: of int4 experts 4, 8 and 16 of them packed
-# 2.7, 2.4 and 2.0 GB a second beside an H200.
+# More threads wait for Python's lock, which finding an expert needs: of int4 experts 4, 8 and 16 of them
+# packed 2.7, 2.4 and 2.0 GB a second beside an H200.
 _MAX_THREADS = 6
 # Of packed experts, which a thread reads before it gives the file's pages back.
 _MAPPED_BYTES = 32 * 2**20
