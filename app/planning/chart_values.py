@@ -141,6 +141,8 @@ def _settings(config: MoebiusConfig, plan: CapacityPlan) -> dict[str, dict[str, 
     if plan.residency.is_everything:
         # experts.mode none says so.
         found.pop("placement", None)
+    if layers := plan.settings.get("pipeline_layers"):
+        found["parallel"] = {"pipeline_layers": [int(count) for count in layers.split(",")]}
     return found
 
 

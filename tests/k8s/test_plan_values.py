@@ -32,6 +32,10 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
         "qwen3-30b-a3b",
         ("--gpus", "none", "--ram", "400", "--sockets", "2", "--cores", "32", "--split-shares", "2,1"),
     ),
+    "unequal GPUs": (
+        "qwen3-30b-a3b",
+        ("--gpus", "4090+3060", "--ram", "256", "--sockets", "1", "--cores", "32", "--expert-dtype", "int4"),
+    ),
     "all resident": ("small", ("--gpus", "2x4090", "--ram", "64", "--sockets", "1", "--cores", "16")),
 }
 
@@ -86,6 +90,9 @@ def test_the_chart_takes_a_plans_values(case: str, tmp_path: Path) -> None:
     config = load_config(settings)
     assert config.experts.split_count == max(1, len(held))
     assert config.parallel.tensor_parallel_size == int(plan["settings"]["tensor_parallel_size"])
+    stages = plan["settings"].get("pipeline_layers", "")
+    assert ",".join(map(str, config.parallel.pipeline_layers)) == stages
+    assert bool(stages) == (case == "unequal GPUs")
     if held and plan["residency"]["count"]:
         assert config.placement.gpu_experts == max(plan["residency"]["by_layer"].values())
     if case == "two GPUs, three sockets":
