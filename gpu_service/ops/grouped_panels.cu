@@ -1,19 +1,20 @@
 // Products of blocks of rows that share an expert with its packed panels, on tensor cores.
 //
-// Compiled at run time by NVRTC, after constants (grouped_panels.py) and panel_codes.cuh: ACTIVATION_*, sizes, offsets, and
-// `struct GateUp` and `struct Down`, which say how panels lie in memory (kernels/format/panel_layout.h).
-// Tests compile the very same file with a host compiler, after a shim of what it takes from CUDA.
+// Compiled at run time by NVRTC, after constants (grouped_panels.py), panel_codes.cuh and panel_results.cuh:
+// ACTIVATION_*, sizes, offsets, and `struct GateUp` and `struct Down`, which say how panels lie in memory
+// (kernels/format/panel_layout.h). Tests compile the very same file with a host compiler, after a shim of what it takes
+// from CUDA.
 //
 // Weights are the matrix A of mma.m16n8k16, whose 16 rows are columns of panels, and rows of activations are B, so that
-// eight rows of an expert fill a tile. A word of a line of 4-bit codes holds eight k of one column, in pairs that a shift
-// and a mask bring to the two halves of a register (panel_layout.h): two registers of A for each of two products. Which
-// k a product calls its first is free as long as A and B agree: a lane takes from memory eight neighbouring k of four
-// neighbouring columns, 16 bytes or, of wider codes, of more lines, and of a row of activations those same eight k, 16
-// bytes. Nothing is exchanged between lanes, and nothing is shuffled.
+// eight rows of an expert fill a tile. A word of a line of 4-bit codes holds eight k of one column, in pairs that a
+// shift and a mask bring to the two halves of a register (panel_layout.h): two registers of A for each of two products.
+// Which k a product calls its first is free as long as A and B agree: a lane takes from memory eight neighbouring k of
+// four neighbouring columns, 16 bytes or, of wider codes, of more lines, and of a row of activations those same eight
+// k, 16 bytes. Nothing is exchanged between lanes, and nothing is shuffled.
 //
-// A warp computes 32 columns: 16 of a panel P in lanes whose group (lane / 4) is below 4, 16 of a panel Q in the others.
-// P is gate's and Q up's of the same channels, or they are neighbours. What a lane loads it loads kAhead steps before it
-// multiplies, into registers: there is no shared memory, and no barrier.
+// A warp computes 32 columns: 16 of a panel P in lanes whose group (lane / 4) is below 4, 16 of a panel Q in the
+// others. P is gate's and Q up's of the same channels, or they are neighbours. What a lane loads it loads kAhead steps
+// before it multiplies, into registers: there is no shared memory, and no barrier.
 //
 // Codes are multiplied as they are, which bfloat16 holds exactly, and the sum of a group is scaled in float32: as
 // panel_parts.py does.
@@ -34,10 +35,9 @@ static __device__ __forceinline__ uint4 rows_of_group(const uint4& x, int each, 
 
 // One step: adds to `sums` its products, and to `total` a group's that ends.
 template <class Panel, int kTiles>
-static __device__ __forceinline__ void multiply_step(float (&total)[kTiles][2][4],
-                                                     Sums<Panel, kTiles>& sums,
-                                                     const Step<Panel>& step, const uint4 (&x)[kTiles],
-                                                     bool ends_group, int lane) {
+static __device__ __forceinline__ void multiply_step(float (&total)[kTiles][2][4], Sums<Panel, kTiles>& sums,
+                                                     const Step<Panel>& step, const uint4 (&x)[kTiles], bool ends_group,
+                                                     int lane) {
   constexpr int kGroups = Step<Panel>::kGroups;
   if constexpr (Panel::kMins) {
 #pragma unroll
@@ -62,7 +62,7 @@ static __device__ __forceinline__ void multiply_step(float (&total)[kTiles][2][4
     decode_column<Panel>(second, step, 2 * two + 1, lane);
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
-      float(&sum)[4] = sums.products[tile][two];
+      float (&sum)[4] = sums.products[tile][two];
 #pragma unroll
       for (int each = 0; each < kGroups; ++each) {
         const uint4 own = rows_of_group<Panel>(x[tile], each, lane);
@@ -91,8 +91,8 @@ static __device__ __forceinline__ void multiply_step(float (&total)[kTiles][2][4
 }
 
 // Adds to `total` the products of rows with the columns of a lane's panel: [tile of rows][pair of columns]
-// [column, row], columns 2 c and 2 c + 1 of its four, rows 2 (lane % 4) and the next one. `rows`: where the lane's eight
-// k of row lane / 4 of each tile begin.
+// [column, row], columns 2 c and 2 c + 1 of its four, rows 2 (lane % 4) and the next one. `rows`: where the lane's
+// eight k of row lane / 4 of each tile begin.
 template <class Panel, int kTiles>
 static __device__ __forceinline__ void multiply(float (&total)[kTiles][2][4], const u8* panel,
                                                 const u8* const (&rows)[kTiles], int lane) {
@@ -151,8 +151,8 @@ static __device__ __forceinline__ void gate_up(const u8* x, const u8* slots, con
   multiply<GateUp, kTiles>(total, panel, rows, lane);
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
-    write_activations(total[tile], panel, own_pairs(own + tile * 8, lane), strip, lane, intermediate, count, alpha, limit,
-                      [](int channel) { return channel; });
+    write_activations(total[tile], panel, own_pairs(own + tile * 8, lane), strip, lane, intermediate, count, alpha,
+                      limit, [](int channel) { return channel; });
   }
 }
 
@@ -180,14 +180,13 @@ static __device__ __forceinline__ void down(const u8* intermediate, const u8* sl
   }
 }
 
-#define KERNELS(kTiles)                                                                                                \
-  extern "C" __global__ void __launch_bounds__(kWarps * 32)                                                            \
-      gate_up_##kTiles(const u8* x, const u8* slots, const int* pairs, const int* block_slots, u8* intermediate,       \
+#define KERNELS(kTiles)                                                                                               \
+  extern "C" __global__ void __launch_bounds__(kWarps * 32)                                                           \
+      gate_up_##kTiles(const u8* x, const u8* slots, const int* pairs, const int* block_slots, u8* intermediate,      \
                        int count, float alpha, float limit) {                                                         \
-    gate_up<kTiles>(x, slots, pairs, block_slots, intermediate, count, alpha, limit);                                  \
-  }                                                                                                                    \
-  extern "C" __global__ void __launch_bounds__(kWarps * 32)                                                            \
-      down_##kTiles(const u8* intermediate, const u8* slots, const int* pairs, const int* block_slots, float* outputs, \
-                    int count) {                                                                                       \
-    down<kTiles>(intermediate, slots, pairs, block_slots, outputs, count);                                             \
+    gate_up<kTiles>(x, slots, pairs, block_slots, intermediate, count, alpha, limit);                                 \
+  }                                                                                                                   \
+  extern "C" __global__ void __launch_bounds__(kWarps * 32) down_##kTiles(                                            \
+      const u8* intermediate, const u8* slots, const int* pairs, const int* block_slots, float* outputs, int count) { \
+    down<kTiles>(intermediate, slots, pairs, block_slots, outputs, count);                                            \
   }

@@ -230,8 +230,8 @@ static __device__ __forceinline__ void look_up(u32 (&pairs)[4], u32 word) {
   for (int n = 0; n < 4; ++n) pairs[n] = bytes_of(found[0][n / 2], found[1][n / 2], n % 2 ? 0x7632 : 0x5410);
 }
 
-// Bits of a second plane of 5- or 6-bit codes, where pair n's belong: above the four of the first. `high`: moved to where
-// the lane's begin.
+// Bits of a second plane of 5- or 6-bit codes, where pair n's belong: above the four of the first. `high`: moved to
+// where the lane's begin.
 template <class Panel>
 static __device__ __forceinline__ u32 high_bits(u32 high, int n) {
   constexpr int kPlane = Panel::kBits - 4;
@@ -287,4 +287,3 @@ static __device__ __forceinline__ void decode_column(u32 (&pairs)[4], const Step
   }
   decode<Panel>(pairs, words, high, excess);
 }
-

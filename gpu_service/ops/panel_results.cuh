@@ -70,8 +70,8 @@ static __device__ __forceinline__ int2 own_pairs(const int* pairs, int lane) {
 // `place`: where a row has a channel.
 template <class Place>
 static __device__ __forceinline__ void write_activations(float (&found)[2][4], const u8* panel, int2 own, int strip,
-                                                         int lane, u8* intermediate, int count, float alpha, float limit,
-                                                         Place place) {
+                                                         int lane, u8* intermediate, int count, float alpha,
+                                                         float limit, Place place) {
   const bool is_second = lane & 16;
   finish<GateUp>(found, panel, lane);
   u32 values[2][2];  // [row][pair of columns]

@@ -1,14 +1,14 @@
 // Products of many rows of an expert with its packed panels, by Hopper's warpgroup instructions.
 //
 // What grouped_panels.cu says of weights and of a lane's k holds here as well: four warps' operands of mma.m16n8k16 are
-// those of wgmma.m64nNk16 with A in registers. Rows, the matrix B, are in shared memory, 64 k of kRows at a time, in the
-// layout of 128-byte swizzles (PTX ISA, "Shared memory matrix layout"): chunk c of row r at chunk c ^ r % 8. An
+// those of wgmma.m64nNk16 with A in registers. Rows, the matrix B, are in shared memory, 64 k of kRows at a time, in
+// the layout of 128-byte swizzles (PTX ISA, "Shared memory matrix layout"): chunk c of row r at chunk c ^ r % 8. An
 // instruction there takes k in the order of memory, so that rows lie permuted: see `place_of`.
 //
-// A block is two warpgroups, 256 columns, over the same rows; of 128 rows one fits into a multiprocessor's registers, of
-// 64 two do (kMostRows, kBlocks). Each step of 32 k is decoded while the products of the
-// step before are under way. Sums of all k stay in registers, so that scales and mins are applied to weights, which are
-// rounded to bfloat16 once, as weights are that are unpacked ahead.
+// A block is two warpgroups, 256 columns, over the same rows; of 128 rows one fits into a multiprocessor's registers,
+// of 64 two do (kMostRows, kBlocks). Each step of 32 k is decoded while the products of the step before are under way.
+// Sums of all k stay in registers, so that scales and mins are applied to weights, which are rounded to bfloat16 once,
+// as weights are that are unpacked ahead.
 
 #ifndef ON_HOST
 // The block's shared memory: all of it is rows.
@@ -95,8 +95,8 @@ static __device__ __forceinline__ void scaled_column(u32 (&pairs)[4], const Step
   }
   if constexpr (Panel::kScale == SCALE_NONE && !Panel::kMins) return;
   // Scales that bfloat16 holds are one product; of others what it does not hold is a second one.
-  constexpr bool kIsExact = !Panel::kProducts && !Panel::kPanelScale && Panel::kScale != SCALE_FLOAT32 &&
-                            Panel::kScale != SCALE_FLOAT16;
+  constexpr bool kIsExact =
+      !Panel::kProducts && !Panel::kPanelScale && Panel::kScale != SCALE_FLOAT32 && Panel::kScale != SCALE_FLOAT16;
   const u32 high = rounded_pair(scale, scale);
   const float rest = scale - __uint_as_float(high << 16);
   const u32 low = rounded_pair(rest, rest);
@@ -214,15 +214,11 @@ static __device__ __forceinline__ void rows_of(u32 (&offsets)[kRows / 32], const
   }
 }
 
-template <int kRows>
-static __device__ __forceinline__ void gate_up(const u8* x, const u8* expert, const int* own, u8* intermediate, int count,
-                                               float alpha, float limit) {
-  const int lane = threadIdx.x & 31, strip = blockIdx.x * kWarps + (threadIdx.x >> 5);
-  const u8* panel = expert + gate_up_at(strip < kGateUpStrips ? strip : kGateUpStrips - 1, lane);
-  u32 offsets[kRows / 32];
-  rows_of<kRows>(offsets, own, count, kTopK, GateUp::kK * 2);
-  float sums[2][kRows / 2] = {};
-  multiply_rows<GateUp, kRows>(sums, panel, x, offsets, lane);
+// Calls `write` with the sums of eight rows at a time, [pair of columns][column, row], and with the lane's rows of
+// them, all of which are asked for at once.
+template <int kRows, class Write>
+static __device__ __forceinline__ void each_tile(const float (&sums)[2][kRows / 2], const int* own, int lane,
+                                                 Write write) {
   int2 rows[kRows / 8];
 #pragma unroll
   for (int tile = 0; tile < kRows / 8; ++tile) rows[tile] = own_pairs(own + tile * 8, lane);
@@ -231,8 +227,22 @@ static __device__ __forceinline__ void gate_up(const u8* x, const u8* expert, co
     float found[2][4];
 #pragma unroll
     for (int i = 0; i < 8; ++i) found[i / 4][i % 4] = sums[i / 4][tile * 4 + i % 4];
-    write_activations(found, panel, rows[tile], strip, lane, intermediate, count, alpha, limit, place_of);
+    write(found, rows[tile]);
   }
+}
+
+template <int kRows>
+static __device__ __forceinline__ void gate_up(const u8* x, const u8* expert, const int* own, u8* intermediate,
+                                               int count, float alpha, float limit) {
+  const int lane = threadIdx.x & 31, strip = blockIdx.x * kWarps + (threadIdx.x >> 5);
+  const u8* panel = expert + gate_up_at(strip < kGateUpStrips ? strip : kGateUpStrips - 1, lane);
+  u32 offsets[kRows / 32];
+  rows_of<kRows>(offsets, own, count, kTopK, GateUp::kK * 2);
+  float sums[2][kRows / 2] = {};
+  multiply_rows<GateUp, kRows>(sums, panel, x, offsets, lane);
+  each_tile<kRows>(sums, own, lane, [&](float (&found)[2][4], int2 rows) {
+    write_activations(found, panel, rows, strip, lane, intermediate, count, alpha, limit, place_of);
+  });
 }
 
 template <int kRows>
@@ -244,16 +254,9 @@ static __device__ __forceinline__ void down(const u8* intermediate, const u8* ex
   rows_of<kRows>(offsets, own, count, 1, kIntermediateColumns * 2);
   float sums[2][kRows / 2] = {};
   multiply_rows<Down, kRows>(sums, panel, intermediate, offsets, lane);
-  int2 rows[kRows / 8];
-#pragma unroll
-  for (int tile = 0; tile < kRows / 8; ++tile) rows[tile] = own_pairs(own + tile * 8, lane);
-#pragma unroll
-  for (int tile = 0; tile < kRows / 8; ++tile) {
-    float found[2][4];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) found[i / 4][i % 4] = sums[i / 4][tile * 4 + i % 4];
-    write_outputs(found, panel, rows[tile], strip, lane, outputs, count);
-  }
+  each_tile<kRows>(sums, own, lane, [&](float (&found)[2][4], int2 rows) {
+    write_outputs(found, panel, rows, strip, lane, outputs, count);
+  });
 }
 
 // Whether at most half of a block's rows are pairs: `count` follows the last one.

@@ -83,7 +83,8 @@ static float high_half(unsigned pair) { return __uint_as_float(pair & 0xFFFF0000
 
 // mma.m16n8k16: a lane's registers hold rows lane / 4 and eight more of A, column lane / 4 of B, and k or columns
 // from 2 (lane % 4) (PTX ISA, "Matrix fragments for mma.m16n8k16").
-static void multiply_add(float (&sum)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+static void multiply_add(float (&sum)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0,
+                         unsigned b1) {
   const unsigned lane = ring.at & 31, first = ring.at - lane, mine[6] = {a0, a1, a2, a3, b0, b1};
   memcpy(ring.words[ring.at], mine, sizeof mine);
   ring.wait();
