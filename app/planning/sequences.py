@@ -16,6 +16,7 @@ from app.planning.memory import (
     has_placement,
     nothing_resident,
 )
+from moebius.config import DEFAULT_NUM_SEQS
 
 if TYPE_CHECKING:
     from app.planning.planner import Planner
@@ -39,7 +40,7 @@ def with_num_seqs(planner: Planner, hardware: Hardware, fill: bool) -> Planner:
         return chosen
     # An engine whose GPUs hold all experts chooses more.
     more = _engine_num_seqs(planner, hardware, all_resident(planner.config, planner.geometry))
-    if more > most:
+    if more > max(most, DEFAULT_NUM_SEQS):
         wider = planner.with_gpu(max_num_seqs=more)
         if _holds_everything(wider, hardware):
             return wider

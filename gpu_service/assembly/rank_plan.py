@@ -49,7 +49,7 @@ PREFILL_CHUNKS = (16384, 12288, 8192, 6144, 4096, 3072, 2048, 1024)
 # decode would wait too long for thousands of prompt tokens. The same bounds are vLLM's.
 _BATCHED_TOKENS, _SMALL_GPU_TOKENS, _SMALL_GPU_BYTES = (8192, 6144, 4096, 3072, 2048, 1024), 2048, 64 * 2**30
 # Outputs of a step where no setting says how many: many where all experts are on GPUs, which then compute
-# them at once, and the KV cache has room for so many tokens of each.
+# them at once, and the KV cache has room for this number of tokens of each.
 _MANY_SEQS, _SEQ_TOKENS = (256, 192, 128, 96), 512
 NUM_SEQS = (DEFAULT_NUM_SEQS, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1)
 # Fewer tokens in a step make prompts slow; a context shorter than this is of no use.

@@ -211,7 +211,7 @@ def test_graphs_of_prompts_leave_the_kv_cache_its_room(
 def test_many_sequences_where_gpus_hold_everything(
     gpu_gib: float, is_everything: bool, count: int, qwen: Path
 ) -> None:
-    """As many as the KV cache has room for; a plan that fills a GPU says the same as its engine."""
+    """The KV cache has to have room for them; a plan that fills a GPU says the same as its engine."""
     planner = Planner(settings(qwen, expert_dtype="int4"), on_gpu=True)
     held, memory = ExpertMemory(is_everything=is_everything), [int(gpu_gib * GIB)]
     assert planner.forecast.num_seqs(planner.config, memory, [held]) == count
