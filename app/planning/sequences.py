@@ -54,6 +54,16 @@ def with_num_seqs(planner: Planner, hardware: Hardware, fill: bool) -> Planner:
     return fewer
 
 
+def chooses_more(planner: Planner, chosen: Planner, hardware: Hardware, residency: Residency) -> bool:
+    """Returns whether an engine with these experts would by itself choose more outputs than `chosen` has.
+
+    Beside experts it may have room for one long request instead of four, and then for more outputs.
+    """
+    if not planner.on_gpu:
+        return False
+    return _engine_num_seqs(planner, hardware, residency) > chosen.config.gpu.num_seqs
+
+
 def _engine_num_seqs(planner: Planner, hardware: Hardware, residency: Residency) -> int:
     """Returns as many as an engine on such GPUs, with these experts, would choose."""
     held = planner.all_held(residency, hardware)
