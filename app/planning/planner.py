@@ -43,7 +43,7 @@ from app.planning.memory import (
     with_split,
 )
 from app.planning.rings import ring_bytes
-from app.planning.sequences import chooses_more, with_num_seqs
+from app.planning.sequences import plan_with_num_seqs, with_num_seqs
 from app.planning.speed import (
     ColdReads,
     Work,
@@ -104,11 +104,7 @@ class Planner:
         if lacks_stage_layers(self):
             return with_stage_layers(self, hardware, wish, fill).plan(hardware, wish, fill, explain)
         if self.config.gpu.max_num_seqs is None:
-            chosen = with_num_seqs(self, hardware, fill)
-            found = chosen.plan(hardware, wish, fill, explain)
-            if found.max_num_seqs is None and chooses_more(self, chosen, hardware, found.residency):
-                found = replace(found, max_num_seqs=chosen.config.gpu.num_seqs)
-            return found
+            return plan_with_num_seqs(self, hardware, wish, fill, explain)
         wish = wish or Wish()
         context, concurrency = wish.tokens(self.model.max_model_len)
         if context > self.model.max_model_len:

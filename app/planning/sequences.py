@@ -6,6 +6,7 @@ what 64 of them take may be more than all that experts could have.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from app.planning.hardware import Hardware
@@ -19,10 +20,27 @@ from app.planning.memory import (
 from moebius.config import DEFAULT_NUM_SEQS
 
 if TYPE_CHECKING:
+    from app.planning.capacity import CapacityPlan, Wish
     from app.planning.planner import Planner
 
 # Of the memory for states, experts and cache, states take at most this part, where not all experts fit.
 STATES_PART = 4
+
+
+def plan_with_num_seqs(
+    planner: Planner, hardware: Hardware, wish: Wish | None, fill: bool, explain: bool
+) -> CapacityPlan:
+    """Returns the plan with the number of outputs of `with_num_seqs`, which it names where an engine with the
+    plan's experts would by itself choose more.
+
+    Beside its experts that may have room for one long request instead of four, and then for more outputs.
+    """
+    chosen = with_num_seqs(planner, hardware, fill)
+    plan, count = chosen.plan(hardware, wish, fill, explain), chosen.config.gpu.num_seqs
+    if not planner.on_gpu or plan.max_num_seqs is not None:
+        return plan
+    chooses_more = _engine_num_seqs(planner, hardware, plan.residency) > count
+    return replace(plan, max_num_seqs=count) if chooses_more else plan
 
 
 def with_num_seqs(planner: Planner, hardware: Hardware, fill: bool) -> Planner:
@@ -52,16 +70,6 @@ def with_num_seqs(planner: Planner, hardware: Hardware, fill: bool) -> Planner:
     fewer = planner.with_gpu(max_num_seqs=count)
     fewer.seqs_beside_experts = count
     return fewer
-
-
-def chooses_more(planner: Planner, chosen: Planner, hardware: Hardware, residency: Residency) -> bool:
-    """Returns whether an engine with these experts would by itself choose more outputs than `chosen` has.
-
-    Beside experts it may have room for one long request instead of four, and then for more outputs.
-    """
-    if not planner.on_gpu:
-        return False
-    return _engine_num_seqs(planner, hardware, residency) > chosen.config.gpu.num_seqs
 
 
 def _engine_num_seqs(planner: Planner, hardware: Hardware, residency: Residency) -> int:

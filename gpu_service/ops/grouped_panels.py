@@ -8,15 +8,20 @@ does (Frantar et al., 2024).
 from __future__ import annotations
 
 import ctypes
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from gpu_service.device.limits import device_limits
 from gpu_service.ops.panels import PanelFormat
 from moebius.kernels.weight_formats import CODEBOOKS
+
+if TYPE_CHECKING:
+    from gpu_service.device.cuda_driver import Kernel
 
 SOURCES = ("panel_codes.cuh", "panel_results.cuh", "grouped_panels.cu")
 # Rows of an expert that a tensor-core instruction takes, and how many such tiles a block may have.
@@ -178,27 +183,26 @@ def program(shape: GroupedShape) -> str:
     return constants(shape, WARPS) + sources(*SOURCES) + kernels
 
 
-class GroupedPanels:
-    """The kernels of one kind of layer on one device."""
+class PanelKernels(ABC):
+    """Kernels of one kind of layer on one device, for blocks of pairs that share an expert."""
 
-    def __init__(self, shape: GroupedShape, device: torch.device, jit_cache_dir: str = "") -> None:
-        """`jit_cache_dir`: where compiled code is kept; empty: the user's cache.
+    def __init__(self, shape: GroupedShape, warps: int) -> None:
+        """`warps`: of a block; each takes 32 columns, or 16 channels of gate and up."""
+        self._threads, channels = 32 * warps, 16 if shape.gated else 32
+        self._gate_up_blocks = -(-shape.intermediate_columns // (channels * warps))
+        self._down_blocks = -(-shape.hidden // self._threads)
 
-        Raises UserError when NVRTC is missing or compiled code cannot be kept.
-        """
-        from gpu_service.device.cuda_driver import Module
-        from gpu_service.device.cuda_program import compiled
+    @abstractmethod
+    def _kernels(self, rows: int) -> tuple[Kernel, Kernel]:
+        """Returns gate and up's kernel, and down's, for blocks of `rows` pairs."""
 
-        arch = f"sm_{device_limits(device).architecture}"
-        module = Module(compiled(program(shape), "grouped panels", arch, jit_cache_dir))
-        pointers = (POINTER,) * 5
-        self._gate_up = {
-            tiles: module.kernel(f"gate_up_{tiles}", *pointers, INT, FLOAT, FLOAT) for tiles in TILES
-        }
-        self._down = {tiles: module.kernel(f"down_{tiles}", *pointers, INT) for tiles in TILES}
-        channels = 16 if shape.gated else 32
-        self._gate_up_blocks = -(-shape.intermediate_columns // (channels * WARPS))
-        self._down_blocks = -(-shape.hidden // (32 * WARPS))
+    @abstractmethod
+    def _grid(self, blocks: int, columns: int) -> tuple[int, int]:
+        """Returns the grid of a launch for `blocks` blocks of pairs and `columns` of columns."""
+
+    def _ordered(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Returns rows in the order of columns that the kernels read."""
+        return hidden_states
 
     def gate_up(
         self,
@@ -210,18 +214,21 @@ class GroupedPanels:
         alpha: float,
         limit: float,
     ) -> None:
-        """Writes activations of all pairs to `intermediate`, bfloat16 `[pairs, intermediate_columns]`.
+        """Writes activations of all pairs to `intermediate`, bfloat16 `[pairs, intermediate_columns]`, in the
+        order of columns that `down` reads.
 
         `hidden_states`: bfloat16 `[rows, hidden]`; `slots`: uint8 `[slots, expert_bytes]`; `pairs`, int32
         `[blocks * rows of a block]`, and `block_slots`, int32 `[blocks]`, as `align` returns them.
         """
-        blocks, count = block_slots.shape[0], intermediate.shape[0]
-        self._gate_up[pairs.shape[0] // blocks // TILE_ROWS].launch(
+        blocks = block_slots.shape[0]
+        kernel, _ = self._kernels(pairs.shape[0] // blocks)
+        tensors = self._ordered(hidden_states), slots, pairs, block_slots, intermediate
+        kernel.launch(
             torch.cuda.current_stream(slots.device).cuda_stream,
-            (blocks, self._gate_up_blocks),
-            32 * WARPS,
-            *(tensor.data_ptr() for tensor in (hidden_states, slots, pairs, block_slots, intermediate)),
-            count,
+            self._grid(blocks, self._gate_up_blocks),
+            self._threads,
+            *(tensor.data_ptr() for tensor in tensors),
+            intermediate.shape[0],
             alpha,
             limit,
         )
@@ -236,10 +243,41 @@ class GroupedPanels:
     ) -> None:
         """Writes products of all pairs to `outputs`, float32 `[pairs, hidden]`, without their weights."""
         blocks = block_slots.shape[0]
-        self._down[pairs.shape[0] // blocks // TILE_ROWS].launch(
+        _, kernel = self._kernels(pairs.shape[0] // blocks)
+        kernel.launch(
             torch.cuda.current_stream(slots.device).cuda_stream,
-            (blocks, self._down_blocks),
-            32 * WARPS,
+            self._grid(blocks, self._down_blocks),
+            self._threads,
             *(tensor.data_ptr() for tensor in (intermediate, slots, pairs, block_slots, outputs)),
             outputs.shape[0],
         )
+
+
+class GroupedPanels(PanelKernels):
+    """Kernels for blocks of few rows: each number of `TILES`."""
+
+    def __init__(self, shape: GroupedShape, device: torch.device, jit_cache_dir: str = "") -> None:
+        """`jit_cache_dir`: where compiled code is kept; empty: the user's cache.
+
+        Raises UserError when NVRTC is missing or compiled code cannot be kept.
+        """
+        from gpu_service.device.cuda_driver import Module
+        from gpu_service.device.cuda_program import compiled
+
+        super().__init__(shape, WARPS)
+        arch = f"sm_{device_limits(device).architecture}"
+        module = Module(compiled(program(shape), "grouped panels", arch, jit_cache_dir))
+        pointers = (POINTER,) * 5
+        self._by_tiles = {
+            tiles: (
+                module.kernel(f"gate_up_{tiles}", *pointers, INT, FLOAT, FLOAT),
+                module.kernel(f"down_{tiles}", *pointers, INT),
+            )
+            for tiles in TILES
+        }
+
+    def _kernels(self, rows: int) -> tuple[Kernel, Kernel]:
+        return self._by_tiles[rows // TILE_ROWS]
+
+    def _grid(self, blocks: int, columns: int) -> tuple[int, int]:
+        return blocks, columns

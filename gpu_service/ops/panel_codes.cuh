@@ -1,5 +1,5 @@
 // What a lane loads of packed panels, and how codes of each kind become pairs of bfloat16: first part of
-// grouped_panels.cu, which says what a lane's are.
+// grouped_panels.cu and of warpgroup_panels.cu, which say what a lane's are.
 
 typedef unsigned char u8;
 typedef unsigned int u32;

@@ -6,10 +6,23 @@ there while the products of the step before are under way, instead of being unpa
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from gpu_service.device.limits import device_limits
-from gpu_service.ops.grouped_panels import FLOAT, INT, POINTER, GroupedShape, constants, sources
+from gpu_service.ops.grouped_panels import (
+    FLOAT,
+    INT,
+    POINTER,
+    GroupedShape,
+    PanelKernels,
+    constants,
+    sources,
+)
+
+if TYPE_CHECKING:
+    from gpu_service.device.cuda_driver import Kernel
 
 SOURCES = ("panel_codes.cuh", "panel_results.cuh", "warpgroup_panels.cu")
 # Rows of a block, many or some, and how many of these a multiprocessor has at once; a block's warps: two
@@ -39,8 +52,8 @@ def program(shape: GroupedShape, rows: int) -> str:
     return constants(shape, WARPS, kMostRows=rows, kBlocks=BLOCKS[rows]) + sources(*SOURCES)
 
 
-class WarpgroupPanels:
-    """The kernels of one kind of layer on one device, for blocks of `rows` rows."""
+class WarpgroupPanels(PanelKernels):
+    """Kernels for blocks of `rows` rows, in whose blocks of columns k is permuted, see `place_of` there."""
 
     def __init__(self, shape: GroupedShape, rows: int, jit_cache_dir: str = "") -> None:
         """`rows`: `MANY_ROWS` or `SOME_ROWS`; `jit_cache_dir`: where compiled code is kept; empty: the user's
@@ -51,60 +64,31 @@ class WarpgroupPanels:
         from gpu_service.device.cuda_driver import Module
         from gpu_service.device.cuda_program import compiled
 
+        super().__init__(shape, WARPS)
         source = program(shape, rows)
         module = Module(compiled(source, "warpgroup panels", f"sm_{ARCHITECTURE}a", jit_cache_dir))
         self.rows, pointers, shared = rows, (POINTER,) * 5, STAGES * rows * STAGE_K * 2
         self._permute = module.kernel("permute", POINTER, POINTER, INT)
-        self._gate_up = module.kernel("gate_up_many", *pointers, INT, FLOAT, FLOAT, shared=shared)
-        self._down = module.kernel("down_many", *pointers, INT, shared=shared)
-        channels = 16 if shape.gated else 32
-        self._gate_up_blocks = -(-shape.intermediate_columns // (channels * WARPS))
-        self._down_blocks = -(-shape.hidden // (32 * WARPS))
+        self._both = (
+            module.kernel("gate_up_many", *pointers, INT, FLOAT, FLOAT, shared=shared),
+            module.kernel("down_many", *pointers, INT, shared=shared),
+        )
 
-    def gate_up(
-        self,
-        hidden_states: torch.Tensor,
-        slots: torch.Tensor,
-        pairs: torch.Tensor,
-        block_slots: torch.Tensor,
-        intermediate: torch.Tensor,
-        alpha: float,
-        limit: float,
-    ) -> None:
-        """Writes activations of all pairs to `intermediate`, bfloat16 `[pairs, intermediate_columns]`, in the
-        order of columns that `down` reads.
+    def _kernels(self, rows: int) -> tuple[Kernel, Kernel]:
+        assert rows == self.rows, f"blocks have {self.rows} rows, not {rows}"
+        return self._both
 
-        Others as `GroupedPanels.gate_up`, in blocks of `rows` pairs.
-        """
-        stream = torch.cuda.current_stream(slots.device).cuda_stream
+    def _grid(self, blocks: int, columns: int) -> tuple[int, int]:
+        return columns, blocks
+
+    def _ordered(self, hidden_states: torch.Tensor) -> torch.Tensor:
         permuted, chunks = torch.empty_like(hidden_states), hidden_states.numel() // 8
-        threads = 32 * WARPS
         self._permute.launch(
-            stream, -(-chunks // threads), threads, hidden_states.data_ptr(), permuted.data_ptr(), chunks
+            torch.cuda.current_stream(hidden_states.device).cuda_stream,
+            -(-chunks // self._threads),
+            self._threads,
+            hidden_states.data_ptr(),
+            permuted.data_ptr(),
+            chunks,
         )
-        self._gate_up.launch(
-            stream,
-            (self._gate_up_blocks, block_slots.shape[0]),
-            threads,
-            *(tensor.data_ptr() for tensor in (permuted, slots, pairs, block_slots, intermediate)),
-            intermediate.shape[0],
-            alpha,
-            limit,
-        )
-
-    def down(
-        self,
-        intermediate: torch.Tensor,
-        slots: torch.Tensor,
-        pairs: torch.Tensor,
-        block_slots: torch.Tensor,
-        outputs: torch.Tensor,
-    ) -> None:
-        """Writes products of all pairs to `outputs`, float32 `[pairs, hidden]`, without their weights."""
-        self._down.launch(
-            torch.cuda.current_stream(slots.device).cuda_stream,
-            (self._down_blocks, block_slots.shape[0]),
-            32 * WARPS,
-            *(tensor.data_ptr() for tensor in (intermediate, slots, pairs, block_slots, outputs)),
-            outputs.shape[0],
-        )
+        return permuted

@@ -1,7 +1,8 @@
 """`ResidentKernels` by Triton: launches only, with shapes known on the host.
 
 Which kernels a call takes follows from its rows alone (`launch.py`): a program per pair for few rows, tiles
-that unpack as they multiply for more, and weights unpacked once for many. Of large steps some rows, and of
+that unpack as they multiply for more, and weights unpacked once for many. The latter two are left to the
+CUDA kernels of `grouped.py` where these take a layer's experts. Of large steps some rows, and of
 their experts some, are computed at a time, so that memory stays bounded.
 """
 
@@ -20,13 +21,12 @@ from gpu_service.experts.resident.triton_kernels import dense, gemm, launch, rou
 from gpu_service.experts.resident.triton_kernels.pairs import align, combine_choices, pair_memory, row_parts
 from gpu_service.experts.resident.triton_kernels.rows import down_rows, gate_up_rows
 from gpu_service.experts.resident.triton_kernels.unpacked import places, unpack_experts
-from gpu_service.ops.grouped_panels import TILE_ROWS, GroupedPanels
+from gpu_service.ops.grouped_panels import TILE_ROWS, PanelKernels
 from gpu_service.ops.panels import PanelFormat
 from gpu_service.ops.triton import panel_sizes
 from gpu_service.ops.triton.jit import launch_fitting, next_power_of_2, overlap
 from gpu_service.ops.triton.panel_lines import EXPONENT
 from gpu_service.ops.triton.panel_parts import BASES, PART
-from gpu_service.ops.warpgroup_panels import WarpgroupPanels
 from moebius.models.geometry import MoeGeometry
 from moebius.process.progress import counted
 
@@ -126,7 +126,7 @@ class TritonResidentKernels(ResidentKernels):
         intermediate, outputs = pair_memory(slots, hidden_states, pairs)
         experts = self._geometry.num_experts
         if grouped is not None:
-            kernels: GroupedPanels | WarpgroupPanels = grouped.few
+            kernels: PanelKernels = grouped.few
             bits = min(panels.bits for panels in slots.kind.panels)
             height = TILE_ROWS * launch.row_tiles(pairs, experts, bits)
             warpgroups = launch.chosen_warpgroups(slots.kind, grouped, pairs / experts)

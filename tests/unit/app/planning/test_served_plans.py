@@ -26,7 +26,7 @@ from tests.helpers.plan_models import GIB, settings, write_headers
 from tests.helpers.published_checkpoints import FIXTURES, Published
 
 NAMES = sorted(path.stem for path in FIXTURES.glob("*.json"))
-EACH = 10  # Draws of one test.
+EACH, DRAWS = 10, 500  # Draws of one test, and of all.
 Directory = Callable[[str], Path]
 # Settings that are given now and then, and how often.
 GIVEN: dict[str, tuple[float, tuple[Any, ...]]] = {
@@ -122,14 +122,17 @@ def draw(seed: int, directory: Directory) -> Case:
 
 @pytest.mark.parametrize(
     "first",
-    [0, *(pytest.param(first, marks=pytest.mark.full) for first in range(EACH, 500, EACH))],
+    [0, *(pytest.param(first, marks=pytest.mark.full) for first in range(EACH, DRAWS, EACH))],
 )
 def test_what_is_planned_is_served(
     first: int, directory: Directory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """500 draws: no process refuses what was planned, and engines choose no more outputs than planned."""
     served = 0
-    for seed in range(first, first + EACH):
+    # Of ten draws it may be that none fits: some others follow until one does.
+    for seed in (*range(first, first + EACH), *range(first + DRAWS, first + 9 * DRAWS, DRAWS)):
+        if served and seed >= first + EACH:
+            break
         case = draw(seed, directory)
         try:
             plan = case.plan(monkeypatch, tmp_path / f"{seed}")
@@ -146,7 +149,7 @@ def test_what_is_planned_is_served(
         assert max(numbers) <= planned, f"draw {seed}: {command}"
         assert plan.max_num_seqs is None or numbers == {planned}, f"draw {seed}: {command}"
         served += 1
-    assert served or first, "nothing was planned"
+    assert served, "nothing was planned"
 
 
 def test_streaming_is_asked_for_where_everything_is_resident(
