@@ -2,10 +2,12 @@
 
 A step of few requests has too little work for a launch each. A program takes one KV head of one request and
 a split of its keys: it norms and rotates the queries of that head, and attends. The program of the first
-split also norms and rotates the new key, stores it with its value, and attends to it. How many keys a split
-has is computed on the device, as in `triton_kernels.py` ("Flash-Decoding"). The last program of a head to end
-merges the results of all splits; programs count themselves in a counter, which is zero again when the kernel
-ends.
+split also norms and rotates the new key, stores it with its value, and attends to it. Where rows before it
+are tokens of the same request (draft tokens, a short prompt), other programs of this very launch store their
+keys and values: it takes them from where those come from, just as they will be in the cache. How many keys a
+split has is computed on the device, as in `triton_kernels.py` ("Flash-Decoding"). The last program of a head
+to end merges the results of all splits; programs count themselves in a counter, which is zero again when the
+kernel ends.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ MAX_SPLITS = 32
 # Fewer keys than this are not worth a program of their own.
 MIN_SPLIT = 128
 _BLOCK_KEYS = 64
+# Tokens of its own step that a program attends to at a time: rows that a tensor core takes at least.
+_BLOCK_NEW = 16
 # Elements of splits' results that are merged at a time: what a program's registers hold.
 _MERGED_AT_ONCE = 8192
 
@@ -77,6 +81,44 @@ def _append(  # type: ignore[no-untyped-def]
 
 
 @jit
+def _earlier_rows(  # type: ignore[no-untyped-def]
+    slot_mapping, table, request, cached, PAGE_SIZE: tl.constexpr, ROWS: tl.constexpr
+):
+    """Returns how many rows before this one are the tokens before its own, stored where these belong."""
+    back = 1 + tl.arange(0, ROWS)
+    position, there = cached - back, (back <= request) & (back <= cached)
+    page = tl.load(table + position // PAGE_SIZE, mask=there, other=0)
+    stored = tl.load(slot_mapping + request - back, mask=there, other=-1)
+    is_earlier = there & (stored == page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE)
+    return tl.min(tl.where(is_earlier, ROWS, back - 1), 0)
+
+
+@jit
+def _load_tokens(  # type: ignore[no-untyped-def]
+    slots, table, first, end, slot_stride, kv_head, element, HEAD_DIM: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Returns cached keys and values `[BLOCK_N, HEAD_DIM]` from `first` on, and which are before `end`."""
+    position = first + tl.arange(0, BLOCK_N)
+    seen = position < end
+    page = tl.load(table + position // PAGE_SIZE, mask=seen, other=0)
+    place = page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE
+    at = slots + place[:, None] * slot_stride + kv_head * HEAD_DIM + element
+    keys = tl.load(at, mask=seen[:, None], other=0.0)
+    return keys, tl.load(at + NUM_KV_HEADS * HEAD_DIM, mask=seen[:, None], other=0.0), seen
+
+
+@jit
+def _attended(  # type: ignore[no-untyped-def]
+    q, keys, values, seen, maximum, total, weighted, score_scale, PRECISION: tl.constexpr
+):
+    """The running softmax of `_add_values` with one more tile, of which `seen` `[N]` count."""
+    scores = tl.dot(q, tl.trans(keys), input_precision=PRECISION) * score_scale
+    scores = tl.where(seen[None, :], scores, float("-inf"))
+    return _add_values(scores, values, maximum, total, weighted, PRECISION)
+
+
+@jit
 def _merge(  # type: ignore[no-untyped-def]
     output, result, logits, results, lse, counters, number, split, used, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr,
@@ -122,51 +164,79 @@ def decode_attention_kernel(  # type: ignore[no-untyped-def]
     num_splits, eps, score_scale, GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr, NORMS: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr,
-    MAX_SPLITS: tl.constexpr, MINIMUM: tl.constexpr, PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
+    BLOCK_NEW: tl.constexpr, MOST_ROWS: tl.constexpr, MAX_SPLITS: tl.constexpr, MINIMUM: tl.constexpr,
+    PRECISION: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Program (split, KV head, request): output `[R, num_heads, HEAD_DIM]`, keys and values in their slots.
 
-    Lengths and pages were there before the step began; slots of earlier tokens also.
+    Lengths and pages were there before the step began; slots of tokens before the step's own also.
     """
     split, kv_head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    cached = tl.load(seq_lens + request) - 1
+    cached, table = tl.load(seq_lens + request) - 1, block_table + request * table_stride
+    earlier = _earlier_rows(slot_mapping, table, request, cached, PAGE_SIZE, MOST_ROWS)
+    cached -= earlier
     share = keys_per_split(cached, num_splits, MINIMUM, BLOCK_N)
     used = tl.maximum(tl.cdiv(cached, share), 1)
     if split >= used:
         return
     begin, end = split * share, tl.minimum((split + 1) * share, cached)
-    wait_for_previous(OVERLAPS)
     member, element = tl.arange(0, BLOCK_G), tl.arange(0, HEAD_DIM)[None, :]
+    # The first tile is under way while the kernel before ends: nothing in this step writes it.
+    keys, values, seen = _load_tokens(
+        slots, table, begin, end, slot_stride, kv_head, element, HEAD_DIM, NUM_KV_HEADS, PAGE_SIZE, BLOCK_N
+    )
+    wait_for_previous(OVERLAPS)
     head, held = kv_head * GROUP + member, (member < GROUP)[:, None]
-    cos, sin = cos + request * ROTARY_DIM, sin + request * ROTARY_DIM
     row = heads + request * row_stride
+    own_cos, own_sin = cos + request * ROTARY_DIM, sin + request * ROTARY_DIM
     q = _rotated(
-        row + head[:, None] * head_stride, element, held, q_weight, cos, sin, eps, HEAD_DIM, ROTARY_DIM,
-        INTERLEAVED, NORMS,
+        row + head[:, None] * head_stride, element, held, q_weight, own_cos, own_sin, eps, HEAD_DIM,
+        ROTARY_DIM, INTERLEAVED, NORMS,
     )  # fmt: skip
     maximum = tl.full([BLOCK_G], float("-inf"), tl.float32)
     total, weighted = tl.zeros([BLOCK_G], tl.float32), tl.zeros([BLOCK_G, HEAD_DIM], tl.float32)
     if split == 0:
-        new = row + (GROUP * NUM_KV_HEADS + kv_head) * head_stride
-        own_value = value + request * value_stride + kv_head * value_head_stride
+        new, new_value = heads + (GROUP * NUM_KV_HEADS + kv_head) * head_stride, kv_head * value_head_stride
+        new_value += value
         slot = slots + tl.load(slot_mapping + request) * slot_stride + kv_head * HEAD_DIM
         k, v = _append(
-            slot, new, own_value, element, k_weight, cos, sin, eps, HEAD_DIM, ROTARY_DIM, NUM_KV_HEADS,
-            INTERLEAVED, NORMS,
+            slot, new + request * row_stride, new_value + request * value_stride, element, k_weight, own_cos,
+            own_sin, eps, HEAD_DIM, ROTARY_DIM, NUM_KV_HEADS, INTERLEAVED, NORMS,
         )  # fmt: skip
         maximum = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * score_scale
         total, weighted = total + 1.0, weighted + v.to(tl.float32)
-    for first in range(begin, end, BLOCK_N):
-        position = first + tl.arange(0, BLOCK_N)
-        seen = position < end
-        page = tl.load(block_table + request * table_stride + position // PAGE_SIZE, mask=seen, other=0)
-        place = page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE
-        at = slots + place[:, None] * slot_stride + kv_head * HEAD_DIM + element
-        keys = tl.load(at, mask=seen[:, None], other=0.0)
-        values = tl.load(at + NUM_KV_HEADS * HEAD_DIM, mask=seen[:, None], other=0.0)
-        scores = tl.dot(q, tl.trans(keys), input_precision=PRECISION) * score_scale
-        scores = tl.where(seen[None, :], scores, float("-inf"))
-        maximum, total, weighted = _add_values(scores, values, maximum, total, weighted, PRECISION)
+        for first in range(0, earlier, BLOCK_NEW):
+            back = 1 + first + tl.arange(0, BLOCK_NEW)
+            is_new = back <= earlier
+            other = tl.where(is_new, request - back, request)[:, None]
+            k = _rotated(
+                new + other * row_stride, element, is_new[:, None], k_weight, cos + other * ROTARY_DIM,
+                sin + other * ROTARY_DIM, eps, HEAD_DIM, ROTARY_DIM, INTERLEAVED, NORMS,
+            )  # fmt: skip
+            v = tl.load(new_value + other * value_stride + element, mask=is_new[:, None], other=0.0)
+            maximum, total, weighted = _attended(
+                q, k, v, is_new, maximum, total, weighted, score_scale, PRECISION
+            )
+    maximum, total, weighted = _attended(
+        q, keys, values, seen, maximum, total, weighted, score_scale, PRECISION
+    )
+    for first in range(begin + BLOCK_N, end, BLOCK_N):
+        keys, values, seen = _load_tokens(
+            slots,
+            table,
+            first,
+            end,
+            slot_stride,
+            kv_head,
+            element,
+            HEAD_DIM,
+            NUM_KV_HEADS,
+            PAGE_SIZE,
+            BLOCK_N,
+        )
+        maximum, total, weighted = _attended(
+            q, keys, values, seen, maximum, total, weighted, score_scale, PRECISION
+        )
     result = weighted / total[:, None]
     target = output + (request * NUM_KV_HEADS + kv_head) * (GROUP * HEAD_DIM)
     if used == 1:
@@ -231,7 +301,8 @@ def decode_attention(
         HEAD_DIM=head_dim, ROTARY_DIM=table.cos.shape[-1], INTERLEAVED=table.interleaved,
         NORMS=q_weight is not None, PAGE_SIZE=page_size, BLOCK_G=max(MIN_ROWS, next_power_of_2(group)),
         BLOCK_N=_BLOCK_KEYS, BLOCK_M=heads_at_once, BLOCK_S=min(at_once, width),
-        MAX_SPLITS=width, MINIMUM=MIN_SPLIT, PRECISION="ieee" if heads.dtype == torch.float32 else "tf32",
+        BLOCK_NEW=_BLOCK_NEW, MOST_ROWS=next_power_of_2(num_requests), MAX_SPLITS=width,
+        MINIMUM=MIN_SPLIT, PRECISION="ieee" if heads.dtype == torch.float32 else "tf32",
         num_warps=4, num_stages=3, **overlap(heads.device),
     )  # fmt: skip
     return output.flatten(1)

@@ -74,19 +74,38 @@ class Kernel:
     def __init__(self, name: str, function: Any, types: Sequence[type[Any]], shared: int) -> None:
         self._name, self._function, self._types, self._shared = name, function, types, shared
 
-    def launch(self, stream: int, grid: int | tuple[int, int], block: int, *values: Any) -> None:
-        """Queues it; `values` in the order of its parameters, structures as they are, pointers as numbers."""
+    def launch(
+        self, stream: int, grid: int | tuple[int, int], block: int, *values: Any, overlaps: bool = False
+    ) -> None:
+        """Queues it; `values` in the order of its parameters, structures as they are, pointers as numbers.
+
+        `overlaps`: it may begin before the last kernel ends, for whose results it waits by itself
+        (programmatic dependent launch, CUDA programming guide).
+        """
         columns, rows = grid if isinstance(grid, tuple) else (grid, 1)
         held = [
             value if isinstance(value, kind) else kind(value)
             for kind, value in zip(self._types, values, strict=True)
         ]
         pointers = (ctypes.c_void_p * len(held))(*(ctypes.addressof(value) for value in held))
+        arguments = ctypes.addressof(pointers)
+        if overlaps:
+            config = driver.CUlaunchConfig()
+            config.gridDimX, config.gridDimY, config.gridDimZ = columns, rows, 1
+            config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
+            config.sharedMemBytes, config.hStream = self._shared, stream
+            config.attrs, config.numAttrs = [_may_overlap()], 1
+            checked(self._name, driver.cuLaunchKernelEx(config, self._function, arguments, 0))
+            return
         sizes = columns, rows, 1, block, 1, 1, self._shared
-        checked(
-            self._name,
-            driver.cuLaunchKernel(self._function, *sizes, stream, ctypes.addressof(pointers), 0),
-        )
+        checked(self._name, driver.cuLaunchKernel(self._function, *sizes, stream, arguments, 0))
+
+
+def _may_overlap() -> Any:
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    return attribute
 
 
 def copy(target: int, source: int, nbytes: int, stream: int) -> None:

@@ -92,40 +92,47 @@ static __device__ __forceinline__ void multiply_step(float (&total)[kTiles][2][4
 
 // Adds to `total` the products of rows with the columns of a lane's panel: [tile of rows][pair of columns]
 // [column, row], columns 2 c and 2 c + 1 of its four, rows 2 (lane % 4) and the next one. `rows`: where the lane's
-// eight k of row lane / 4 of each tile begin.
-template <class Panel, int kTiles>
+// eight k of row lane / 4 of each tile begin. Of all steps of k it takes
+// those of share `share`; `ready` returns once rows may be read.
+template <class Panel, int kTiles, int kShares, class Ready>
 static __device__ __forceinline__ void multiply(float (&total)[kTiles][2][4], const u8* panel,
-                                                const u8* const (&rows)[kTiles], int lane) {
-  constexpr int kParts = (Panel::kK + kPart - 1) / kPart, kPartsOfGroup = Panel::kPartsOfGroup;
-  constexpr int kAhead = Panel::kAhead;
+                                                const u8* const (&rows)[kTiles], int lane, int share, Ready ready) {
+  constexpr int kParts = (Panel::kK + kPart - 1) / kPart, kPartsOfGroup = Panel::kPartsOfGroup, kAhead = Panel::kAhead;
+  constexpr int kEach = (kParts + kShares - 1) / kShares;
+  const int first = share * kEach;
   // Rows of activations, which are in a cache, are loaded fewer steps ahead where they take many registers.
   constexpr int kRowsAhead = kTiles == 1 || kAhead < 2 ? kAhead : 2;
   const int own_k = (lane & 3) * 8;
   Step<Panel> steps[kAhead];
   uint4 x[kRowsAhead][kTiles];
   Sums<Panel, kTiles> sums = {};
-  const auto load_rows = [&](uint4(&target)[kTiles], int part) {
+  const auto load_weights = [&](Step<Panel>& target, int n) {
+    // Behind the last part lies another panel: the last one is read again, and meets no rows.
+    load<Panel>(target, panel, kShares == 1 || first + n < kParts ? first + n : kParts - 1, lane);
+  };
+  const auto load_rows = [&](uint4(&target)[kTiles], int n) {
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
       // No whole step of k is left at the end of some rows.
-      const bool is_inside = Panel::kK % kPart == 0 || part * kPart + own_k < Panel::kK;
-      target[tile] = is_inside ? load_row(rows[tile] + part * kPart * 2) : make_uint4(0, 0, 0, 0);
+      const bool is_whole = Panel::kK % kPart == 0 && kShares == 1;
+      const bool is_inside = is_whole || (first + n) * kPart + own_k < Panel::kK;
+      target[tile] = is_inside ? load_row(rows[tile] + (first + n) * kPart * 2) : make_uint4(0, 0, 0, 0);
     }
   };
 #pragma unroll
-  for (int part = 0; part < kAhead; ++part) {
-    if (part < kParts) load<Panel>(steps[part], panel, part, lane);
-    if (part < kRowsAhead && part < kParts) load_rows(x[part], part);
-  }
-  for (int begin = 0; begin < kParts; begin += kAhead) {
+  for (int n = 0; n < kAhead && n < kEach; ++n) load_weights(steps[n], n);
+  ready();
+#pragma unroll
+  for (int n = 0; n < kRowsAhead && n < kEach; ++n) load_rows(x[n], n);
+  for (int begin = 0; begin < kEach; begin += kAhead) {
 #pragma unroll
     for (int ahead = 0; ahead < kAhead; ++ahead) {
-      const int part = begin + ahead;
-      if (kParts % kAhead != 0 && part >= kParts) break;
-      const bool ends_group = kPartsOfGroup == 1 || part % kPartsOfGroup == kPartsOfGroup - 1 || part == kParts - 1;
+      const int n = begin + ahead;
+      if (kEach % kAhead != 0 && n >= kEach) break;
+      const bool ends_group = kPartsOfGroup == 1 || (first + n) % kPartsOfGroup == kPartsOfGroup - 1 || n == kEach - 1;
       multiply_step<Panel, kTiles>(total, sums, steps[ahead], x[ahead % kRowsAhead], ends_group, lane);
-      if (part + kAhead < kParts) load<Panel>(steps[ahead], panel, part + kAhead, lane);
-      if (part + kRowsAhead < kParts) load_rows(x[ahead % kRowsAhead], part + kRowsAhead);
+      if (n + kAhead < kEach) load_weights(steps[ahead], n + kAhead);
+      if (n + kRowsAhead < kEach) load_rows(x[ahead % kRowsAhead], n + kRowsAhead);
     }
   }
 }
@@ -148,7 +155,7 @@ static __device__ __forceinline__ void gate_up(const u8* x, const u8* slots, con
     rows[tile] = x + (row * GateUp::kK + (lane & 3) * 8) * 2;
   }
   float total[kTiles][2][4] = {};
-  multiply<GateUp, kTiles>(total, panel, rows, lane);
+  multiply<GateUp, kTiles, 1>(total, panel, rows, lane, 0, [] {});
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
     write_activations(total[tile], panel, own_pairs(own + tile * 8, lane), strip, lane, intermediate, count, alpha,
@@ -173,7 +180,7 @@ static __device__ __forceinline__ void down(const u8* intermediate, const u8* sl
     rows[tile] = intermediate + (row * kIntermediateColumns + (lane & 3) * 8) * 2;
   }
   float total[kTiles][2][4] = {};
-  multiply<Down, kTiles>(total, panel, rows, lane);
+  multiply<Down, kTiles, 1>(total, panel, rows, lane, 0, [] {});
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
     write_outputs(total[tile], panel, own_pairs(own + tile * 8, lane), strip, lane, outputs, count);

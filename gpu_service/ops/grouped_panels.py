@@ -92,7 +92,7 @@ def _has_compiler() -> bool:
     return all((cuda.bindings.driver, cuda.core))
 
 
-def _structure(name: str, panels: PanelFormat) -> str:
+def _structure(name: str, panels: PanelFormat, bits_ahead: int) -> str:
     """Returns the C++ of one kind of panel."""
     scale = "float16" if panels.scale == "products" else panels.scale or "none"
     parts = -(-panels.k // PART)
@@ -101,7 +101,7 @@ def _structure(name: str, panels: PanelFormat) -> str:
         "kK": panels.k,
         "kBits": panels.bits,
         "kLowBits": panels.low_bits,
-        "kAhead": max(1, BITS_AHEAD // panels.bits // 2 * 2),
+        "kAhead": max(1, bits_ahead // panels.bits // 2 * 2),
         "kCode": f"CODE_{code.upper()}",
         "kMiddle": panels.middle,
         "kGroup": panels.group_size,
@@ -144,9 +144,9 @@ def _table(panels: PanelFormat) -> dict[str, int]:
     }
 
 
-def constants(shape: GroupedShape, warps: int, **more: int) -> str:
-    """Returns what sources of kernels for one kind of layer begin with; `warps`: of a block; `more`: numbers
-    that a source of its own takes.
+def constants(shape: GroupedShape, warps: int, bits_ahead: int = BITS_AHEAD, **more: int) -> str:
+    """Returns what sources of kernels for one kind of layer begin with; `warps`: of a block; `bits_ahead`: as
+    `BITS_AHEAD`; `more`: numbers that a source of its own takes.
     """
     lines = [f"#define SCALE_{name.upper()} {number}" for number, name in enumerate(_SCALES)]
     lines += [f"#define CODE_{name.upper()} {number}" for number, name in enumerate(_CODES)]
@@ -169,7 +169,8 @@ def constants(shape: GroupedShape, warps: int, **more: int) -> str:
         "kDownAt": shape.down_at,
     }
     lines += [f"constexpr unsigned long long {key} = {value};" for key, value in offsets.items()]
-    return "\n".join(lines) + "\n" + _structure("GateUp", shape.gate_up) + _structure("Down", shape.down)
+    kinds = {"GateUp": shape.gate_up, "Down": shape.down}
+    return "\n".join([*lines, *(_structure(name, kind, bits_ahead) for name, kind in kinds.items())])
 
 
 def sources(*names: str) -> str:

@@ -43,6 +43,21 @@ static __device__ __forceinline__ uint4 load_row(const u8* at) {
                : "l"(at));
   return value;
 }
+// What a kernel that runs beside this one has just written, or is about to write again: from no first cache.
+static __device__ __forceinline__ int load_latest(const int* at) {
+  int value;
+  asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(value) : "l"(at));
+  return value;
+}
+static __device__ __forceinline__ void bring_line(const u8* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
+// Returns when all that was launched before is complete; the next kernel may begin from here on. Before it, only what
+// no kernel is writing may be read.
+static __device__ __forceinline__ void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
 static __device__ __forceinline__ void multiply_add(float (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
       "{%0, %1, %2, %3};"
@@ -91,7 +106,10 @@ static __device__ __forceinline__ u32 from_float8(u32 two) {
   return value | low_is_nan | high_is_nan;
 #endif
 }
-static __device__ __forceinline__ float other_panel(float value) { return __shfl_xor_sync(~0u, value, 16); }
+template <class T>
+static __device__ __forceinline__ T other_panel(T value) {
+  return __shfl_xor_sync(~0u, value, 16);
+}
 static __device__ __forceinline__ float exponential(float value) { return __expf(value); }
 // To two units in the last place; a division takes several times as long.
 static __device__ __forceinline__ float quotient(float value, float divisor) { return __fdividef(value, divisor); }

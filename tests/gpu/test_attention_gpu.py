@@ -32,7 +32,7 @@ from tests.helpers.attention_cases import (
     refill,
     run,
 )
-from tests.helpers.fused_decode import Options, attend, unrotated
+from tests.helpers.fused_decode import Options, as_decode_rows, attend, unrotated
 from tests.helpers.gpu_capture import capture, hold_device
 from tests.tolerances import ATTENTION_BFLOAT16, ATTENTION_FLOAT16, LOGITS_FLOAT32_SELF
 
@@ -263,13 +263,19 @@ def test_auto_takes_the_first_that_can() -> None:
         assert chosen == (name if installed else "TritonAttention")
 
 
-@pytest.mark.parametrize("shape", [[(0, 1)], [(63, 1)], [(5000, 1), (1, 1), (129, 1)], [(700, 1)] * 32])
+@pytest.mark.parametrize(
+    "shape",
+    [[(0, 1)], [(63, 1)], [(5000, 1), (1, 1), (129, 1)], [(700, 1)] * 32, [(700, 5), (1, 1), (0, 20)]],
+)
 def test_decode_in_one_launch(shape: Shape) -> None:
-    """Norm, rotation, storing and attention by one kernel, replayed, against the same apart in float32."""
+    """Norm, rotation, storing and attention by one kernel, replayed, against the same apart in float32.
+
+    Several tokens of a request are rows, as draft tokens are.
+    """
     case = make_case(Geometry(32, 4, 128, 16, torch.bfloat16, device="cuda"), shape)
     layers, cache = case.geometry.config().layers, case.fresh_cache()
     expected = attend(TorchReferenceAttention(layers, cache), case, Options())
-    found = case.fresh_cache()
+    found, case = case.fresh_cache(), as_decode_rows(case)
     attention = TritonAttention(layers, found)
     given = unrotated(case, Options())
     attention.plan_capture(case.inputs)

@@ -1,6 +1,6 @@
-// What grouped_panels.cu takes from CUDA, on the host: warps one after another, whose lanes take turns, and what
-// warpgroup_panels.cu takes, of whose blocks all threads do. One that waits lets the next one go on; all of them wait
-// equally often, so that one turn is enough.
+// What the kernels of packed panels take from CUDA, on the host: a block's threads take turns, warp after warp. One that
+// waits for its warp lets the next lane go on, one that waits for the block the next lane, after the last one the next
+// warp: all lanes of a warp wait equally often.
 #include <ucontext.h>
 
 #include <cmath>
@@ -36,32 +36,46 @@ static float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 
 static Dim threadIdx, blockIdx;
 
-// Threads that wait for one another, a warp or a whole block: their contexts, and what they show one another.
+// A block's threads: their contexts, and what they show the others of their warp.
 struct Ring {
   ucontext_t all_done, threads[256];
+  bool has_ended[256];
   std::vector<char> stacks = std::vector<char>(256 << 18);
   std::function<void()> kernel;
-  unsigned size, first_thread, at;
+  unsigned size, at;
   unsigned words[256][8];
 
-  void wait() {
-    const unsigned own = at;
-    resume(own, &threads[own]);
+  void wait() { leave_to(at % 32 == 31 ? at - 31 : at + 1); }
+  void wait_for_block() { leave_to(at % 32 == 31 ? next_warp() : at + 1); }
+  void end() {
+    has_ended[at] = true;
+    const unsigned next = at % 32 == 31 ? next_warp() : at + 1;
+    if (has_ended[next]) setcontext(&all_done);
+    begin(next);
+    setcontext(&threads[next]);
   }
-  // Goes on with the thread after `own`; from the last one with the first.
-  void resume(unsigned own, ucontext_t* saved) {
-    at = (own + 1) % size, threadIdx.x = first_thread + at;
-    swapcontext(saved, &threads[at]);
-    at = own, threadIdx.x = first_thread + own;
+  void begin(unsigned thread) { at = thread, threadIdx.x = thread; }
+
+ private:
+  // The first lane of the next warp that has not ended; of none of them any.
+  unsigned next_warp() const {
+    unsigned first = (at - at % 32 + 32) % size;
+    for (unsigned warps = size / 32; warps > 1 && has_ended[first]; --warps) first = (first + 32) % size;
+    return first;
+  }
+  void leave_to(unsigned next) {
+    const unsigned own = at;
+    if (next == own) return;
+    begin(next);
+    swapcontext(&threads[own], &threads[next]);
+    begin(own);
   }
 };
 static Ring ring;
 
 static void run_thread() {
   ring.kernel();
-  const unsigned own = ring.at;
-  if (own == ring.size - 1) setcontext(&ring.all_done);
-  ring.resume(own, &ring.threads[own]);
+  ring.end();
 }
 
 static float __uint_as_float(unsigned bits) {
@@ -109,7 +123,10 @@ static void copy_16(unsigned shared, const uint8_t* from) { memcpy(shared_memory
 static void copies_end() {}
 static void prefetch(const uint8_t*, int) {}
 static void wait_for_copies() {}
-static void __syncthreads() { ring.wait(); }
+static void __syncthreads() { ring.wait_for_block(); }
+static int load_latest(const int* at) { return *at; }
+static void bring_line(const uint8_t*) {}
+static void wait_for_previous() {}
 static void products_begin() {}
 static void products_end() {}
 template <int kPending>
@@ -155,10 +172,12 @@ static float from_byte(unsigned code) {
   return sign * (exponent == 0 ? std::ldexp(mantissa, -9) : std::ldexp(8 + mantissa, exponent - 10));
 }
 static unsigned from_float8(unsigned two) { return rounded_pair(from_byte(two & 255), from_byte(two >> 8)); }
-static float other_panel(float value) {
-  ring.words[ring.at][0] = float_bits(value);
+template <typename T>
+static T other_panel(T value) {
+  memcpy(ring.words[ring.at], &value, sizeof value);
   ring.wait();
-  const float other = __uint_as_float(ring.words[ring.at ^ 16][0]);
+  T other;
+  memcpy(&other, ring.words[ring.at ^ 16], sizeof other);
   ring.wait();
   return other;
 }
@@ -177,25 +196,20 @@ static unsigned masked_or(unsigned x, unsigned mask, unsigned bits) { return (x 
 static float exponential(float value) { return std::exp(value); }
 static float quotient(float value, float divisor) { return value / divisor; }
 
-static void run_threads(unsigned first_thread, unsigned size, const std::function<void()>& kernel) {
-  ring.kernel = kernel, ring.first_thread = first_thread, ring.size = size;
-  for (unsigned thread = 0; thread < size; ++thread) {
-    getcontext(&ring.threads[thread]);
-    ring.threads[thread].uc_stack.ss_sp = ring.stacks.data() + (thread << 18);
-    ring.threads[thread].uc_stack.ss_size = 1 << 18;
-    ring.threads[thread].uc_link = nullptr;
-    makecontext(&ring.threads[thread], run_thread, 0);
-  }
-  ring.at = 0, threadIdx.x = first_thread;
-  swapcontext(&ring.all_done, &ring.threads[0]);
-}
-
-// `together`: threads that wait for one another.
-static void run_grid(unsigned columns, unsigned rows, unsigned threads, unsigned together,
-                     const std::function<void()>& kernel) {
+static void run_grid(unsigned columns, unsigned rows, unsigned threads, const std::function<void()>& kernel) {
+  ring.kernel = kernel, ring.size = threads;
   for (blockIdx.y = 0; blockIdx.y < rows; ++blockIdx.y) {
     for (blockIdx.x = 0; blockIdx.x < columns; ++blockIdx.x) {
-      for (unsigned first = 0; first < threads; first += together) run_threads(first, together, kernel);
+      for (unsigned thread = 0; thread < threads; ++thread) {
+        ring.has_ended[thread] = false;
+        getcontext(&ring.threads[thread]);
+        ring.threads[thread].uc_stack.ss_sp = ring.stacks.data() + (thread << 18);
+        ring.threads[thread].uc_stack.ss_size = 1 << 18;
+        ring.threads[thread].uc_link = nullptr;
+        makecontext(&ring.threads[thread], run_thread, 0);
+      }
+      ring.begin(0);
+      swapcontext(&ring.all_done, &ring.threads[0]);
     }
   }
 }

@@ -13,7 +13,7 @@ import torch
 
 from gpu_service.experts.resident.experts import LayerSlots, TorchResidentKernels
 from gpu_service.experts.resident.grouped import grouped_shape
-from gpu_service.ops import warpgroup_panels
+from gpu_service.ops import pair_panels, warpgroup_panels
 from gpu_service.ops.grouped_panels import TILES, WARPS, multiplies, program
 from gpu_service.ops.warpgroup_panels import MANY_ROWS, SOME_ROWS
 from gpu_service.ops.warpgroup_panels import WARPS as MANY_WARPS
@@ -27,14 +27,36 @@ extern "C" void run(int tiles, unsigned blocks, unsigned first, unsigned second,
                     int count, float alpha, float limit) {
 #define RUN(n)                                                                         \\
   if (tiles == n) {                                                                    \\
-    run_grid(blocks, first, 32 * kWarps, 32, [=] {                                       \\
+    run_grid(blocks, first, 32 * kWarps, [=] {                                           \\
       gate_up_##n(x, slots, pairs, of_blocks, between, count, alpha, limit);         \\
     });                                                                                \\
-    run_grid(blocks, second, 32 * kWarps, 32, [=] {                                      \\
+    run_grid(blocks, second, 32 * kWarps, [=] {                                          \\
       down_##n(between, slots, pairs, of_blocks, outputs, count);                    \\
     });                                                                                \\
   }
-  RUN(1) RUN(2) RUN(4)
+  RUN(1)
+#ifdef ALL_TILES
+  RUN(2) RUN(4)
+#endif
+}
+"""
+# Behind the entries above.
+PAIR_ENTRIES = """
+extern "C" void run_pairs(int columns, int panels, const u8* x, const u8* slots, const int* ids,
+                          const int* slot_of_expert, u8* between, const float* weights, const u8* partial,
+                          int partial_bytes, float* result, int rows, float alpha, float limit) {
+  run_grid(rows * kTopK, columns, 32 * kWarps, [=] {
+    gate_up_pairs(x, slots, ids, slot_of_expert, between, rows * kTopK, 1, alpha, limit);
+  });
+  run_grid(rows, panels, 32 * kTwos * kShares, [=] {
+    if (partial_bytes == 2) {
+      down_pairs_bfloat16(between, slots, ids, slot_of_expert, weights, (const Bfloat16*)partial, result);
+    } else if (partial_bytes == 4) {
+      down_pairs_float32(between, slots, ids, slot_of_expert, weights, (const Float32*)partial, result);
+    } else {
+      down_pairs(between, slots, ids, slot_of_expert, weights, (const Nothing*)partial, result);
+    }
+  });
 }
 """
 # Blocks of the warpgroups' kernels, in tiles of eight rows.
@@ -66,11 +88,11 @@ MANY_ENTRIES = """
 extern "C" void run(int tiles, unsigned blocks, unsigned first, unsigned second, const u8* x,
                     const u8* slots, const int* pairs, const int* of_blocks, u8* between, float* outputs,
                     int count, float alpha, float limit, u8* permuted, int chunks) {
-  run_grid((chunks + 255) / 256, 1, 256, 256, [=] { permute(x, permuted, chunks); });
-  run_grid(first, blocks, 256, 256, [=] {
+  run_grid((chunks + 255) / 256, 1, 256, [=] { permute(x, permuted, chunks); });
+  run_grid(first, blocks, 256, [=] {
     gate_up_many(permuted, slots, pairs, of_blocks, between, count, alpha, limit);
   });
-  run_grid(second, blocks, 256, 256, [=] {
+  run_grid(second, blocks, 256, [=] {
     down_many(between, slots, pairs, of_blocks, outputs, count);
   });
 }
@@ -140,6 +162,57 @@ def computed(
     return (each * weights[..., None]).sum(1)
 
 
+def pairs_computed(
+    shape: Shape,
+    slots: LayerSlots,
+    library: ctypes.CDLL,
+    inputs: tuple[torch.Tensor, ...],
+    partial: torch.Tensor | None,
+) -> torch.Tensor:
+    """Returns float32 `[rows, hidden]`: what the kernels of single rows give; `partial` stays as it is."""
+    hidden_states, ids, weights = inputs
+    kind, rows = slots.kind, ids.shape[0]
+    between = torch.full((ids.numel(), kind.intermediate_columns), float("nan"), dtype=torch.bfloat16)
+    result = torch.full((rows, kind.hidden_size), float("nan"))
+    before = result if partial is None else partial
+    library.run_pairs(
+        -(-kind.intermediate_columns // (16 if shape.geometry.is_gated else 32)),
+        -(-kind.hidden_size // 16),
+        *(
+            ctypes.c_void_p(each.data_ptr())
+            for each in (hidden_states, slots.weights, ids, slots.slot_of_expert, between, weights, before)
+        ),
+        0 if partial is None else partial.itemsize,
+        ctypes.c_void_p(result.data_ptr()),
+        rows,
+        ctypes.c_float(shape.geometry.alpha),
+        ctypes.c_float(slots.limit),
+    )
+    return result
+
+
+def check_pairs(shape: Shape, weight_format: str, directory: Path, rows: int) -> None:
+    """The kernels of single rows and those of one tile give what the reference gives, added to anything."""
+    slots = resident_layer(shape, weight_format, (3, 1, 0))
+    constants = grouped_shape(slots.kind, shape.geometry)
+    source = pair_panels.program(constants) + "KERNELS(1)\n"
+    library = compiled(source, ENTRIES + PAIR_ENTRIES, directory)
+    inputs = routed(shape, rows, dtype=torch.bfloat16)
+    expected = TorchResidentKernels(shape.geometry).forward(slots, *inputs, None)
+    check_close(computed(shape, slots, library, 1, inputs), expected)
+    check_close(pairs_computed(shape, slots, library, inputs, None), expected)
+    for dtype in (torch.float32, torch.bfloat16):
+        partial = torch.randn(expected.shape).to(dtype)
+        found = pairs_computed(shape, slots, library, inputs, partial)
+        check_close(found - partial.float(), expected)
+
+
+def check_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Equal but for the rounding of what lies between the two products."""
+    error = (found - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+    assert float(error) < tolerances.RESIDENT_BFLOAT16
+
+
 def check(
     shape: Shape,
     weight_format: str,
@@ -147,7 +220,7 @@ def check(
     tiles: tuple[int, ...],
     rows: int,
 ) -> None:
-    """All rows equal the reference's, but for the rounding of what lies between the two products."""
+    """All rows equal the reference's."""
     slots = resident_layer(shape, weight_format, (3, 1, 0))
     for panels in slots.kind.panels:
         assert multiplies(panels, panels.k)
@@ -156,26 +229,24 @@ def check(
         assert warpgroup_panels.multiplies(constants)
         library = compiled(warpgroup_panels.program(constants, 8 * tiles[0]), MANY_ENTRIES, directory)
     else:
-        library = compiled(program(constants), ENTRIES, directory)
+        library = compiled("#define ALL_TILES\n" + program(constants), ENTRIES, directory)
     inputs = routed(shape, rows, dtype=torch.bfloat16)
     expected = TorchResidentKernels(shape.geometry).forward(slots, *inputs, None)
     for count in tiles:
-        found = computed(shape, slots, library, count, inputs)
-        error = (found - expected).square().mean().sqrt() / expected.square().mean().sqrt()
-        assert float(error) < tolerances.RESIDENT_BFLOAT16, (weight_format, count)
+        check_close(computed(shape, slots, library, count, inputs), expected)
 
 
 @pytest.mark.parametrize("weight_format", FORMATS)
 def test_formats_are_the_references(weight_format: str, tmp_path: Path) -> None:
     """Every kind of code and scale decodes as the reference says; lengths end inside of groups and steps."""
     shape = Shape(hidden=136, intermediate=40, has_bias=weight_format == "mxfp4")
-    check(shape, weight_format, tmp_path, (1,), 5)
+    check_pairs(shape, weight_format, tmp_path, 5)
 
 
 @pytest.mark.parametrize("activation", ["silu_clamped", "gpt_oss", "clamped_silu", "gelu_tanh", "relu2"])
 def test_activations_are_the_references(activation: str, tmp_path: Path) -> None:
     """Each activation, also that of no gate, whose two panels are neighbours."""
-    check(Shape(activation=activation, limit=0.7), "int4_g32", tmp_path, (1,), 5)
+    check_pairs(Shape(activation=activation, limit=0.7, top_k=3), "int4_g32", tmp_path, 5)
 
 
 def test_blocks_of_many_rows_are_the_references(tmp_path: Path) -> None:
@@ -205,11 +276,13 @@ def test_nvcc_compiles_the_kernels_for_every_architecture(tmp_path: Path) -> Non
     shape = Shape(hidden=2048, intermediate=768, experts=128, top_k=8)
     kind = resident_layer(Shape(), "int4_g32", ()).kind
     source = tmp_path / "grouped.cu"
-    source.write_text(program(grouped_shape(kind, shape.geometry)))
+    constants = grouped_shape(kind, shape.geometry)
+    kernels = "".join(f"KERNELS({tiles})\n" for tiles in TILES)
+    source.write_text(pair_panels.program(constants) + kernels)
     targets = [f"-gencode=arch=compute_{each},code=sm_{each}" for each in ARCHITECTURES]
     command = ["nvcc", "-std=c++17", "-fatbin", "-Xptxas", "-v", *targets, "-o", str(tmp_path / "grouped")]
     run = subprocess.run([*command, str(source)], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     spills = re.findall(r"(\d+) bytes spill stores", run.stderr)
-    assert len(spills) == 2 * len(TILES) * len(ARCHITECTURES)
+    assert len(spills) == (2 * len(TILES) + 4) * len(ARCHITECTURES)
     assert set(spills) == {"0"}

@@ -1,4 +1,4 @@
-"""Which layers' rows are multiplied by `ops/grouped_panels` and `ops/warpgroup_panels`, and their kernels."""
+"""Which layers' rows are multiplied by the CUDA kernels of `ops/*_panels`, and these kernels."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from gpu_service.experts.resident.experts import LayerSlots
 from gpu_service.experts.resident.panels import LayerFormat
 from gpu_service.ops import warpgroup_panels
 from gpu_service.ops.grouped_panels import GroupedPanels, GroupedShape, is_available, multiplies
+from gpu_service.ops.pair_panels import PairPanels
 from gpu_service.ops.warpgroup_panels import WarpgroupPanels
 from moebius.errors import UserError
 from moebius.models.geometry import MoeGeometry
@@ -21,6 +22,8 @@ _log = structlog.get_logger(__name__)
 class GroupedKernels(NamedTuple):
     """One kind of layer's; made by `GroupedExperts`."""
 
+    # Of single rows, and of few that share an expert.
+    pairs: PairPanels
     few: GroupedPanels
     # Of rows of large batches, and of prompts; None: a GPU or a shape that they do not take.
     some: WarpgroupPanels | None = None
@@ -48,11 +51,13 @@ class GroupedExperts:
             return None
         shape = grouped_shape(kind, self._geometry)
         try:
+            pairs = PairPanels(shape, device, self._jit_cache_dir)
             few = GroupedPanels(shape, device, self._jit_cache_dir)
             if not (warpgroup_panels.is_available(device) and warpgroup_panels.multiplies(shape)):
-                return GroupedKernels(few)
+                return GroupedKernels(pairs, few)
             sizes = warpgroup_panels.SOME_ROWS, warpgroup_panels.MANY_ROWS
-            return GroupedKernels(few, *(WarpgroupPanels(shape, rows, self._jit_cache_dir) for rows in sizes))
+            more = (WarpgroupPanels(shape, rows, self._jit_cache_dir) for rows in sizes)
+            return GroupedKernels(pairs, few, *more)
         except (UserError, RuntimeError) as error:  # no place for compiled code; a compiler's or a driver's
             _log.warning("Triton computes rows of experts, more slowly", because=str(error))
             return None

@@ -100,7 +100,11 @@ class TritonResidentKernels(ResidentKernels):
             for rows in row_parts(slots, hidden_states, topk_ids.shape[1]):
                 before = None if partial is None else partial[rows]
                 x, ids, weights = (tensor[rows] for tensor in inputs)
-                if x.shape[0] <= few:
+                if x.shape[0] <= few and grouped is not None:
+                    limits = self._geometry.alpha, slots.limit
+                    where = slots.weights, ids, slots.slot_of_expert, weights
+                    grouped.pairs.forward(x, *where, before, result[rows], *limits)
+                elif x.shape[0] <= few:
                     self._by_rows(slots, x, ids, weights, before, result[rows])
                 else:
                     self._packed(slots, grouped, x, ids, weights, before, result[rows])

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from triton.runtime.interpreter import interpreter_builder
 
 import tests.helpers.triton_interpreter  # noqa: F401
 from gpu_service.attention.fused_decode import MAX_REQUESTS, MIN_SPLIT, can_decode
@@ -16,7 +17,7 @@ from gpu_service.attention.torch_reference import TorchReferenceAttention
 from gpu_service.attention.triton_backend import TritonAttention
 from gpu_service.ops.triton.counters import stream_counters
 from tests.helpers.attention_cases import LAYER, Case, Geometry, make_case
-from tests.helpers.fused_decode import Options, attend, unrotated
+from tests.helpers.fused_decode import Options, as_decode_rows, attend, unrotated
 from tests.tolerances import ATTENTION_FLOAT16, LOGITS_FLOAT32_SELF
 
 SMALL = Geometry(num_heads=6, num_kv_heads=2, head_dim=16)
@@ -58,6 +59,23 @@ def test_what_is_rotated(options: Options) -> None:
 def test_groups(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
     """One query head, more of them than a tile's rows, and a power of two."""
     check(make_case(Geometry(num_heads, num_kv_heads, head_dim, page_size=16), [(LONG, 1), (9, 1)]))
+
+
+def test_rows_of_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draft tokens and short prompts are rows that see the rows before them, in whatever order programs run:
+    here the later row's store their keys first. Some in a tile, more than a tile, and after several splits.
+    """
+    case = make_case(SMALL, [(30, 4), (3, 1), (LONG - 2, 3), (0, 18)])
+    expected_cache, cache = case.fresh_cache(), case.fresh_cache()
+    layers = case.geometry.config().layers
+    expected = attend(TorchReferenceAttention(layers, expected_cache), case, Options())
+    set_place = interpreter_builder.set_grid_idx
+    rows = as_decode_rows(case)
+    last = len(rows.inputs.seq_lens) - 1
+    monkeypatch.setattr(interpreter_builder, "set_grid_idx", lambda x, y, z: set_place(x, y, last - z))
+    output = attend(TritonAttention(layers, cache), rows, Options())
+    torch.testing.assert_close(output, expected, rtol=0, atol=LOGITS_FLOAT32_SELF)
+    torch.testing.assert_close(cache.slots(LAYER), expected_cache.slots(LAYER), rtol=0, atol=1e-6)
 
 
 def test_what_it_leaves_to_others() -> None:
