@@ -28,6 +28,8 @@ MAX_SPLITS = 32
 # Fewer keys than this are not worth a program of their own.
 MIN_SPLIT = 128
 _BLOCK_KEYS = 64
+# Tiles of the loop that are under way together, beside the first one; of longer heads fewer fit.
+_STAGES, _PIPELINED_DIM = 3, 128
 # Tokens of its own step that a program attends to at a time: rows that a tensor core takes at least.
 _BLOCK_NEW = 16
 # Elements of splits' results that are merged at a time: what a program's registers hold.
@@ -43,41 +45,44 @@ def _weighted(normed, weight, dtype: tl.constexpr):  # type: ignore[no-untyped-d
 
 
 @jit
+def _partners(element, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Returns the other element of each one's pair, and which have one."""
+    partner = element ^ 1 if INTERLEAVED else (element + ROTARY_DIM // 2) % ROTARY_DIM
+    in_pairs = element < ROTARY_DIM
+    return tl.where(in_pairs, partner, element), in_pairs
+
+
+@jit
+def _angles(cos, sin, element, in_pairs):  # type: ignore[no-untyped-def]
+    """Returns the factors of elements and of their partners: the table's sines have the signs."""
+    c = tl.load(cos + element, mask=in_pairs, other=1.0).to(tl.float32)
+    return c, tl.load(sin + element, mask=in_pairs, other=0.0).to(tl.float32)
+
+
+@jit
 def _rotated(  # type: ignore[no-untyped-def]
-    row, element, held, weight, cos, sin, eps, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
-    INTERLEAVED: tl.constexpr, NORMS: tl.constexpr,
+    row,
+    element,
+    partner,
+    held,
+    weight,
+    partner_weight,
+    c,
+    s,
+    eps,
+    HEAD_DIM: tl.constexpr,
+    NORMS: tl.constexpr,
 ):  # fmt: skip
     """Norms and rotates heads `[M, HEAD_DIM]`, rounded where the op rounds; `element` `[1,
     HEAD_DIM]`.
-
-    Element e of a pair (e, partner) is e * cos[e] + partner * sin[e]: the table's sines have the signs.
     """
-    partner = element ^ 1 if INTERLEAVED else (element + ROTARY_DIM // 2) % ROTARY_DIM
-    in_pairs = element < ROTARY_DIM
-    partner = tl.where(in_pairs, partner, element)
     loaded = tl.load(row + element, mask=held, other=0.0)
     dtype: tl.constexpr = loaded.dtype
     own, other = loaded.to(tl.float32), tl.load(row + partner, mask=held, other=0.0).to(tl.float32)
     if NORMS:
         scale = 1.0 / tl.sqrt(tl.sum(own * own, axis=1, keep_dims=True) / HEAD_DIM + eps)
-        own = _weighted(own * scale, tl.load(weight + element), dtype)
-        other = _weighted(other * scale, tl.load(weight + partner), dtype)
-    c = tl.load(cos + element, mask=in_pairs, other=1.0).to(tl.float32)
-    s = tl.load(sin + element, mask=in_pairs, other=0.0).to(tl.float32)
+        own, other = _weighted(own * scale, weight, dtype), _weighted(other * scale, partner_weight, dtype)
     return (own * c + other * s).to(dtype)
-
-
-@jit
-def _append(  # type: ignore[no-untyped-def]
-    slot, key, value, element, weight, cos, sin, eps, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr, INTERLEAVED: tl.constexpr, NORMS: tl.constexpr,
-):  # fmt: skip
-    """Stores a token's key, normed and rotated, and its value; both `[1, HEAD_DIM]` are returned."""
-    k = _rotated(key, element, element >= 0, weight, cos, sin, eps, HEAD_DIM, ROTARY_DIM, INTERLEAVED, NORMS)
-    v = tl.load(value + element)
-    tl.store(slot + element, k)
-    tl.store(slot + NUM_KV_HEADS * HEAD_DIM + element, v)
-    return k, v
 
 
 @jit
@@ -181,41 +186,49 @@ def decode_attention_kernel(  # type: ignore[no-untyped-def]
         return
     begin, end = split * share, tl.minimum((split + 1) * share, cached)
     member, element = tl.arange(0, BLOCK_G), tl.arange(0, HEAD_DIM)[None, :]
-    # The first tile is under way while the kernel before ends: nothing in this step writes it.
+    partner, in_pairs = _partners(element, ROTARY_DIM, INTERLEAVED)
+    # All that nothing in this step writes any more is under way while the kernel before ends.
     keys, values, seen = _load_tokens(
         slots, table, begin, end, slot_stride, kv_head, element, HEAD_DIM, NUM_KV_HEADS, PAGE_SIZE, BLOCK_N
     )
+    own_cos, own_sin = _angles(cos + request * ROTARY_DIM, sin + request * ROTARY_DIM, element, in_pairs)
+    slot = slots + tl.load(slot_mapping + request) * slot_stride + kv_head * HEAD_DIM + element
+    q_own, q_other, k_own, k_other = 1.0, 1.0, 1.0, 1.0
+    if NORMS:
+        q_own, q_other = tl.load(q_weight + element), tl.load(q_weight + partner)
+        k_own, k_other = tl.load(k_weight + element), tl.load(k_weight + partner)
     wait_for_previous(OVERLAPS)
     head, held = kv_head * GROUP + member, (member < GROUP)[:, None]
-    row = heads + request * row_stride
-    own_cos, own_sin = cos + request * ROTARY_DIM, sin + request * ROTARY_DIM
     q = _rotated(
-        row + head[:, None] * head_stride, element, held, q_weight, own_cos, own_sin, eps, HEAD_DIM,
-        ROTARY_DIM, INTERLEAVED, NORMS,
+        heads + request * row_stride + head[:, None] * head_stride, element, partner, held, q_own, q_other,
+        own_cos, own_sin, eps, HEAD_DIM, NORMS,
     )  # fmt: skip
     maximum = tl.full([BLOCK_G], float("-inf"), tl.float32)
     total, weighted = tl.zeros([BLOCK_G], tl.float32), tl.zeros([BLOCK_G, HEAD_DIM], tl.float32)
     if split == 0:
-        new, new_value = heads + (GROUP * NUM_KV_HEADS + kv_head) * head_stride, kv_head * value_head_stride
-        new_value += value
-        slot = slots + tl.load(slot_mapping + request) * slot_stride + kv_head * HEAD_DIM
-        k, v = _append(
-            slot, new + request * row_stride, new_value + request * value_stride, element, k_weight, own_cos,
-            own_sin, eps, HEAD_DIM, ROTARY_DIM, NUM_KV_HEADS, INTERLEAVED, NORMS,
+        new_key = heads + (GROUP * NUM_KV_HEADS + kv_head) * head_stride
+        new_value = value + kv_head * value_head_stride + element
+        k = _rotated(
+            new_key + request * row_stride, element, partner, element >= 0, k_own, k_other, own_cos, own_sin,
+            eps, HEAD_DIM, NORMS,
         )  # fmt: skip
+        v = tl.load(new_value + request * value_stride)
+        tl.store(slot, k)
+        tl.store(slot + NUM_KV_HEADS * HEAD_DIM, v)
         maximum = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * score_scale
         total, weighted = total + 1.0, weighted + v.to(tl.float32)
         for first in range(0, earlier, BLOCK_NEW):
             back = 1 + first + tl.arange(0, BLOCK_NEW)
             is_new = back <= earlier
             other = tl.where(is_new, request - back, request)[:, None]
-            k = _rotated(
-                new + other * row_stride, element, is_new[:, None], k_weight, cos + other * ROTARY_DIM,
-                sin + other * ROTARY_DIM, eps, HEAD_DIM, ROTARY_DIM, INTERLEAVED, NORMS,
+            c, s = _angles(cos + other * ROTARY_DIM, sin + other * ROTARY_DIM, element, in_pairs)
+            new_keys = _rotated(
+                new_key + other * row_stride, element, partner, is_new[:, None], k_own, k_other, c, s, eps,
+                HEAD_DIM, NORMS,
             )  # fmt: skip
-            v = tl.load(new_value + other * value_stride + element, mask=is_new[:, None], other=0.0)
+            new_values = tl.load(new_value + other * value_stride, mask=is_new[:, None], other=0.0)
             maximum, total, weighted = _attended(
-                q, k, v, is_new, maximum, total, weighted, score_scale, PRECISION
+                q, new_keys, new_values, is_new, maximum, total, weighted, score_scale, PRECISION
             )
     maximum, total, weighted = _attended(
         q, keys, values, seen, maximum, total, weighted, score_scale, PRECISION
@@ -303,7 +316,7 @@ def decode_attention(
         BLOCK_N=_BLOCK_KEYS, BLOCK_M=heads_at_once, BLOCK_S=min(at_once, width),
         BLOCK_NEW=_BLOCK_NEW, MOST_ROWS=next_power_of_2(num_requests), MAX_SPLITS=width,
         MINIMUM=MIN_SPLIT, PRECISION="ieee" if heads.dtype == torch.float32 else "tf32",
-        num_warps=4, num_stages=3, **overlap(heads.device),
+        num_warps=4, num_stages=_STAGES if head_dim <= _PIPELINED_DIM else 2, **overlap(heads.device),
     )  # fmt: skip
     return output.flatten(1)
 

@@ -62,6 +62,8 @@ def gemv_kernel(
     has_feature, inside = feature < num_features, column < num_columns
     place = feature.to(tl.int64)[:, None] * num_columns + column[None, :]
     weight = tl.load(weight_ptr + place, mask=has_feature[:, None] & inside[None, :], other=0.0)
+    if NORMS:
+        norm_weight = tl.load(norm_weight_ptr + column, mask=inside, other=0.0)
     wait_for_previous(OVERLAPS)
     dtype: tl.constexpr = rows_ptr.dtype.element_ty
     for row in tl.static_range(ROWS):
@@ -71,7 +73,6 @@ def gemv_kernel(
             x = (x.to(tl.float32) + update.to(tl.float32)).to(dtype)
             tl.store(total_ptr + row * num_columns + column, x, mask=inside & (program == 0))
         if NORMS:
-            norm_weight = tl.load(norm_weight_ptr + column, mask=inside, other=0.0)
             x = rounded_norm(x.to(tl.float32), norm_weight, num_columns, eps, dtype)
             tl.store(normed_ptr + row * num_columns + column, x, mask=inside & (program == 0))
         product = tl.sum(weight.to(tl.float32) * x.to(tl.float32)[None, :], axis=1)
@@ -197,7 +198,8 @@ def _launch(
         "COLUMNS": columns,
     }
     # What is not a parameter may be what the kernel before writes.
-    overlaps = overlap(rows.device, isinstance(weight, nn.Parameter))
+    read_before = [weight] if seam is None else [weight, seam["norm_weight_ptr"]]
+    overlaps = overlap(rows.device, all(isinstance(each, nn.Parameter) for each in read_before))
     options = {"num_warps": warps(columns), **overlaps}
     if options["num_warps"] == MOST_WARPS:
         options["maxnreg"] = MAX_REGISTERS

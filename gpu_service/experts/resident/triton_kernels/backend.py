@@ -100,7 +100,7 @@ class TritonResidentKernels(ResidentKernels):
             for rows in row_parts(slots, hidden_states, topk_ids.shape[1]):
                 before = None if partial is None else partial[rows]
                 x, ids, weights = (tensor[rows] for tensor in inputs)
-                if x.shape[0] <= few and grouped is not None:
+                if x.shape[0] <= few and grouped is not None and grouped.pairs is not None:
                     limits = self._geometry.alpha, slots.limit
                     where = slots.weights, ids, slots.slot_of_expert, weights
                     grouped.pairs.forward(x, *where, before, result[rows], *limits)
