@@ -177,26 +177,29 @@ def decode_attention_kernel(  # type: ignore[no-untyped-def]
     Lengths and pages were there before the step began; slots of tokens before the step's own also.
     """
     split, kv_head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    cached, table = tl.load(seq_lens + request) - 1, block_table + request * table_stride
-    earlier = _earlier_rows(slot_mapping, table, request, cached, PAGE_SIZE, MOST_ROWS)
-    cached -= earlier
+    member, element = tl.arange(0, BLOCK_G), tl.arange(0, HEAD_DIM)[None, :]
+    partner, in_pairs = _partners(element, ROTARY_DIM, INTERLEAVED)
+    # All that nothing in this step writes any more is under way while the kernel before ends.
+    length, own_slot = tl.load(seq_lens + request), tl.load(slot_mapping + request)
+    own_cos, own_sin = _angles(cos + request * ROTARY_DIM, sin + request * ROTARY_DIM, element, in_pairs)
+    q_own, q_other, k_own, k_other = 1.0, 1.0, 1.0, 1.0
+    if NORMS:
+        q_own, q_other = tl.load(q_weight + element), tl.load(q_weight + partner)
+        k_own, k_other = tl.load(k_weight + element), tl.load(k_weight + partner)
+    cached, table = length - 1, block_table + request * table_stride
     share = keys_per_split(cached, num_splits, MINIMUM, BLOCK_N)
     used = tl.maximum(tl.cdiv(cached, share), 1)
     if split >= used:
         return
     begin, end = split * share, tl.minimum((split + 1) * share, cached)
-    member, element = tl.arange(0, BLOCK_G), tl.arange(0, HEAD_DIM)[None, :]
-    partner, in_pairs = _partners(element, ROTARY_DIM, INTERLEAVED)
-    # All that nothing in this step writes any more is under way while the kernel before ends.
     keys, values, seen = _load_tokens(
         slots, table, begin, end, slot_stride, kv_head, element, HEAD_DIM, NUM_KV_HEADS, PAGE_SIZE, BLOCK_N
     )
-    own_cos, own_sin = _angles(cos + request * ROTARY_DIM, sin + request * ROTARY_DIM, element, in_pairs)
-    slot = slots + tl.load(slot_mapping + request) * slot_stride + kv_head * HEAD_DIM + element
-    q_own, q_other, k_own, k_other = 1.0, 1.0, 1.0, 1.0
-    if NORMS:
-        q_own, q_other = tl.load(q_weight + element), tl.load(q_weight + partner)
-        k_own, k_other = tl.load(k_weight + element), tl.load(k_weight + partner)
+    # What was read of rows of this very step may be older than they are, and counts for nothing.
+    earlier = _earlier_rows(slot_mapping, table, request, cached, PAGE_SIZE, MOST_ROWS)
+    end = tl.minimum(end, cached - earlier)
+    seen = seen & (begin + tl.arange(0, BLOCK_N) < end)
+    slot = slots + own_slot * slot_stride + kv_head * HEAD_DIM + element
     wait_for_previous(OVERLAPS)
     head, held = kv_head * GROUP + member, (member < GROUP)[:, None]
     q = _rotated(

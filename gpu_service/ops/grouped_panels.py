@@ -144,9 +144,11 @@ def _table(panels: PanelFormat) -> dict[str, int]:
     }
 
 
-def constants(shape: GroupedShape, warps: int, bits_ahead: int = BITS_AHEAD, **more: int) -> str:
+def constants(
+    shape: GroupedShape, warps: int, bits_ahead: int = BITS_AHEAD, down_bits_ahead: int = 0, **more: int
+) -> str:
     """Returns what sources of kernels for one kind of layer begin with; `warps`: of a block; `bits_ahead`: as
-    `BITS_AHEAD`; `more`: numbers that a source of its own takes.
+    `BITS_AHEAD`, of down too unless that has a number of its own; `more`: numbers that a source takes.
     """
     lines = [f"#define SCALE_{name.upper()} {number}" for number, name in enumerate(_SCALES)]
     lines += [f"#define CODE_{name.upper()} {number}" for number, name in enumerate(_CODES)]
@@ -169,8 +171,8 @@ def constants(shape: GroupedShape, warps: int, bits_ahead: int = BITS_AHEAD, **m
         "kDownAt": shape.down_at,
     }
     lines += [f"constexpr unsigned long long {key} = {value};" for key, value in offsets.items()]
-    kinds = {"GateUp": shape.gate_up, "Down": shape.down}
-    return "\n".join([*lines, *(_structure(name, kind, bits_ahead) for name, kind in kinds.items())])
+    gate_up = _structure("GateUp", shape.gate_up, bits_ahead)
+    return "\n".join([*lines, gate_up, _structure("Down", shape.down, down_bits_ahead or bits_ahead)])
 
 
 def sources(*names: str) -> str:

@@ -27,6 +27,7 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32)
   __shared__ float4 found[kWarps][8];
   const int pair = blockIdx.x, strip = blockIdx.y, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   wait_for_previous();
+  let_next_begin();
   const int slot = slot_of(ids, slot_of_expert, pair);
   if (slot < 0) return;
   const u8* expert = slots + u64(slot) * kExpertBytes;
@@ -70,14 +71,15 @@ constexpr int kTwos = (kTopK + 1) / 2;                            // pairs of ch
 constexpr int kShares = kTwos < kDownWarps ? kDownWarps / kTwos : 1;  // warps that share their k
 
 // Block (row, panel of 16 columns): result float32 [rows, kHidden] = partial + the sum of weight * product over the
-// row's choices. Choices and weights of panels are read before `gate_up_pairs` ends: it waited for the kernel that
-// wrote the former.
+// row's choices. Choices and panels are read before `gate_up_pairs` ends: it waited for the kernel that wrote the former.
+// The next kernel begins when rows have come: what it reads would delay them.
 template <class Partial>
 static __device__ __forceinline__ void down_of_row(const u8* intermediate, const u8* slots, const int* ids,
                                                    const int* slot_of_expert, const float* weights,
                                                    const Partial* partial, float* result) {
   __shared__ float found[kShares][2 * kTwos][16];
   __shared__ int chosen[2 * kTwos];
+  __shared__ float factors[2 * kTwos];
   const int row = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int two = warp % kTwos, share = warp / kTwos, second = lane >> 4;
   const int choice = 2 * two + second, pair = row * kTopK + choice;
@@ -85,7 +87,10 @@ static __device__ __forceinline__ void down_of_row(const u8* intermediate, const
   const int other = other_panel(own);
   // Of two experts one may be in no slot: then its lanes read the other's panel, and count for nothing.
   const int slot = own < 0 ? other : own;
-  if (share == 0 && (lane & 15) == 0) chosen[choice] = own;
+  if (share == 0 && (lane & 15) == 0) {
+    chosen[choice] = own;
+    factors[choice] = choice < kTopK ? load_latest(weights + pair) : 0;
+  }
   float total[1][2][4] = {};
   if (slot >= 0) {
     const u8* panel = slots + u64(slot) * kExpertBytes + kDownAt + u64(blockIdx.y) * Down::kPanelBytes;
@@ -96,6 +101,7 @@ static __device__ __forceinline__ void down_of_row(const u8* intermediate, const
   } else {
     wait_for_previous();
   }
+  let_next_begin();
   if ((lane & 3) == 0) {
     *reinterpret_cast<float4*>(&found[share][choice][(lane >> 2 & 3) * 4]) = own_row(total[0], second);
   }
@@ -113,7 +119,7 @@ static __device__ __forceinline__ void down_of_row(const u8* intermediate, const
     const u8* panel = slots + u64(from) * kExpertBytes + kDownAt + u64(blockIdx.y) * Down::kPanelBytes;
     if constexpr (Down::kColumnScale) product *= reinterpret_cast<const float*>(panel + Down::kColumnScaleAt)[column];
     if constexpr (Down::kBias) product += reinterpret_cast<const float*>(panel + Down::kBiasAt)[column];
-    sum += product * weights[row * kTopK + n];
+    sum += product * factors[n];
   }
   result[u64(row) * kHidden + feature] = sum;
 }

@@ -21,8 +21,9 @@ from gpu_service.ops.grouped_panels import (
 SOURCES = ("panel_codes.cuh", "panel_results.cuh", "grouped_panels.cu", "pair_panels.cu")
 # Of a block of gate and up, and of one of down, more where it has more pairs of choices.
 WARPS, DOWN_WARPS = 4, 8
-# Bits of each weight that a warp loads ahead: half of what it takes of 2048 k in 4 bits.
-BITS_AHEAD = 32
+# Bits of each weight that a warp loads ahead: in 4 bits half of what it takes of 2048 k, and of down all that
+# it takes of 768, since what is read beside the next kernel's weights comes late.
+BITS_AHEAD, DOWN_BITS_AHEAD = 32, 48
 # Bytes of a line of the cache, and of down's weights that are brought into it.
 _LINE, _MOST_PREFETCHED = 128, 16 << 20
 # Kernels may begin before the last one ends from this architecture on.
@@ -31,7 +32,7 @@ _OVERLAPS_FROM = 90
 
 def program(shape: GroupedShape) -> str:
     """Returns the complete source for one kind of layer."""
-    return constants(shape, WARPS, BITS_AHEAD, kDownWarps=DOWN_WARPS) + sources(*SOURCES)
+    return constants(shape, WARPS, BITS_AHEAD, DOWN_BITS_AHEAD, kDownWarps=DOWN_WARPS) + sources(*SOURCES)
 
 
 class PairPanels:

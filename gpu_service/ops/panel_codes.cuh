@@ -49,12 +49,19 @@ static __device__ __forceinline__ int load_latest(const int* at) {
   asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(value) : "l"(at));
   return value;
 }
+static __device__ __forceinline__ float load_latest(const float* at) {
+  return __int_as_float(load_latest(reinterpret_cast<const int*>(at)));
+}
 static __device__ __forceinline__ void bring_line(const u8* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
-// Returns when all that was launched before is complete; the next kernel may begin from here on. Before it, only what
-// no kernel is writing may be read.
+// Returns when all that was launched before is complete. Before it, only what no kernel is writing may be read.
 static __device__ __forceinline__ void wait_for_previous() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+// The next kernel may begin once all blocks have come here.
+static __device__ __forceinline__ void let_next_begin() {
+#if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }

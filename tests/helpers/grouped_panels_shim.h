@@ -124,9 +124,13 @@ static void copies_end() {}
 static void prefetch(const uint8_t*, int) {}
 static void wait_for_copies() {}
 static void __syncthreads() { ring.wait_for_block(); }
-static int load_latest(const int* at) { return *at; }
+template <typename T>
+static T load_latest(const T* at) {
+  return *at;
+}
 static void bring_line(const uint8_t*) {}
 static void wait_for_previous() {}
+static void let_next_begin() {}
 static void products_begin() {}
 static void products_end() {}
 template <int kPending>
