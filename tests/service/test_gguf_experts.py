@@ -41,9 +41,9 @@ PACKED = {
     "dots1": "iq4_g32_products/iq3_xxs_grid_products",
 }
 
-# Types that files of "Unsloth Dynamic" quantisations mix: the intermediate size, dense layers' type, and types
+# Types that "Unsloth Dynamic" files mix: the intermediate size, dense layers' type, and types
 # of gate, up and down by layer. Qwen3.8-Flash-Next's experts have 640 channels, which no block of 256 divides
-# (pull request 2365 of ikawrakow/ik_llama.cpp); Qwen3-30B-A3B as UD-IQ1_S (issue 14199 of ggml-org/llama.cpp);
+# (pull request 2365 of ikawrakow/ik_llama.cpp); Qwen3-30B-A3B as UD-IQ1_S (14199 of ggml-org/llama.cpp);
 # DeepSeek's Q2_K_XL (259 of ik_llama.cpp); gates that differ from ups (2356 there); the 15 types of a
 # UD-Q2_K_XL (9820 of anthony-chaudhary/fak); UD-IQ3_XXS (114 of spiritbuun/buun-llama-cpp); Q5_K below Q4_K
 # (224 of gittensor-ai-lab/sparkinfer).
