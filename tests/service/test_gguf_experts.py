@@ -49,6 +49,7 @@ PACKED = {
 # (224 of gittensor-ai-lab/sparkinfer).
 MOST_OF_THE_FILE = 1.03
 MIXES: dict[str, tuple[int, str, tuple[tuple[str, str, str], ...]]] = {
+    "TQ1_0": (512, "TQ1_0", (("TQ1_0", "TQ1_0", "TQ1_0"), ("TQ1_0", "IQ2_XXS", "Q4_K"))),
     "IQ1_S of 640": (320, "Q5_K", (("IQ1_S", "IQ1_S", "IQ4_NL"), ("IQ2_XXS", "IQ1_S", "IQ4_NL"))),
     "IQ1_S": (512, "IQ3_S", (("IQ1_S", "IQ1_M", "IQ2_S"), ("IQ1_M", "IQ2_XXS", "IQ3_XXS"))),
     "IQ2_S": (512, "IQ4_XS", (("IQ2_XXS", "IQ2_XS", "IQ3_XXS"), ("Q2_K", "IQ2_XXS", "IQ2_S"))),
