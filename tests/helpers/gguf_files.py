@@ -24,6 +24,7 @@ from gguf import (
 )
 from numpy.typing import NDArray
 
+from tests.helpers.deepseek_v41_reference import write_tokenizer
 from tests.helpers.gguf_conversion import Converted
 from tests.helpers.gguf_linear import linear_tensors
 from tests.helpers.gguf_metadata import ARCHITECTURES, NEWER, write_metadata
@@ -237,7 +238,10 @@ def gguf_tensors(
         else:
             linear = list(linear_tensors(config, name, values.shape, latent_split))
         if linear:
-            found |= {_named(names, one): _converted(values, one, types, names, random) for one in linear}
+            for one in linear:
+                own, (array, kind) = _named(names, one), _converted(values, one, types, names, random)
+                # The next expert of a stack, or the whole tensor.
+                found[own] = np.concatenate([found[own][0], array]) if own in found else array, kind
             continue
         for mapped, view, shape in _views(config, name, values):
             gguf_name = mapped
@@ -327,3 +331,6 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    if config.model_type == "deepseek_v41":
+        # Which tokens count as one is read off it.
+        write_tokenizer(config.vocab_size, path.parent)

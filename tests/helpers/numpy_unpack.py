@@ -226,8 +226,8 @@ def _digits(layout: PanelLayout, panel: Bytes) -> Floats:
     """Returns digits to the base of 3 `[k_padded, 16]`: what a byte of 243rds stands for, digit by digit."""
     words, halves = grid_words(layout, panel)[:, 0], grid_signs(layout, panel)
     begin = layout.signs_offset + layout.k_padded
-    bits = panel[begin : begin + layout.k_padded // 4].reshape(-1, 1, PANEL_COLUMNS)
-    bits = np.concatenate([bits & 15, bits >> 4], 1).reshape(-1, PANEL_COLUMNS)
+    both = panel[begin : begin + layout.k_padded // 4].reshape(-1, 1, PANEL_COLUMNS)
+    bits = np.concatenate([both & 15, both >> 4], 1).reshape(-1, PANEL_COLUMNS)
     found = np.empty((len(words), 32, PANEL_COLUMNS), np.float32)
     for byte in range(6):
         stored = (words >> np.uint32(byte * 8) if byte < 4 else halves >> np.uint32(byte * 8 - 32)) & 255
