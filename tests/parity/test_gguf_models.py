@@ -88,7 +88,7 @@ def test_metadata_gives_the_configuration_of_config_json(name: str, gguf: Callab
 
 
 def test_what_files_of_deepseek_v41_leave_out_or_have_wrong(gguf: Callable[[str], GgufFile]) -> None:
-    """Without keys blocks of entries are those of the published model; factors of other hashes are refused."""
+    """Without keys blocks of entries are those of the published model; other hashes are refused."""
     model = open_gguf(gguf("deepseek_v41").path)
     family = {one.architecture: one for one in FAMILIES["deepseek_v41"].gguf}["deepseek41"]
     kept = {name: value for name, value in model.metadata.items() if ".candidate_" not in name}
