@@ -36,7 +36,7 @@ class PanelFormat(PanelLayout):
         lines of 32 k that have as many numbers each.
         """
         if self.is_grid:
-            return 1 if self.code == "iq2_xxs" else 2
+            return 1 if self.code in ("iq2_xxs", "tq1") else 2
         return {2: 2, 3: 2, 5: 4, 6: 4}.get(self.bits, self.bits)
 
     @property
@@ -117,8 +117,8 @@ def views(slots: torch.Tensor, panels: PanelFormat) -> PanelViews:
     return PanelViews(flat.view(torch.int32), scales, flat, flat.view(torch.float32), _grids(flat.device))
 
 
-_GRID_WORDS = {code: grid(code).reshape(-1).view(np.int32) for code in GRID_UNITS}
-_GRID_BEGINS = dict(zip(GRID_UNITS, np.cumsum([0, *map(len, _GRID_WORDS.values())]).tolist(), strict=False))
+_GRID_WORDS = {code: grid(code).reshape(-1).view(np.int32) for code in GRID_UNITS if code != "tq1"}
+_GRID_BEGINS = dict(zip(_GRID_WORDS, np.cumsum([0, *map(len, _GRID_WORDS.values())]).tolist(), strict=False))
 
 
 @cache

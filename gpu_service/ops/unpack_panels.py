@@ -66,6 +66,8 @@ def _group_values(panels: PanelFormat, packed: torch.Tensor, offset: int) -> tor
         elif panels.is_iq1:
             signs = _iq1_signs(panels, packed)[:, :groups]
             whole = ((signs >> 6 & 3 | signs >> 12 & 4) * 2 + 1).float()
+        elif panels.code == "tq1":
+            whole = torch.ones(count, groups, PANEL_COLUMNS, device=packed.device)
         elif panels.is_grid:
             whole = ((_grid_words(panels, packed)[:, :groups, -1] >> 28 & 15) * 2 + 1).float()
         else:
@@ -121,10 +123,26 @@ def _iq1_values(panels: PanelFormat, packed: torch.Tensor) -> torch.Tensor:
     return (values * panels.grid_unit)[:, : panels.k].contiguous()
 
 
+def _digit_values(panels: PanelFormat, packed: torch.Tensor) -> torch.Tensor:
+    """`_grid_values` of digits to the base of 3."""
+    words, halves = _grid_words(panels, packed)[:, :, 0], _iq1_signs(panels, packed)
+    begin = panels.signs_offset + panels.k_padded
+    bits = packed[:, begin : begin + panels.k_padded // 64 * PANEL_COLUMNS]
+    bits = bits.view(packed.shape[0], -1, 1, PANEL_COLUMNS).int()
+    bits = torch.cat([bits, bits >> 4], 2).flatten(1, 2)
+    held = [(words >> byte * 8) * power for power in (1, 3, 9, 27, 81) for byte in range(4)]
+    held += [(halves >> byte * 8) * power for power in (1, 3, 9, 27, 81) for byte in range(2)]
+    held += [bits << 6, (bits & 12) << 4]
+    bytes_ = torch.stack(held, 2).to(torch.int8).reshape(packed.shape[0], panels.k_padded, PANEL_COLUMNS)
+    return ((bytes_ > 42).float() - (bytes_ < -42).float())[:, : panels.k].contiguous()
+
+
 def _grid_values(panels: PanelFormat, packed: torch.Tensor) -> torch.Tensor:
     """Returns rows of the grid with their signs, float32 `[panels, k, 16]`."""
     if panels.is_iq1:
         return _iq1_values(panels, packed)
+    if panels.code == "tq1":
+        return _digit_values(panels, packed)
     words = _grid_words(panels, packed)
     shape = packed.shape[0], panels.k_padded, PANEL_COLUMNS
 

@@ -27,7 +27,7 @@ std::map<std::string, Enum> by_name(const char* (*name)(Enum), Enum first, Enum 
   return found;
 }
 
-const auto kCodes = by_name(&code_name, Code::kFloat32, Code::kIq1M);
+const auto kCodes = by_name(&code_name, Code::kFloat32, Code::kTq1);
 const auto kScaleTypes = by_name(&scale_name, ScaleType::kFloat32, ScaleType::kProducts);
 
 // As str(array.dtype), which costs several microseconds because it is Python code.

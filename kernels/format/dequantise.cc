@@ -93,13 +93,13 @@ void decode_awq(const SourceMatrix& source, uint32_t row, uint32_t begin, uint32
 }
 
 void decode_grid(const SourceMatrix& source, uint32_t row, uint32_t begin, uint32_t count, float* target) {
-  const uint32_t step = grid_source_words(source.code), bytes = sign_bytes(source.code);
-  const uint32_t more = bytes == 0 ? 0 : code_bits(source.code), mask = (1U << (8 * bytes)) - 1;
+  const uint32_t step = grid_source_words(source.code);
+  const uint32_t more = sign_bytes(source.code) == 0 ? 0 : code_bits(source.code);
   const auto* const words =
       static_cast<const uint32_t*>(source.data) + static_cast<ptrdiff_t>(row) * source.row_stride;
   for (uint32_t k = begin; k < begin + count; ++k) {
     const uint32_t* const of_k = words + k / 32 * step;
-    *target++ = grid_value(source.code, of_k, 1, of_k[more] & mask, k);
+    *target++ = grid_value(source.code, of_k, 1, of_k[more], k);
   }
 }
 

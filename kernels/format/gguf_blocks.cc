@@ -121,22 +121,43 @@ void tq2_0_codes(Bytes block, uint8_t* target) {
   for (uint32_t i = 0; i < 256; ++i) target[i] = static_cast<uint8_t>(3 - target[i]);
 }
 
-// Digits to the base of 3, as TQ2_0's codes: a byte holds kDigits of them, kRun weights apart.
+// Digits to the base of 3, which mean -1, 0 and 1: a byte holds kDigits of them, kRun weights apart.
 template <uint32_t kDigits, uint32_t kRun>
-uint8_t* thirds(Bytes packed, uint8_t* target) {
+int8_t* thirds(Bytes packed, int8_t* target) {
   uint8_t power = 1;
   for (uint32_t digit = 0; digit < kDigits; ++digit, power = static_cast<uint8_t>(power * 3)) {
     for (uint32_t i = 0; i < kRun; ++i) {
-      *target++ = static_cast<uint8_t>(3 - (static_cast<uint8_t>(packed[i] * power) * 3 >> 8));
+      *target++ = static_cast<int8_t>((static_cast<uint8_t>(packed[i] * power) * 3 >> 8) - 1);
     }
   }
   return target;
 }
 
-void tq1_0_codes(Bytes block, uint8_t* target) {
-  target = thirds<5, 32>(block, target);
-  target = thirds<5, 16>(block + 32, target);
-  thirds<4, 4>(block + 48, target);
+// Five digits, kStep apart, as a byte of trit() in panel_values.h.
+template <uint32_t kStep>
+uint32_t five_digits(const int8_t* digits) {
+  int number = 0;
+  for (uint32_t i = 0; i < 5; ++i) number = number * 3 + digits[i * kStep];
+  // A multiple of 256 more, so that rounding down rounds to the nearest.
+  return static_cast<uint32_t>(((number + 243) * 512 + 243) / 486) & 255;
+}
+
+void tq1_0_words(Bytes block, uint8_t* target) {
+  int8_t digits[256];
+  thirds<4, 4>(block + 48, thirds<5, 16>(block + 32, thirds<5, 32>(block, digits)));
+  for (const int8_t* of_group = digits; of_group < digits + 256; of_group += 32, target += 8) {
+    uint32_t words[2] = {};
+    for (uint32_t i = 0; i < 4; ++i) words[0] |= five_digits<4>(of_group + i) << (i * 8);
+    for (uint32_t i = 0; i < 2; ++i) {
+      words[1] |= five_digits<2>(of_group + 20 + i) << (i * 8);
+      words[1] |= (static_cast<uint32_t>(of_group[30 + i]) & 3) << (16 + i * 2);
+    }
+    std::memcpy(target, words, sizeof words);
+  }
+}
+
+void tq1_0_scales(Bytes block, uint8_t* target) {
+  for (uint32_t i = 0; i < 8; ++i) store_product(target, i, half_at(block + 52), 1);
 }
 
 // A scale for 256 weights as two for 128, negative.
@@ -367,8 +388,8 @@ const std::vector<GgufPart>& gguf_parts() {
       part<110, 64, q3_k_scales>("Q3_K", "scales"),       part<18, 32, iq4_codes<2, 1>>("IQ4_NL", "codes"),
       part<18, 2, copy<0, 2>>("IQ4_NL", "scales"),        part<136, 256, iq4_codes<8, 8>>("IQ4_XS", "codes"),
       part<136, 32, iq4_xs_scales>("IQ4_XS", "scales"),   part<17, 16, half_words<1>>("MXFP4", "codes"),
-      part<17, 1, copy<0, 1>>("MXFP4", "scales"),         part<54, 256, tq1_0_codes>("TQ1_0", "codes"),
-      part<54, 4, negative_halves<52>>("TQ1_0", "scales"),     part<66, 256, tq2_0_codes>("TQ2_0", "codes"),
+      part<17, 1, copy<0, 1>>("MXFP4", "scales"),         part<54, 64, tq1_0_words>("TQ1_0", "codes"),
+      part<54, 32, tq1_0_scales>("TQ1_0", "scales"),     part<66, 256, tq2_0_codes>("TQ2_0", "codes"),
       part<66, 4, negative_halves<64>>("TQ2_0", "scales"),     part<36, 64, nvfp4_codes>("NVFP4", "codes"),
       part<36, 4, copy<0, 4>>("NVFP4", "scales"),         part<98, 128, iq3_xxs_words>("IQ3_XXS", "codes"),
       part<98, 32, grid_scales<66, 4>>("IQ3_XXS", "scales"),     part<66, 64, copy<2, 64>>("IQ2_XXS", "codes"),

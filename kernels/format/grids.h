@@ -26,9 +26,11 @@ template <>
 inline constexpr float kGridUnit<Code::kIq3Xxs> = 0.5f;
 template <>
 inline constexpr float kGridUnit<Code::kIq3S> = 1.0f;
+template <>
+inline constexpr float kGridUnit<Code::kTq1> = 1.0f;
 
 struct GridRows {
-  const void* rows = nullptr;  // bytes [count][width]; null of other codes
+  const void* rows = nullptr;  // bytes [count][width]; null of other codes, and of tq1
   uint32_t count = 0;
   uint32_t width = 0;
   float unit = 1.0f;

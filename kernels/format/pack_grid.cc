@@ -31,6 +31,9 @@ void pack_grid_signs(const SourceMatrix& source, const PanelLayout& layout, uint
     const uint32_t* const from = data + static_cast<ptrdiff_t>(row) * source.row_stride + words;
     for (uint32_t chunk = 0; chunk * 32 < source.cols; ++chunk) {
       std::memcpy(target + (size_t{chunk} * kPanelColumns + column) * bytes, from + size_t{chunk} * step, bytes);
+      if (layout.format.code != Code::kTq1) continue;
+      std::byte& both = target[layout.k_padded + size_t{chunk / 2} * kPanelColumns + column];
+      both |= static_cast<std::byte>((from[size_t{chunk} * step] >> 16 & 15) << (chunk % 2 * 4));
     }
   }
 }

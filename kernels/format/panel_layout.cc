@@ -66,7 +66,8 @@ PanelLayout::PanelLayout(const WeightFormat& weight_format, uint32_t matrix_k, b
   }
   const size_t section_bytes = whole_offset + align64(scale_rows * scale_columns);
   signs_offset = scales_offset + section_bytes;
-  zeros_offset = signs_offset + align64(size_t{k_padded} / 32 * kPanelColumns * sign_bytes(format.code));
+  const size_t signs_of_64 = 2 * sign_bytes(format.code) + (format.code == Code::kTq1 ? 1 : 0);
+  zeros_offset = signs_offset + align64(size_t{k_padded} / 64 * kPanelColumns * signs_of_64);
   mins_offset = zeros_offset + (format.zeros ? align64(size_t{groups} * kPanelColumns) : 0);
   column_scale_offset = mins_offset + (!format.mins ? 0 : joined ? whole_offset : section_bytes);
   bias_offset = column_scale_offset + (format.column_scale ? kPanelColumns * sizeof(float) : 0);

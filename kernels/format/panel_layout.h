@@ -22,13 +22,16 @@
 //                                      bits 28-31 are s; the whole number of the group's scale is 2 s + 1. Numbers of 9
 //                                      and 10 bits share words with signs, those of 11 (iq1, one line) lie in the
 //                                      signs' section, too: grid_place() of panel_values.h
+//                   tq1                32 k = one line: 20 digits in a word, then 10 in a uint16 of the signs' section,
+//                                      two in 4 bits of it: trit() of panel_values.h
 //   scales        [groups][16] of the format's scale type; [groups] when the format has panel_scale;
 //                 products: [groups / factor_groups][16] float16 factors; then, from the next multiple of 64 bytes
 //                 on, [groups][16] int8 (int2 with mins: 4 bits of the scale below 4 bits of the minimum; int3:
 //                 [groups / 2][16] bytes of the low 4 bits of two numbers, the even group's below, then [groups / 4][16]
 //                 of the high 2 bits of four, of numbers that are 32 more; rows of a grid: none, or [groups / 2][16]
 //                 bytes of two s, of iq1_m 2 bits of four and then 1 bit of eight; of iq3_s, iq2_s then
-//                 [k_padded / 32][16] bytes of signs, of iq1 uint16)
+//                 [k_padded / 32][16] bytes of signs, of iq1 and tq1 uint16, of tq1 then [k_padded / 64][16] bytes of
+//                 4 bits of two; the whole numbers of tq1 are 1)
 //   zeros         [groups][16] uint8                    (formats with zeros)
 //   mins      [groups][16] of the scale type        (formats with mins; int2 with products: the factors alone)
 //   column_scale  [16] float32                          (formats with column_scale)

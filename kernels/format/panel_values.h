@@ -67,7 +67,8 @@ inline float decode_value(Code code, uint32_t bits, uint32_t zero) {
     case Code::kIq2Xs:
     case Code::kIq2S:
     case Code::kIq1S:
-    case Code::kIq1M: break;  // see grid_value
+    case Code::kIq1M:
+    case Code::kTq1: break;  // see grid_value
     case Code::kIq4: {
       const Codebook& book = *kCodebooks[static_cast<int>(code) - static_cast<int>(Code::kIq4)];
       return static_cast<float>(book.values[bits]) * book.unit;
@@ -116,9 +117,21 @@ inline GridPlace grid_place(Code code, const uint32_t* words, size_t step, uint3
   return {number, signs >> (i % 16 / 8 * 8) & 255};
 }
 
+// A digit to the base of 3, of a column's word and what the signs' section has: 16 bits, then 4. Bytes are 256 / 243 times
+// whole numbers, rounded, so that a third of a byte's range tells its first digit, and the rest times 3 is the next one's.
+// Digits 0 to 19 are four bytes' first ones, then their second ones, ...; 20 to 29 likewise two bytes'. The last two have
+// two bits each.
+inline int trit(uint32_t word, uint32_t more, uint32_t i) {
+  constexpr uint32_t kPowers[] = {1, 3, 9, 27, 81, 64};
+  const uint32_t held = i < 20 ? word >> (i % 4 * 8) : more >> (i < 30 ? i % 2 * 8 : i * 2 - 44);
+  const auto byte = static_cast<int8_t>(held * kPowers[i < 20 ? i / 4 : (i - 20) / 2]);
+  return (byte > 42 ? 1 : 0) - (byte < -42 ? 1 : 0);
+}
+
 // What k of the 32 means before its scale.
 inline float grid_value(Code code, const uint32_t* words, size_t step, uint32_t more, uint32_t k) {
   const uint32_t i = k % 32;
+  if (code == Code::kTq1) return static_cast<float>(trit(words[0], more, i));
   const GridPlace place = grid_place(code, words, step, more, i);
   const GridRows rows = grid_rows(code);
   const auto* const row = static_cast<const uint8_t*>(rows.rows) + size_t{place.number} * rows.width;
@@ -137,6 +150,10 @@ inline const uint32_t* grid_words(const PanelLayout& layout, const std::byte* pa
 inline uint32_t grid_signs(const PanelLayout& layout, const std::byte* panel, uint32_t column, uint32_t k) {
   const auto entry = static_cast<ptrdiff_t>(size_t{k / 32} * kPanelColumns + column);
   const std::byte* const signs = panel + layout.signs_offset;
+  if (layout.format.code == Code::kTq1) {
+    const auto both = load_element<uint8_t>(signs + layout.k_padded, entry / 32 * 16 + entry % 16);
+    return load_element<uint16_t>(signs, entry) | (both >> (entry / 16 % 2 * 4) & 15U) << 16;
+  }
   switch (sign_bytes(layout.format.code)) {
     case 1: return load_element<uint8_t>(signs, entry);
     case 2: return load_element<uint16_t>(signs, entry);
@@ -177,6 +194,7 @@ inline float panel_scale(const PanelLayout& layout, const std::byte* panel, bool
     return factor * static_cast<float>(is_grid(layout.format.code) ? whole * 2 + 1 : whole - middle);
   }
   if (is_grid(layout.format.code)) {
+    if (layout.format.code == Code::kTq1) return factor;
     const auto column = static_cast<uint32_t>(entry % kPanelColumns);
     const auto k = static_cast<uint32_t>(entry / kPanelColumns * 32);
     if (layout.format.code == Code::kIq1S) {

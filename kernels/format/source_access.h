@@ -25,7 +25,7 @@ inline uint32_t load_nibble(const void* words, ptrdiff_t index, uint32_t nibble)
 
 // Words of 32 elements, of kGridWords.
 inline uint32_t grid_source_words(Code code) {
-  return code == Code::kIq2Xxs || code == Code::kIq2Xs || is_iq1(code) ? 2 : 4;
+  return code == Code::kIq2Xxs || code == Code::kIq2Xs || is_iq1(code) || code == Code::kTq1 ? 2 : 4;
 }
 
 // Bytes of the elements that row_stride and col_stride count.

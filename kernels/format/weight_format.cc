@@ -89,6 +89,7 @@ std::vector<NamedFormat> make_formats() {
   formats.emplace_back("iq2_s_grid_products", grouped(Code::kIq2S, kProducts, 16));
   formats.emplace_back("iq1_s_grid_products", grouped(Code::kIq1S, kProducts, 32));
   formats.emplace_back("iq1_m_grid_products", grouped(Code::kIq1M, kProducts, 16));
+  formats.emplace_back("tq1_products", grouped(Code::kTq1, kProducts, 32));
   for (const bool zeros : {false, true}) {
     for (const uint32_t group_size : {32U, 64U, 128U}) {
       for (const ScaleType scale : {ScaleType::kBFloat16, ScaleType::kFloat16}) {
@@ -137,7 +138,8 @@ uint32_t code_bits(Code code) {
     case Code::kIq3Xxs:
     case Code::kIq3S: return 3;
     case Code::kIq1S:
-    case Code::kIq1M: return 1;
+    case Code::kIq1M:
+    case Code::kTq1: return 1;
     case Code::kInt5: return 5;
     case Code::kInt6: return 6;
   }
@@ -162,7 +164,7 @@ bool is_grid(Code code) { return code > Code::kIq4; }
 bool is_iq1(Code code) { return code == Code::kIq1S || code == Code::kIq1M; }
 
 uint32_t sign_bytes(Code code) {
-  if (is_iq1(code)) return 2;
+  if (is_iq1(code) || code == Code::kTq1) return 2;
   return code == Code::kIq3S || code == Code::kIq2S ? 1 : 0;
 }
 
@@ -198,6 +200,7 @@ const char* code_name(Code code) {
     case Code::kIq2Xs: return "iq2_xs";
     case Code::kIq1S: return "iq1_s";
     case Code::kIq1M: return "iq1_m";
+    case Code::kTq1: return "tq1";
     case Code::kIq2Xxs: return "iq2_xxs";
     case Code::kIq2S: return "iq2_s";
   }

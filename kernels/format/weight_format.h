@@ -34,6 +34,8 @@ enum class Code : uint8_t {
   kIq2Xxs = 16,  // as kIq3Xxs
   kIq2S = 17,  // as kIq3Xxs
   kIq1M = 18,  // as kIq3Xxs
+  // Digits -1, 0 and 1 to the base of 3: words of 32 k, too, of which each byte stands for five.
+  kTq1 = 19,
 };
 
 // Type of the group scales, as packed; every one becomes a float32 exactly.
@@ -70,15 +72,16 @@ struct WeightFormat {
 
 uint32_t code_bits(Code code);          // words of 32 k, of codes of grids
 uint32_t scale_bytes(ScaleType scale);  // 0, 4, 2, 2, 1, 1; of products the int8: 1
-bool is_grid(Code code);                // kIq3Xxs to kIq2Xs, kIq1S to kIq1M
+bool is_grid(Code code);                // kIq3Xxs to kTq1: words of 32 k
 bool is_iq1(Code code);                 // kIq1S, kIq1M: rows of signed values, an eighth more or less
 // Of grids: bytes for a column's 32 k of what words have no room for, signs, of iq1 the rest of numbers, too; 0, 1 or 2.
+// Of tq1 2, and 4 bits beside them.
 uint32_t sign_bytes(Code code);
 bool is_integer(Code code);             // kInt2 to kInt6, kInt8: those that may have mins
 // What kInt2 to kInt6 have subtracted where there are neither zeros nor mins; 0 of others.
 uint32_t code_middle(Code code);
 
-const char* code_name(Code code);         // "float32" ... "iq1_m", as the enumerators
+const char* code_name(Code code);         // "float32" ... "tq1", as the enumerators
 const char* scale_name(ScaleType scale);  // "no" for kNone, "float32" ... "products", as the enumerators
 
 // The format of a name, for configuration, tests and benchmarks:
@@ -101,6 +104,7 @@ const char* scale_name(ScaleType scale);  // "no" for kNone, "float32" ... "prod
 //   iq4_g32_f16 iq4_g32_products                         values of a table
 //   iq3_xxs_grid_products iq3_s_grid_products iq2_xxs_grid_products iq2_xs_grid_products iq2_s_grid_products
 //   iq1_s_grid_products iq1_m_grid_products              rows of a grid
+//   tq1_products                                         digits to the base of 3
 //   mxfp4            e2m1, e8m0 scale per 32
 //   nvfp4            e2m1, e4m3 scale per 16, column scale (the global scale)
 // "_ordered" after a name of integer codes with group scales: sorted by group, see `ordered`.

@@ -193,15 +193,60 @@ struct GridUnit<Code::kIq1S> : Iq1Unit<Code::kIq1S> {};
 template <>
 struct GridUnit<Code::kIq1M> : Iq1Unit<Code::kIq1M> {};
 
+// 32 k of digits to the base of 3: a third of a byte's range is a digit, and the byte times 3 has the next one.
+template <>
+struct GridUnit<Code::kTq1> {
+  static constexpr uint32_t kK = 32;
+  static constexpr uint32_t kBytes = 64;
+  __m256i words;  // four bytes of each column
+  __m256i more;   // two, and these times 3
+  __m256i last;   // in the upper half two digits that stand alone
+
+  // `line`, of the eight columns, their halves, and bytes of which bits from `bit` on are theirs.
+  static GridUnit of(const std::byte* line, const std::byte* halves, const std::byte* four_bits, int bit) {
+    const __m256i two = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(halves)));
+    const __m256i bits = _mm256_srl_epi32(GridBytes::bytes_of(four_bits), _mm_cvtsi32_si128(bit));
+    const __m256i last = _mm256_or_si256(_mm256_slli_epi32(GridBytes::masked(bits, 3), 22),
+                                         _mm256_slli_epi32(GridBytes::masked(bits, 12), 28));
+    return {GridBytes::load(line), _mm256_or_si256(two, _mm256_slli_epi32(times<1>(two), 16)), last};
+  }
+  // Bytes times 3 to the power of kPower.
+  template <int kPower>
+  static __m256i times(__m256i bytes) {
+    if constexpr (kPower == 0) {
+      return bytes;
+    } else {
+      const __m256i before = times<kPower - 1>(bytes);
+      return _mm256_add_epi8(_mm256_add_epi8(before, before), before);
+    }
+  }
+  template <int kQuad>
+  Integers quad() const {
+    if constexpr (kQuad < 5) return digits(times<kQuad>(words));
+    const __m256i found = times<kQuad < 5 ? 0 : kQuad * 2 - 10>(more);
+    return digits(kQuad < 7 ? found : _mm256_blend_epi16(found, last, 0xaa));
+  }
+  static Integers digits(__m256i bytes) {
+    const __m256i one = _mm256_cmpgt_epi8(bytes, _mm256_set1_epi8(42));
+    return {_mm256_sub_epi8(_mm256_cmpgt_epi8(_mm256_set1_epi8(-42), bytes), one)};
+  }
+};
+
 // Finds the bytes of signs that go with words.
 template <Code kCode>
 struct GridSigns {
   using Unit = GridUnit<kCode>;
   size_t offset;
+  size_t halves_bytes;  // of tq1, before its 4 bits
 
-  explicit GridSigns(const PanelLayout& layout) : offset(layout.signs_offset) {}
+  explicit GridSigns(const PanelLayout& layout) : offset(layout.signs_offset), halves_bytes(layout.k_padded) {}
   Unit unit(const std::byte* words, size_t k) const {
-    if constexpr (kCode == Code::kIq1S || kCode == Code::kIq1M) {
+    if constexpr (kCode == Code::kTq1) {
+      const size_t column = reinterpret_cast<uintptr_t>(words) % 64 / 4, chunk = k / 32;
+      const std::byte* const signs = words - column * 4 - chunk * 64 + offset;
+      return Unit::of(words, signs + (chunk * kPanelColumns + column) * 2,
+                      signs + halves_bytes + chunk / 2 * kPanelColumns + column, static_cast<int>(chunk % 2 * 4));
+    } else if constexpr (kCode == Code::kIq1S || kCode == Code::kIq1M) {
       const size_t half = k / 16 % 2;
       const std::byte* const line = words - half * Unit::kBytes;
       const size_t column = reinterpret_cast<uintptr_t>(line) % 64 / 4, chunk = k / 32;

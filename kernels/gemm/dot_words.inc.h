@@ -423,6 +423,7 @@ void run_words(const GemmWork& work) {
     case Code::kIq2S: return run_words_of<GridWords<Code::kIq2S>, Offset::kNone>(work);
     case Code::kIq1S: return run_words_of<GridWords<Code::kIq1S>, Offset::kNone>(work);
     case Code::kIq1M: return run_words_of<GridWords<Code::kIq1M>, Offset::kNone>(work);
+    case Code::kTq1: return run_words_of<GridWords<Code::kTq1>, Offset::kNone>(work);
     case Code::kFloat32:
     case Code::kBFloat16:
     case Code::kFloat16:

@@ -302,7 +302,8 @@ void run_float32(const GemmWork& work) {
     case Code::kIq2Xs:
     case Code::kIq2S:
     case Code::kIq1S:
-    case Code::kIq1M: break;  // their callers'
+    case Code::kIq1M:
+    case Code::kTq1: break;  // their callers'
     case Code::kInt2: return run<PlaneDecoder<2>>(work);
     case Code::kInt3: return run<PlaneDecoder<3>>(work);
     case Code::kInt5: return run<PlaneDecoder<5>>(work);

@@ -184,6 +184,7 @@ void run_float32_or_grid(const GemmWork& work) {
     case Code::kIq2S: return run<GridDecoder<Code::kIq2S>>(work);
     case Code::kIq1S: return run<GridDecoder<Code::kIq1S>>(work);
     case Code::kIq1M: return run<GridDecoder<Code::kIq1M>>(work);
+    case Code::kTq1: return run<GridDecoder<Code::kTq1>>(work);
     default: return run_float32(work);
   }
 }

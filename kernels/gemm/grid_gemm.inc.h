@@ -2,6 +2,7 @@
 // Included INSIDE an anonymous namespace, after kernels/format/grids.h and GridLines, which expands 32 k:
 //
 //   GridLines::expand<kCode>(words, more, target)          lines of words, and bytes of signs, to eight lines of int8
+//   GridLines::expand_digits(words, more, bits, bit, target)    the same of tq1, with bytes whose bits from one on are its
 //   GridLines::wholes(words, target)                       a line of signs to 16 whole numbers of scales
 //   GridLines::wholes_of_signs(more, target)               the same of iq1_s
 //   GridLines::wholes_of_fields(layout, section, group, target)      the same of a section of scales
@@ -20,7 +21,8 @@ size_t expanded_at_once(const PanelLayout& expanded, uint32_t num_panels, bool o
 template <Code kCode>
 [[gnu::noinline]] void expand_words(const PanelLayout& layout, const std::byte* panel, const std::byte* end,
                                     const std::byte* next, std::byte* codes, std::byte* wholes) {
-  constexpr bool kIsIq1 = kCode == Code::kIq1S || kCode == Code::kIq1M;
+  constexpr bool kIsTq1 = kCode == Code::kTq1;
+  constexpr bool kIsIq1 = kCode == Code::kIq1S || kCode == Code::kIq1M || kIsTq1;  // or as those
   constexpr int kLines = kIsIq1 ? 1 : kCode == Code::kIq3Xxs || kCode == Code::kIq3S ? 3 : 2;
   constexpr uint32_t kMore = kPanelColumns * (kIsIq1 ? 2 : 1);
   constexpr bool kInWords = kCode == Code::kIq3Xxs || kCode == Code::kIq2Xxs || kCode == Code::kIq1S;
@@ -32,12 +34,18 @@ template <Code kCode>
       if (ahead >= end) ahead = next == nullptr ? words : next + (ahead - end);
       __builtin_prefetch(ahead);
     }
-    GridLines::expand<kCode>(words, more, codes);
+    if constexpr (kIsTq1) {
+      const std::byte* const bits = panel + layout.signs_offset + layout.k_padded + k / 64 * kPanelColumns;
+      GridLines::expand_digits(words, more, bits, static_cast<int>(k / 32 % 2 * 4), codes);
+    } else {
+      GridLines::expand<kCode>(words, more, codes);
+    }
     if (!kInWords || k >= layout.k) continue;
     kIsIq1 ? GridLines::wholes_of_signs(more, wholes) : GridLines::wholes(words + (kLines - 1) * 64, wholes);
     wholes += kPanelColumns;
   }
   if (kInWords) return;
+  if (kIsTq1) return static_cast<void>(__builtin_memset(wholes, 1, size_t{layout.groups} * kPanelColumns));
   for (uint32_t group = 0; group < layout.groups; ++group, wholes += kPanelColumns) {
     GridLines::wholes_of_fields(layout, panel + layout.scales_offset, group, wholes);
   }
@@ -51,6 +59,7 @@ auto* expand_words_of(Code code) {
     case Code::kIq2Xs: return expand_words<Code::kIq2Xs>;
     case Code::kIq1S: return expand_words<Code::kIq1S>;
     case Code::kIq1M: return expand_words<Code::kIq1M>;
+    case Code::kTq1: return expand_words<Code::kTq1>;
     default: return expand_words<Code::kIq2S>;
   }
 }

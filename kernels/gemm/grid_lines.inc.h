@@ -98,6 +98,29 @@ struct GridLines {
     return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
   }
 
+  // 32 k of digits to the base of 3: a third of a byte's range is a digit, and the byte times 3 has the next one.
+  static void expand_digits(const std::byte* words, const std::byte* more, const std::byte* four_bits, int bit,
+                            std::byte* target) {
+    __m512i bytes = _mm512_loadu_si512(words);
+    for (int quad = 0; quad < 5; ++quad, bytes = thrice(bytes)) store_digits(target + quad * 64, bytes);
+    const __m512i two = halves_of(more);
+    bytes = _mm512_or_si512(two, _mm512_slli_epi32(thrice(two), 16));
+    store_digits(target + 5 * 64, bytes);
+    bytes = thrice(thrice(bytes));
+    store_digits(target + 6 * 64, bytes);
+    const __m512i bits = _mm512_srl_epi32(bytes_of(four_bits), _mm_cvtsi32_si128(bit));
+    const __m512i last = _mm512_or_si512(_mm512_slli_epi32(masked(bits, 3), 22),
+                                         _mm512_slli_epi32(masked(bits, 12), 28));
+    store_digits(target + 7 * 64, _mm512_or_si512(masked(thrice(thrice(bytes)), 0xffff), last));
+  }
+  static __m512i thrice(__m512i bytes) { return _mm512_add_epi8(_mm512_add_epi8(bytes, bytes), bytes); }
+  static void store_digits(std::byte* target, __m512i bytes) {
+    const __mmask64 one = _mm512_cmpgt_epi8_mask(bytes, _mm512_set1_epi8(42));
+    const __mmask64 less = _mm512_cmpgt_epi8_mask(_mm512_set1_epi8(-42), bytes);
+    const __m512i found = _mm512_mask_mov_epi8(_mm512_setzero_si512(), one, _mm512_set1_epi8(1));
+    _mm512_storeu_si512(target, _mm512_mask_mov_epi8(found, less, _mm512_set1_epi8(-1)));
+  }
+
   template <Code kCode>
   static void expand_with_signs(const std::byte* words, const std::byte* more, std::byte* target) {
     const __m512i signs_of_words = signs<kCode>(words, more);

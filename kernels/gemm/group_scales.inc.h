@@ -70,6 +70,16 @@ void widen_grid_products(const PanelLayout& layout, const std::byte* panel, uint
   }
 }
 
+// Of tq1: factors alone.
+void widen_factors(const PanelLayout& layout, const std::byte* panel, uint32_t column, uint32_t group, uint32_t count,
+                   GroupBuffer* target) {
+  const std::byte* const factors = panel + layout.scales_offset + size_t{column} * 2;
+  for (uint32_t i = 0; i < count; ++i) {
+    const size_t line = (group + i) / layout.factor_groups;
+    Vec::from_float16(factors + line * kPanelColumns * 2).store(target->lanes[i]);
+  }
+}
+
 // Of iq1_s: factors that several groups share, and three bits of each group's signs.
 void widen_iq1_s_products(const PanelLayout& layout, const std::byte* panel, uint32_t column, uint32_t group,
                           uint32_t count, GroupBuffer* target) {
@@ -123,6 +133,7 @@ void widen_products(const PanelLayout& layout, const std::byte* panel, bool of_m
   const Code code = layout.format.code;
   if (code == Code::kIq3Xxs) return widen_grid_products<3>(layout, panel, column, group, count, target);
   if (code == Code::kIq2Xxs) return widen_grid_products<2>(layout, panel, column, group, count, target);
+  if (code == Code::kTq1) return widen_factors(layout, panel, column, group, count, target);
   if (code == Code::kIq1S) return widen_iq1_s_products(layout, panel, column, group, count, target);
   if (code == Code::kIq1M) return widen_field_products<2, 1, true>(layout, panel, column, group, count, target);
   if (code == Code::kInt3) return widen_field_products<4, 2, false>(layout, panel, column, group, count, target);

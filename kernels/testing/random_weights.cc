@@ -75,6 +75,7 @@ CodeBits code_bits_of(Code code, int exponent) {
     case Code::kIq4: return {~uint64_t{0}, 0, 66.0f};
     case Code::kIq1S: return {~uint64_t{0}, 0, 6.6f};  // times the scale's whole number
     case Code::kIq1M: return {~uint64_t{0}, 0, 0.72f};
+    case Code::kTq1: return {~uint64_t{0}, 0, 0.82f};
     case Code::kIq3Xxs: return {~uint64_t{0}, 0, 170.0f};  // times the scale's whole number
     case Code::kIq2Xxs: return {~uint64_t{0}, 0, 58.0f};
     case Code::kIq3S: return {~uint64_t{0}, 0, 9.2f};

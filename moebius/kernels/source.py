@@ -12,8 +12,8 @@ SourceLayout = Literal["plain", "compressed_int4", "awq_int4", "gptq_int4", "mxf
 SmallInteger = Literal["int2", "int3", "int4", "int5", "int6"]
 # Places of values in the tables of `weight_formats.CODEBOOKS`.
 TableCode = Literal["iq4"]
-# Rows of `weight_formats.grid`, with signs and scales.
-GridCode = Literal["iq3_xxs", "iq3_s", "iq2_xxs", "iq2_xs", "iq2_s", "iq1_s", "iq1_m"]
+# Rows of `weight_formats.grid`, with signs and scales, and tq1, digits to the base of 3.
+GridCode = Literal["iq3_xxs", "iq3_s", "iq2_xxs", "iq2_xs", "iq2_s", "iq1_s", "iq1_m", "tq1"]
 PlainCode = Literal["float32", "bfloat16", "float16", "float8", "int8", "float4"]
 Code = Literal[PlainCode, SmallInteger, TableCode, GridCode]
 # Stored as [in, out]: rows lie along the second axis, eight to a word where words hold rows.
@@ -37,9 +37,10 @@ class SourceMatrix:
       awq_int4          int32 [cols, rows / 8] (AutoAWQ `qweight`)
       gptq_int4         int32 [cols / 8, rows] (AutoGPTQ `qweight`)
       mxfp4, nvfp4      uint8 [rows, cols / 2], even columns in the low nibbles
-      grid_words        int32 [rows, words], of `code`: for 32 columns two words (iq2_xxs, iq2_xs, iq1) or
-                        four, first those that panels have for them, then, of iq3_s, iq2_s and iq1, one whose
-                        lowest byte, or two of iq1, are those of signs; what is left is not read
+      grid_words        int32 [rows, words], of `code`: for 32 columns two words (iq2_xxs, iq2_xs, iq1, tq1)
+                        or four, first what panels have of them, then, of iq3_s, iq2_s, iq1 and tq1, one
+                        whose lowest byte, or two of iq1 and tq1, are those of signs, and of tq1 4 bits above;
+                        what is left is not read
     """
 
     codes: NDArray[Any]

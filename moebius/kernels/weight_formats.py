@@ -25,17 +25,23 @@ panel, every section beginning at a multiple of 64 bytes:
                   of 11 bits, the first and 5 bits of the second in half a word, 6 bits in a byte of the
                   uint16. Its bits 6 and 7 say of iq1_m whether the first and the second 8 k are an eighth
                   less, not more; of iq1_s bits 6, 7 and 14 of the uint16 are s, and bit 15 says it of all
+                  tq1: one line, a uint16 in the section of signs and 4 bits after these. Bytes hold five
+                  digits -1, 0 or 1 to the base of 3: a byte is a signed number of 256ths, the nearest to the
+                  fraction that they make, so that a third of its range is the first one's, and the byte times
+                  3 has the next one there. Of 32 k the word's four bytes have k and k + 4, 8, 12, 16, the
+                  uint16's two k + 20 and k + 22, 24, 26, 28, and the 4 bits two k of 2 bits each
     scales        [groups][16] of the format's scale type; [groups] where one scale serves the whole panel.
                   "products": [groups / factor_groups][16] float16, rounded up; then, from the next multiple
                   of 64 bytes on, [groups][16] int8; a scale is the product of both. int2 with mins has 4 bits
                   of the scale and, above, 4 of the minimum in an int8, and mins have the factors alone. Of
                   int3 the int8 is -32 to 31: of 32 more come first the low 4 bits, [groups / 2][16] bytes,
                   the even group's below the odd one's, then the high 2 bits, [groups / 4][16]. Of
+                  tq1 it is 1, which is not stored. Of
                   rows of a grid the int8 is 2 s + 1: iq3_xxs, iq2_xxs and iq1_s have the factors alone, iq1_m
                   [groups / 4][16] bytes of the low 2 bits of s, then [groups / 8][16] of the high bit, the
                   others [groups / 2][16] bytes, s of the even group below that of the odd one
     signs         [k_padded / 32][16] bytes, of iq2_s signs 6 and 7 of each 8 k, of iq3_s 0 to 3 of each 16;
-                  uint16 of iq1
+                  uint16 of iq1 and tq1, of tq1 then [k_padded / 64][16] bytes, the even 32 k's 4 bits below
     zeros         [groups][16] uint8
     mins          [groups][16] of the scale type
     column_scale  [16] float32
@@ -102,6 +108,7 @@ GRID_UNITS: Mapping[Code, float] = {
     "iq2_s": 0.125,
     "iq1_s": 0.125,
     "iq1_m": 0.125,
+    "tq1": 1.0,  # Without a grid.
 }
 
 WEIGHT_FORMATS = {name: WeightFormat(name, **fields) for name, fields in _kernels.weight_formats().items()}

@@ -43,6 +43,7 @@ GGUF_FORMATS = (
     "iq2_xs_grid_products",
     "iq1_m_grid_products",
     "iq1_s_grid_products",
+    "tq1_products",
     "int3_g16_products",
 )
 FEW, MANY = (1, 2, 4, 8, 16, 32), (4, 8, 16, 32, 64, 256, 1024, 4096)

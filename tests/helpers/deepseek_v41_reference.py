@@ -48,8 +48,12 @@ class DeepseekV41Config(SimpleNamespace):
     def __init__(self, **values: Any) -> None:
         super().__init__(**(_DEFAULTS | values))
         if self.engram_layer_ids:
-            self.engram_num_embeddings = [sum(primes) for primes in _primes(self)]
-            self.engram_compressed_vocab_size = len(set(_kinds(self.vocab_size)))
+            self.engram_num_embeddings = [sum(primes) for primes in table_primes(self)]
+            self.engram_compressed_vocab_size = len(set(kinds_of_tokens(self.vocab_size)))
+
+    def get_text_config(self) -> DeepseekV41Config:
+        """Returns itself: there is nothing but text."""
+        return self
 
     def to_dict(self) -> dict[str, Any]:
         """Returns all keys."""
@@ -62,7 +66,8 @@ def _words(vocab_size: int) -> list[str]:
     return [forms[i % 4].format(f"w{i // 4}é", f"W{i // 4}e") for i in range(vocab_size)]
 
 
-def _kinds(vocab_size: int) -> list[int]:
+def kinds_of_tokens(vocab_size: int) -> list[int]:
+    """Returns which tokens count as one, numbered in the order of their first ones."""
     kinds: dict[str, int] = {}
     found = []
     for word in _words(vocab_size):
@@ -74,13 +79,13 @@ def _kinds(vocab_size: int) -> list[int]:
 
 def write_tokenizer(vocab_size: int, directory: Path) -> None:
     """Writes the tokenizer of a model with so large a vocabulary."""
-    words = {word: number for number, word in enumerate(_words(vocab_size))}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token=next(iter(words))))
+    numbered = {word: number for number, word in enumerate(_words(vocab_size))}
+    tokenizer = Tokenizer(models.WordLevel(numbered, unk_token=next(iter(numbered))))
     tokenizer.decoder = decoders.Fuse()
     tokenizer.save(str(directory / "tokenizer.json"))
 
 
-def _primes(config: DeepseekV41Config) -> list[list[int]]:
+def table_primes(config: DeepseekV41Config) -> list[list[int]]:
     """Returns the buckets of each layer's hashes, which are primes that are used once."""
     found, candidate = [], config.engram_vocab_size
     hashes = (config.engram_max_ngram_size - 1) * config.engram_n_heads
@@ -92,6 +97,14 @@ def _primes(config: DeepseekV41Config) -> list[list[int]]:
             candidate += 1
         found.append(own)
     return found
+
+
+def table_factors(config: DeepseekV41Config, place: int) -> list[int]:
+    """Returns the factors of a token and of those before it in a layer's hashes, which are odd."""
+    generator = np.random.default_rng(10007 * config.engram_layer_ids[place])
+    bound = max(1, (np.iinfo(np.int64).max // config.engram_compressed_vocab_size) // 2)
+    drawn = generator.integers(low=0, high=bound, size=(config.engram_max_ngram_size,), dtype=np.int64)
+    return [2 * int(value) + 1 for value in drawn]
 
 
 class _Norm(nn.Module):
@@ -296,24 +309,21 @@ class _Table(nn.Module):
 class _Engram(nn.Module):
     def __init__(self, config: DeepseekV41Config, place: int) -> None:
         super().__init__()
-        self.config, self.primes = config, _primes(config)[place]
+        self.config, self.primes = config, table_primes(config)[place]
         size, heads = config.engram_max_ngram_size, config.engram_n_heads
         self.embed = _Table(config.engram_num_embeddings[place], config.engram_head_dim)
         streams = config.hc_mult, config.hidden_size
         self.wkv = _linear((size - 1) * heads * config.engram_head_dim, (streams[0] + 1) * streams[1])
         self.q_weight, self.k_weight = (nn.Parameter(torch.ones(streams)) for _ in range(2))
-        kinds = config.engram_compressed_vocab_size
-        generator = np.random.default_rng(10007 * config.engram_layer_ids[place])
-        bound = max(1, (np.iinfo(np.int64).max // kinds) // 2)
-        self.factors = generator.integers(low=0, high=bound, size=(size,), dtype=np.int64) * 2 + 1
+        self.factors = table_factors(config, place)
 
     def _rows(self, tokens: list[int]) -> Tensor:
-        kinds, heads = _kinds(self.config.vocab_size), self.config.engram_n_heads
+        kinds, heads = kinds_of_tokens(self.config.vocab_size), self.config.engram_n_heads
         pad, found = kinds[self.config.engram_pad_token_id], []
         for at in range(len(tokens)):
-            mixed, own = kinds[tokens[at]] * int(self.factors[0]), []
+            mixed, own = kinds[tokens[at]] * self.factors[0], []
             for back in range(1, self.config.engram_max_ngram_size):
-                mixed ^= (kinds[tokens[at - back]] if at >= back else pad) * int(self.factors[back])
+                mixed ^= (kinds[tokens[at - back]] if at >= back else pad) * self.factors[back]
                 for head in range(heads):
                     number = (back - 1) * heads + head
                     own.append(mixed % self.primes[number] + sum(self.primes[:number]))

@@ -24,6 +24,7 @@ from gguf import (
 )
 from numpy.typing import NDArray
 
+from tests.helpers.deepseek_v41_reference import write_tokenizer
 from tests.helpers.gguf_conversion import Converted
 from tests.helpers.gguf_linear import linear_tensors
 from tests.helpers.gguf_metadata import ARCHITECTURES, NEWER, write_metadata
@@ -31,8 +32,10 @@ from tests.helpers.gguf_newer import ARCHITECTURES_OF_TODAY, newer_tensors
 
 # Position of the float16 factors in a block of types that the package can only dequantise.
 _FACTORS = {
-    **dict.fromkeys(("IQ4_XS", "IQ3_S", "IQ3_XXS", "IQ2_XXS"), (0,)),
+    **dict.fromkeys(("IQ4_NL", "IQ4_XS", "IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_S"), (0,)),
+    "IQ1_M": (48,),
     "Q2_K": (80, 82),
+    "Q3_K": (108,),
     "Q4_K": (0, 2),
     "Q5_K": (0, 2),
     "Q6_K": (208,),
@@ -51,6 +54,8 @@ class GgufTypes:
     # Of the first layer, where it is not `down`: llama.cpp gives some layers more bits.
     first_down: str = ""
     up: str = ""  # Where it is not `gate_up`.
+    # Of gate, up and down of each layer, instead of all of these.
+    experts: tuple[tuple[str, str, str], ...] = ()
 
     def of(self, name: str, shape: tuple[int, ...]) -> str:
         """Returns the type of a GGUF tensor."""
@@ -58,6 +63,9 @@ class GgufTypes:
         if len(shape) == 1 or is_plain or not name.endswith(".weight"):
             return "F32"
         if "_exps." in name:
+            if self.experts:
+                which = ("gate", "up", "down").index(name.split("_")[1])
+                return self.experts[int(name.split(".")[1])][which]
             down = self.first_down if self.first_down and name.startswith("blk.0.") else self.down
             gate_up = self.up if self.up and ".ffn_up_exps." in name else self.gate_up
             return down if ".ffn_down_exps." in name else gate_up
@@ -76,10 +84,20 @@ def random_blocks(kind: str, rows: int, cols: int, random: np.random.Generator) 
     for _ in range(2):
         for number, place in enumerate(_FACTORS[kind]):
             value = factor * (1 if number == 0 else _MIDDLES[kind])
-            blocks[:, place : place + 2] = np.float16(value).reshape(1).view(np.uint8)
+            _write_factor(kind, blocks[:, place:], np.float16(value))
         values = quants.dequantize(blocks, GGMLQuantizationType[kind])
         factor = factor * np.float32(1.5 / cols**0.5) / values.std()
     return blocks.reshape(rows, -1)
+
+
+def _write_factor(kind: str, at: NDArray[np.uint8], factor: np.float16) -> None:
+    """IQ1_M has a factor in the upper four bits of four words, other types in two bytes."""
+    if kind != "IQ1_M":
+        at[:, :2] = factor.reshape(1).view(np.uint8)
+        return
+    for word in range(4):
+        nibble = int(factor.view(np.uint16)) >> (4 * word) & 15
+        at[:, 2 * word + 1] = at[:, 2 * word + 1] & 15 | nibble << 4
 
 
 def encode(kind: str, values: NDArray[np.float32], random: np.random.Generator) -> NDArray[Any]:
@@ -220,7 +238,10 @@ def gguf_tensors(
         else:
             linear = list(linear_tensors(config, name, values.shape, latent_split))
         if linear:
-            found |= {_named(names, one): _converted(values, one, types, names, random) for one in linear}
+            for one in linear:
+                own, (array, kind) = _named(names, one), _converted(values, one, types, names, random)
+                # The next expert of a stack, or the whole tensor.
+                found[own] = np.concatenate([found[own][0], array]) if own in found else array, kind
             continue
         for mapped, view, shape in _views(config, name, values):
             gguf_name = mapped
@@ -310,3 +331,6 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    if config.model_type == "deepseek_v41":
+        # Which tokens count as one is read off it.
+        write_tokenizer(config.vocab_size, path.parent)

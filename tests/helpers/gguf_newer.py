@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from gguf import ExpertGatingFuncType, GGUFWriter, RopeScalingType
+from gguf import ExpertGatingFuncType, GGUFValueType, GGUFWriter, RopeScalingType
 
+from tests.helpers.deepseek_v41_reference import kinds_of_tokens, table_factors, table_primes
 from tests.helpers.gguf_conversion import Converted, Function, same
 
 # Their names, by transformers' names of the language models.
@@ -18,6 +19,7 @@ ARCHITECTURES_OF_TODAY = {
     "cohere2_moe": "cohere2moe",
     "deepseek_v32": "deepseek32",
     "deepseek_v4": "deepseek4",
+    "deepseek_v41": "deepseek41",
     "glm5_next_text": "glm5-next",
     "granitemoe_swa": "granite_swa",
     "granitemoeshared": "granitemoe",
@@ -128,6 +130,49 @@ _OWN: Mapping[str, Mapping[str, str]] = {
 }
 
 
+# Below a layer of the reference, whose names are the published ones; not experts, and what has its own name.
+_DEEPSEEK_V41 = {
+    "attn.wq_a": "attn_q_a",
+    "attn.q_norm": "attn_q_a_norm",
+    "attn.wq_b": "attn_q_b",
+    "attn.wkv": "attn_kv",
+    "attn.kv_norm": "attn_kv_a_norm",
+    "attn.wo_a": "attn_output_a",
+    "attn.wo_b": "attn_output_b",
+    "attn.attn_sink": "attn_sinks",
+    "attn.compressor.wkv": "attn_compressor_kv",
+    "attn.compressor.wgate": "attn_compressor_gate",
+    "attn.compressor.norm": "attn_compressor_norm",
+    "attn.indexer.wq_b": "indexer.attn_q_b",
+    "attn.indexer.weights_proj": "indexer.proj",
+    "attn.indexer.wk": "indexer.attn_k",
+    "attn.indexer.k_norm": "indexer.k_norm",
+    "ffn.gate": "ffn_gate_inp",
+    "engram.embed": "engram_embd",
+    "engram.wkv": "engram_wkv",
+    "engram.q_weight": "engram_q",
+    "engram.k_weight": "engram_k",
+}
+_OF_EXPERTS = {"w1": "ffn_gate", "w2": "ffn_down", "w3": "ffn_up"}
+
+
+def _published(name: str, places: torch.Tensor) -> Converted:
+    """One tensor of DeepSeek-V4.1's reference; experts are parts of a stack."""
+    stem = name.removesuffix(".weight").removesuffix(".bias")
+    top = {"embed": "token_embd", "norm": "output_norm", "head": "output"}
+    if stem in top:
+        return Converted(f"{top[stem]}.weight", places, same, same, gguf=True)
+    _, layer, module = stem.split(".", 2)
+    found = f"{_DEEPSEEK_V41.get(module, module)}.weight"
+    if ".experts." in module or "shared_experts" in module:
+        kind = "_shexp" if "shared" in module else "_exps"
+        places = places if "shared" in module else places[None]
+        found = f"{_OF_EXPERTS[module.rpartition('.')[2]]}{kind}.weight"
+    elif name.endswith("ffn.gate.bias"):
+        found = "exp_probs_b.bias"
+    return Converted(f"blk.{layer}.{found}", places, same, same, gguf=True)
+
+
 def _suffixed(name: str, published: str) -> str:
     """With the suffix of the published name; all else is a weight."""
     if name.endswith(".bias"):
@@ -158,6 +203,9 @@ def _rotated_last(config: Any, module: str, places: torch.Tensor) -> torch.Tenso
 def newer_tensors(config: Any, name: str, shape: torch.Size) -> Iterator[Converted]:
     """Yields one tensor of the model as its architecture's files have it: whole, or in parts."""
     kind, places = config.model_type, torch.arange(shape.numel()).reshape(shape)
+    if kind == "deepseek_v41":
+        yield _published(name, places)
+        return
     stem = name.removesuffix(".weight").removesuffix(".bias")
     functions: tuple[Function, Function] = same, same
     if kind == "minimax_m3_vl_text" and name.endswith("norm.weight"):
@@ -232,6 +280,9 @@ def _parts(config: Any, module: str, places: torch.Tensor) -> Iterator[tuple[str
 def write_newer(writer: GGUFWriter, config: Any) -> None:
     """Keys of the family beyond those that all have."""
     kind, arch = config.model_type, writer.arch
+    if kind == "deepseek_v41":
+        _write_deepseek41(writer, config)
+        return
     rope = getattr(config, "rope_parameters", None) or {}
     rope = rope.get("full_attention") or rope.get("main") or rope
     if kind != "glm5_next_text":
@@ -354,6 +405,57 @@ def _write_deepseek4(writer: GGUFWriter, config: Any) -> None:
     # One more, of multi-token prediction.
     listed = [*(ratios[layer] for layer in config.layer_types), 0]
     writer.add_array(f"{arch}.attention.compress_ratios", listed)
+
+
+def _write_deepseek41(writer: GGUFWriter, config: Any) -> None:
+    """Keys of llama.cpp's pull request 28696, and constants of hashes, which tell what these leave out."""
+    arch, scaling = writer.arch, config.rope_scaling
+    writer.add_rope_freq_base(config.rope_theta)
+    writer.add_rope_scaling_type(RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(scaling["factor"])
+    writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
+    writer.add_rope_scaling_yarn_beta_fast(scaling["beta_fast"])
+    writer.add_rope_scaling_yarn_beta_slow(scaling["beta_slow"])
+    writer.add_uint32(f"{arch}.expert_gating_func", _SQRT_SOFTPLUS)
+    writer.add_expert_count(config.n_routed_experts)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_head_count_kv(1)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_dimension_count(config.qk_rope_head_dim)
+    writer.add_q_lora_rank(config.q_lora_rank)
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_expert_shared_count(1)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    writer.add_expert_weights_norm(True)
+    _write_limits(writer, config, "swiglu_clamp_exp", "swiglu_clamp_shexp")
+    _write_indexer(writer, config)
+    _write_streams(writer, config)
+    kinds = kinds_of_tokens(config.vocab_size)
+    numbers = {
+        "attention.output_group_count": config.o_groups,
+        "attention.output_lora_rank": config.o_lora_rank,
+        "attention.candidate_source_layer_id": config.candidate_source_layer_id,
+        "attention.candidate_topk_blocks": config.candidate_topk_blocks,
+        "attention.candidate_block_size": config.candidate_block_size,
+        "hash_layer_count": 0,
+        "engram.head_count": config.engram_n_heads,
+        "engram.key_length": config.engram_head_dim,
+        "engram.max_ngram_size": config.engram_max_ngram_size,
+        "engram.pad_id": kinds[config.engram_pad_token_id],
+    }
+    for name, number in numbers.items():
+        writer.add_uint32(f"{arch}.{name}", number)
+    writer.add_float32(f"{arch}.attention.compress_rope_freq_base", config.compress_rope_theta)
+    primes = [prime for own in table_primes(config) for prime in own]
+    factors = [
+        factor for place in range(len(config.engram_layer_ids)) for factor in table_factors(config, place)
+    ]
+    kind_of_list = GGUFValueType.ARRAY, GGUFValueType.UINT64
+    writer.add_key_value(f"{arch}.engram.multipliers", factors, kind_of_list[0], sub_type=kind_of_list[1])
+    lists = {"attention.compress_ratios": config.compress_ratios, "engram.layer_ids": config.engram_layer_ids}
+    for name, listed in (lists | {"engram.primes": primes, "engram.token_map": kinds}).items():
+        writer.add_array(f"{arch}.{name}", listed)
 
 
 def _write_glm5(writer: GGUFWriter, config: Any) -> None:

@@ -100,7 +100,7 @@ def _code_values(code: Code, codes: NDArray[np.uint32]) -> Floats:
             return codes.astype(np.float32)
         case "iq4":
             return np.array(CODEBOOKS[code], np.float32)[codes]
-        case "iq3_xxs" | "iq3_s" | "iq2_xxs" | "iq2_xs" | "iq2_s" | "iq1_s" | "iq1_m":
+        case "iq3_xxs" | "iq3_s" | "iq2_xxs" | "iq2_xs" | "iq2_s" | "iq1_s" | "iq1_m" | "tq1":
             raise AssertionError("rows of a grid have no codes of single weights")
 
 
@@ -170,6 +170,8 @@ def _group_values(layout: PanelLayout, scale: ScaleType, panel: Bytes, begin: in
         elif layout.code == "iq1_s":
             signs = grid_signs(layout, panel)[: layout.groups]
             whole = (signs >> 6 & 3 | signs >> 12 & 4) * 2 + 1
+        elif layout.code == "tq1":
+            whole = np.ones((layout.groups, columns))
         elif layout.code in GRID_UNITS:
             whole = (grid_words(layout, panel)[: layout.groups, -1] >> 28) * 2 + 1
         else:
@@ -215,13 +217,34 @@ def _whole_fields(layout: PanelLayout, section: Bytes) -> NDArray[Any]:
 def grid_signs(layout: PanelLayout, panel: Bytes) -> NDArray[np.uint32]:
     """Returns the bytes `[32 k's, 16]` of signs, or uint16 of iq1, of codes that have them."""
     held = panel[layout.signs_offset : layout.zeros_offset]
-    if layout.code in IQ1:
+    if layout.code in (*IQ1, "tq1"):
         held = held.view(np.uint16)
     return held[: layout.k_padded // 2].reshape(-1, 16).astype(np.uint32)
 
 
+def _digits(layout: PanelLayout, panel: Bytes) -> Floats:
+    """Returns digits to the base of 3 `[k_padded, 16]`: what a byte of 243rds stands for, digit by digit."""
+    words, halves = grid_words(layout, panel)[:, 0], grid_signs(layout, panel)
+    begin = layout.signs_offset + layout.k_padded
+    both = panel[begin : begin + layout.k_padded // 4].reshape(-1, 1, PANEL_COLUMNS)
+    bits = np.concatenate([both & 15, both >> 4], 1).reshape(-1, PANEL_COLUMNS)
+    found = np.empty((len(words), 32, PANEL_COLUMNS), np.float32)
+    for byte in range(6):
+        stored = (words >> np.uint32(byte * 8) if byte < 4 else halves >> np.uint32(byte * 8 - 32)) & 255
+        rest = (stored.astype(np.uint8).view(np.int8) / np.float32(256)).astype(np.float32)
+        for place in range(5):
+            digit = np.rint(rest * 3).clip(-1, 1)
+            found[:, place * 4 + byte if byte < 4 else 16 + place * 2 + byte] = digit
+            rest = rest * 3 - digit
+    for i in range(2):
+        found[:, 30 + i] = np.array([0, 1, -1, -1])[bits >> 2 * i & 3]
+    return found.reshape(-1, PANEL_COLUMNS)
+
+
 def _grid_values(layout: PanelLayout, panel: Bytes) -> Floats:
     """Returns magnitudes with signs `[k_padded, 16]`."""
+    if layout.code == "tq1":
+        return _digits(layout, panel)
     words = grid_words(layout, panel)
     places = np.arange(layout.k_padded)
     chunk, i = places // 32, places % 32

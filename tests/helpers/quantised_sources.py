@@ -239,6 +239,30 @@ def small_codes(name: str, weights: Floats) -> Quantised:
     return Quantised(name, source, meant.astype(np.float32), {"codes": codes, "scales": stored})
 
 
+def digits(name: str, weights: Floats) -> Quantised:
+    """GGUF's TQ1_0: digits -1, 0 and 1, times a factor for as many as divide 256 and a row."""
+    rows, cols = weights.shape
+    shared = max(32, math.gcd(cols, 256))
+    blocks = in_groups(weights, shared)
+    factors = np.maximum(np.abs(blocks).max(2), 1e-6).astype(np.float16)
+    found = np.rint(blocks / factors.astype(np.float32)[..., None]).reshape(rows, -1)
+    found = np.pad(found[:, :cols], [(0, 0), (0, -cols % 32)]).astype(np.int32).reshape(rows, -1, 32)
+    powers = 3 ** np.arange(4, -1, -1)
+    four, two = found[..., :20].reshape(rows, -1, 5, 4), found[..., 20:30].reshape(rows, -1, 5, 2)
+    fields = [
+        np.rint(np.einsum("rcpb,p->rcb", of, powers) * 256 / 243).astype(np.int64) & 255 for of in (four, two)
+    ]
+    word = (fields[0] << np.arange(0, 32, 8)).sum(-1)
+    more = (fields[1] << np.array([0, 8])).sum(-1) | (found[..., 30] & 3) << 16 | (found[..., 31] & 3) << 18
+    codes = np.stack([word, more], -1).astype(np.uint32).view(np.int32).reshape(rows, -1)
+    factor = np.repeat(factors, shared // 32, 1)[:, : -(-cols // 32)]
+    stored = factor.view(np.uint16).astype(np.int32) | 1 << 16
+    meant = found.reshape(rows, -1)[:, :cols] * per_element(factor.astype(np.float32), 32, cols)
+    source = SourceMatrix(codes, "grid_words", code="tq1", cols=cols, scales=stored, scale_type="products")
+    source = replace(source, group_size=32)
+    return Quantised(name, source, meant.astype(np.float32), {"codes": codes, "scales": stored})
+
+
 def _products(values: Floats, sign: int, shared: int, most: int) -> tuple[NDArray[np.int32], Floats]:
     """Returns words and what they mean, both `[rows, groups]`, `shared` of which have one factor.
 
@@ -543,7 +567,14 @@ ENCODERS: dict[str, Callable[[Floats], Quantised]] = {
     "int4_g16_mins": lambda w: with_mins(w, 4, 16),
     "int4_g32_mins": lambda w: with_mins(w, 4),
     **{
-        name: partial(grid_rows if weight_format(name).code in GRID_UNITS else small_codes, name)
+        name: partial(
+            digits
+            if name == "tq1_products"
+            else grid_rows
+            if weight_format(name).code in GRID_UNITS
+            else small_codes,
+            name,
+        )
         for name in SMALL_FORMATS
     },
     "mxfp4": mxfp4,

@@ -83,7 +83,7 @@ def _products(rng: np.random.Generator, layout: PanelLayout, count: int, of_mins
         factors *= 4
         steps = rng.integers(5, 16, (count, whole)) + rng.integers(10, 15, (count, whole)) * 16
     section[:, : layout.whole_offset] = factors.astype(np.float16).view(np.uint8)
-    if scale_bits(layout)[0] < 8:
+    if scale_bits(layout)[0] < 8 or layout.code == "tq1":
         rest = section[:, layout.whole_offset :]  # Signs, too.
         rest[:] = rng.integers(0, 256, rest.shape, np.uint8)
     elif layout.code not in GRID_UNITS and not (layout.joined and of_mins):

@@ -61,6 +61,7 @@ STATED = {
     "iq2_s_grid_products": ("iq2_s", 2, "products", 16),
     "iq1_s_grid_products": ("iq1_s", 1, "products", 32),
     "iq1_m_grid_products": ("iq1_m", 1, "products", 16),
+    "tq1_products": ("tq1", 1, "products", 32),
     "mxfp4": ("float4", 4, "e8m0", 32),
     "nvfp4": ("float4", 4, "e4m3", 16, "column_scale"),
 }
@@ -116,7 +117,7 @@ def test_sections_follow_one_another(name: str, k: int, has_bias: bool) -> None:
     sizes = (
         found.k_padded * 16 * found.bits // 8,
         scales,
-        found.k_padded // 2 * {"iq3_s": 1, "iq2_s": 1, "iq1_s": 2, "iq1_m": 2}.get(found.code, 0),
+        found.k_padded // 2 * {"iq3_s": 1, "iq2_s": 1, "iq1_s": 2, "iq1_m": 2, "tq1": 2.5}.get(found.code, 0),
         found.groups * 16 * found.zeros,
         (found.whole_offset if found.joined else scales) * found.mins,
         64 * found.column_scale,

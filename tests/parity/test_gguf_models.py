@@ -20,9 +20,12 @@ from gpu_service.layers.linear import StoredWeight
 from gpu_service.loader import sources
 from gpu_service.loader.load import DenseForm, load_weights
 from gpu_service.models.compose import build_model
+from moebius.checkpoint.errors import CheckpointError
+from moebius.checkpoint.gguf.config import gguf_config
+from moebius.checkpoint.gguf.model import open_gguf
 from moebius.models.config import DTypeName, ModelOverrides
 from moebius.models.read import read_geometry, read_model_config
-from moebius.models.registry import GGUF_ARCHITECTURES
+from moebius.models.registry import FAMILIES, GGUF_ARCHITECTURES
 from tests.helpers.gguf_models import CASES, GgufFile, cached_gguf_files, reference_logits
 from tests.helpers.paged_runner import load_runner
 from tests.helpers.tiny_models import greedy_answer
@@ -82,6 +85,20 @@ def test_metadata_gives_the_configuration_of_config_json(name: str, gguf: Callab
     # Towers are files of another kind.
     assert ours == replace(published, unread_keys=(), num_mtp_layers=predicting, vision=None)
     assert read_geometry(file.path) == read_geometry(file.published)
+
+
+def test_what_files_of_deepseek_v41_leave_out_or_have_wrong(gguf: Callable[[str], GgufFile]) -> None:
+    """Without keys blocks of entries are those of the published model; other hashes are refused."""
+    model = open_gguf(gguf("deepseek_v41").path)
+    family = {one.architecture: one for one in FAMILIES["deepseek_v41"].gguf}["deepseek41"]
+    kept = {name: value for name, value in model.metadata.items() if ".candidate_" not in name}
+    config = gguf_config(replace(model, metadata=kept), "deepseek_v41", family)
+    found = [config[f"candidate_{name}"] for name in ("source_layer_id", "topk_blocks", "block_size")]
+    assert found == [3, 2048, 8]
+    name = "deepseek41.engram.multipliers"
+    wrong = kept | {name: [factor + 2 for factor in kept[name]]}
+    with pytest.raises(CheckpointError, match=r"engram\.multipliers .* kinds of tokens make"):
+        gguf_config(replace(model, metadata=wrong), "deepseek_v41", family)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v2", "mixtral"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ from moebius.checkpoint.split import split_bounds
 from moebius.models.expert_checkpoint import ExpertCheckpoint
 from moebius.models.geometry import MoeGeometry
 from moebius.models.read import read_geometry
+from tests.helpers.gguf_files import GgufTypes, write_gguf
 from tests.helpers.gguf_models import GgufFile, cached_gguf_files, reference_logits
 from tests.helpers.paged_runner import load_runner
+from tests.helpers.tiny_models import TinyModel, write_tiny_model
 from tests.service.test_expert_loading_formats import distance, golden, host_of, loaded_of, rows_of
 from tests.tolerances import EXPERTS_FLOAT32, EXPERTS_GGUF_BFLOAT16, LOGITS_FLOAT32_VS_TRANSFORMERS
 
@@ -36,6 +39,32 @@ PACKED = {
     "glm_moe_dsa": "int4_g32_f16/int8_g32_f16",
     "qwen3_5_moe": "int4_g32_f16/int8_g32_f16",
     "dots1": "iq4_g32_products/iq3_xxs_grid_products",
+}
+
+# Types that "Unsloth Dynamic" files mix: the intermediate size, dense layers' type, and types
+# of gate, up and down by layer. Qwen3.8-Flash-Next's experts have 640 channels, which no block of 256 divides
+# (pull request 2365 of ikawrakow/ik_llama.cpp); Qwen3-30B-A3B as UD-IQ1_S (14199 of ggml-org/llama.cpp);
+# DeepSeek's Q2_K_XL (259 of ik_llama.cpp); gates that differ from ups (2356 there); the 15 types of a
+# UD-Q2_K_XL (9820 of anthony-chaudhary/fak); UD-IQ3_XXS (114 of spiritbuun/buun-llama-cpp); Q5_K below Q4_K
+# (224 of gittensor-ai-lab/sparkinfer).
+MOST_OF_THE_FILE = 1.03
+MIXES: dict[str, tuple[int, str, tuple[tuple[str, str, str], ...]]] = {
+    "TQ1_0": (512, "TQ1_0", (("TQ1_0", "TQ1_0", "TQ1_0"), ("TQ1_0", "IQ2_XXS", "Q4_K"))),
+    "IQ1_S of 640": (320, "Q5_K", (("IQ1_S", "IQ1_S", "IQ4_NL"), ("IQ2_XXS", "IQ1_S", "IQ4_NL"))),
+    "IQ1_S": (512, "IQ3_S", (("IQ1_S", "IQ1_M", "IQ2_S"), ("IQ1_M", "IQ2_XXS", "IQ3_XXS"))),
+    "IQ2_S": (512, "IQ4_XS", (("IQ2_XXS", "IQ2_XS", "IQ3_XXS"), ("Q2_K", "IQ2_XXS", "IQ2_S"))),
+    "IQ3_XXS": (320, "Q6_K", (("IQ2_S", "IQ2_S", "IQ4_NL"), ("IQ3_S", "IQ3_XXS", "IQ4_NL"))),
+    "Q2_K_XL": (
+        512,
+        "Q4_K",
+        (("Q2_K", "Q2_K", "Q3_K"), ("IQ2_S", "IQ2_XS", "IQ4_XS"), ("Q2_K", "Q3_K", "Q4_K")),
+    ),
+    "Q3_K_XL": (512, "Q8_0", (("Q3_K", "Q3_K", "Q4_K"), ("IQ3_XXS", "IQ3_S", "IQ4_XS"))),
+    "Q4_K_XL": (
+        512,
+        "Q8_0",
+        (("Q4_K", "Q4_K", "Q5_K"), ("IQ4_XS", "Q5_K", "Q6_K"), ("Q6_K", "Q6_K", "Q8_0")),
+    ),
 }
 
 
@@ -131,6 +160,10 @@ class ServedExperts:
         rows = (array.contiguous().numpy() for array in (hidden_states.float(), topk_ids, topk_weights))
         return torch.from_numpy(np.asarray(self.host.forward(layer, *rows)))
 
+    def driven_by_host(self, rows: int) -> AbstractContextManager[None]:
+        """Layers are not one call of the extension here."""
+        return nullcontext()
+
     def collect(self, ticket: torch.Tensor, partial: torch.Tensor | None = None) -> torch.Tensor:
         """Returns what `submit` computed, added to what is known."""
         return ticket if partial is None else partial + ticket
@@ -149,6 +182,36 @@ def test_log_probabilities_of_k_quants_are_those_of_the_decoded_weights(
     expected = reference_logits(file.reference, tokens)
     found, wanted = logits.log_softmax(-1), expected.log_softmax(-1)
     torch.testing.assert_close(found, wanted, rtol=0, atol=LOGITS_FLOAT32_VS_TRANSFORMERS)
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_mixes_of_types_keep_their_bits_and_mean_what_the_file_says(mix: str, tmp_path: Path) -> None:
+    """Every layer takes what it takes in the file, gate and up in formats of their own; log-probabilities are
+    those of the decoded weights.
+    """
+    intermediate, other, layers = MIXES[mix]
+    changes = {"hidden_size": 512, "moe_intermediate_size": intermediate, "num_hidden_layers": len(layers)}
+    tiny = TinyModel(
+        "qwen3_moe", {**changes, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
+    )
+    reference = write_tiny_model(tiny, tmp_path / "published", seed=11)
+    path = tmp_path / "model.gguf"
+    write_gguf(reference, path, GgufTypes(other=other, experts=layers))
+    host = host_of(path)
+    stored = {tensor.name: tensor for tensor in GGUFReader(path).tensors}
+    for layer, (kinds, layout) in enumerate(zip(layers, loaded_of(host).layouts, strict=True)):
+        panels = {"gate": layout.gate, "up": layout.gate_up, "down": layout.down}
+        wanted = [KEPT_SCHEMES[kind].packed_format for kind in kinds]
+        assert [panel.name for panel in panels.values()] == wanted
+        in_file = sum(int(stored[f"blk.{layer}.ffn_{which}_exps.weight"].n_bytes) for which in panels)
+        assert 4 * layout.expert_bytes <= MOST_OF_THE_FILE * in_file, (layer, kinds)
+    tokens = np.random.default_rng(1).integers(3, 200, 40).tolist()
+    runner = load_runner(path, experts=ServedExperts(host), page_size=16, form="packed")
+    _, logits = runner.prefill(tokens, chunk=16)
+    expected = reference_logits(reference, tokens)
+    assert expected.std() > 0.3, "flat logits would hide errors"
+    found, decoded_logits = logits.log_softmax(-1), expected.log_softmax(-1)
+    torch.testing.assert_close(found, decoded_logits, rtol=0, atol=LOGITS_FLOAT32_VS_TRANSFORMERS)
 
 
 def test_the_cut_of_the_wide_model_lies_inside_a_block(gguf: Callable[[str], GgufFile]) -> None:

@@ -34,6 +34,8 @@ def element(words, high, i, grids, PANEL: tl.constexpr):  # type: ignore[no-unty
         value = ((words << (24 - shift)) >> 24).to(tl.float32)
     elif PANEL.is_iq1:
         value = iq1_value(words, high, i, grids, PANEL)
+    elif PANEL.code == "tq1":
+        value = digit_value(words, high, i)
     elif PANEL.is_grid:
         value = grid_value(words, high, i, grids, PANEL)
     elif PANEL.code == "float4":
@@ -85,6 +87,18 @@ def iq1_value(words, signs, i, grids, PANEL: tl.constexpr):  # type: ignore[no-u
     less = signs >> 8 if PANEL.code == "iq1_s" else signs >> (6 + i // 8)
     whole = ((four << (24 - i % 4 * 8)) >> 24) + 1 - 2 * (less & 1)
     return whole.to(tl.float32) * PANEL.grid_unit
+
+
+@jit
+def digit_value(words, more, i):  # type: ignore[no-untyped-def]
+    """Returns the float32 of digit i, -1, 0 or 1, of 32 to the base of 3: 20 in a word, 12 in `more`."""
+    moved = tl.where(i < 20, words >> (i % 4 * 8), more >> tl.where(i < 30, i % 2 * 8, i % 2 * 2 + 16))
+    place = tl.where(i < 20, i // 4, i // 2 - 10)
+    power = tl.where(place == 1, 3, 1) * tl.where(place == 2, 9, 1) * tl.where(place == 3, 27, 1)
+    # The last two have 2 bits each, which are moved to a byte's upper end.
+    power *= tl.where(place == 4, 81, tl.where(place == 5, 64, 1))
+    byte = ((moved * power) << 24) >> 24
+    return (byte > 42).to(tl.float32) - (byte < -42).to(tl.float32)
 
 
 @jit
@@ -152,6 +166,11 @@ def high_words(words, panel, line, column, PANEL: tl.constexpr):  # type: ignore
         half = tl.load(words + at) >> (column % 2 * 16)
         # A byte of two, and above it whether all 32 k are less.
         high = ((half >> (line % 2 * 8)) & 255) | ((half >> 15) & 1) << 8
+    elif PANEL.code == "tq1":
+        at = panel + PANEL.signs_offset // 4
+        half = tl.load(words + at + line * 8 + column // 2) >> (column % 2 * 16)
+        bits = tl.load(words + at + PANEL.k_padded // 4 + line // 2 * 4 + column // 4)
+        high = (half & 0xFFFF) | ((bits >> (column % 4 * 8 + line % 2 * 4)) & 15) << 16
     elif PANEL.code == "iq2_xs":
         high = 0
     elif PANEL.is_grid:
@@ -195,6 +214,8 @@ def load_scales(  # type: ignore[no-untyped-def]
             low = tl.load(bytes_ + at, mask=mask, other=0).to(tl.int32) >> 6
             third = (tl.load(bytes_ + at + 1, mask=mask, other=0).to(tl.int32) >> 6) & 1
             whole = (low | third << 2) * 2 + 1
+        elif PANEL.code == "tq1":
+            whole = 1
         elif PANEL.is_grid:
             # The upper half of the last byte of the group's last word.
             at = section - PANEL.scales_offset + ((group + 1) * PANEL.bits - 1) * 64 + 3
@@ -204,7 +225,7 @@ def load_scales(  # type: ignore[no-untyped-def]
             whole = tl.load(bytes_ + at + column, mask=mask, other=0).to(tl.int32)
             half = whole >> 4 if MINS else whole & 15
             whole = half if PANEL.joined else (whole << 24) >> 24
-        value = factor * whole.to(tl.float32)
+        value = factor if PANEL.code == "tq1" else factor * whole.to(tl.float32)
     else:
         raw = tl.load(scales + scale_index(section, group, column, PANEL), mask=mask, other=0)
         if PANEL.scale == "e8m0":

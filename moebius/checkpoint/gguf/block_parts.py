@@ -49,7 +49,7 @@ BLOCK_PARTS: Mapping[str, Mapping[Role, BlockPart]] = {
     "IQ2_XXS": {"codes": _OF_16, "scales": _OF_32},
     "IQ1_M": {"codes": _OF_16, "scales": _OF_16},
     "IQ1_S": {"codes": _OF_16, "scales": _OF_32},
-    "TQ1_0": {"codes": _BYTES, "scales": BlockPart("F16", 128)},
+    "TQ1_0": {"codes": _OF_16, "scales": _OF_32},
     "TQ2_0": {"codes": _BYTES, "scales": BlockPart("F16", 128)},
     "MXFP4": {"codes": BlockPart("U8", 2), "scales": BlockPart("U8", 32)},
     "NVFP4": {"codes": _BYTES, "scales": BlockPart("F8_E4M3", 16)},

@@ -30,7 +30,7 @@ _PACKED: Mapping[str, tuple[str, SourceLayout]] = {
     "IQ2_XXS": ("iq2_xxs_grid_products", "grid_words"),
     "IQ1_M": ("iq1_m_grid_products", "grid_words"),
     "IQ1_S": ("iq1_s_grid_products", "grid_words"),
-    "TQ1_0": ("int2_g128_f16", "plain"),
+    "TQ1_0": ("tq1_products", "grid_words"),
     "TQ2_0": ("int2_g128_f16", "plain"),
     "MXFP4": ("mxfp4", "mxfp4"),
     "NVFP4": ("nvfp4", "plain"),

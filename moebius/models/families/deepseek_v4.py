@@ -283,7 +283,7 @@ LAYER_RULES = tuple(
 )
 TOP_RULES = tuple(rename(stored, canonical) for stored, canonical in _TOP.items())
 
-_GGUF_KEYS = DEEPSEEK_KEYS | {
+GGUF_KEYS = DEEPSEEK_KEYS | {
     "attention.compress_rope_freq_base": "compress_rope_theta",
     "attention.indexer.head_count": "index_n_heads",
     "attention.indexer.key_length": "index_head_dim",
@@ -301,7 +301,7 @@ _GGUF_KEYS = DEEPSEEK_KEYS | {
 }
 
 
-def _gguf_config(keys: MetadataKeys, config: Config) -> Config:
+def gguf_rates(keys: MetadataKeys, config: Config) -> Config:
     """Rates of layers are listed as published, those of multi-token prediction may follow."""
     # The width of all streams; and a factor of rotation that llama.cpp takes out again.
     keys.skip("embedding_length_out", "rope.scaling.yarn_attn_factor")
@@ -313,7 +313,7 @@ def _gguf_config(keys: MetadataKeys, config: Config) -> Config:
 
 
 _GGUF_COMPRESSOR = {"kv": "wkv", "gate": "wgate", "norm": "norm"}
-_GGUF_RULES = (
+GGUF_RULES = (
     *HYPER_RULES,
     *gguf_linear("attn_q_a_norm", "self_attn.q_a_norm"),
     *gguf_linear("attn_kv", "self_attn.kv_proj"),
@@ -347,6 +347,6 @@ FAMILIES = (
             (MTP, *LAYER_RULES, *TOP_RULES),
             layouts=("per_expert_ffn",),
         ),
-        gguf=(GgufFamily("deepseek4", _GGUF_KEYS, 4, derive=_gguf_config, rules=_GGUF_RULES),),
+        gguf=(GgufFamily("deepseek4", GGUF_KEYS, 4, derive=gguf_rates, rules=GGUF_RULES),),
     ),
 )

@@ -7,15 +7,22 @@ of other engines keep them, and the published `config.json`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from moebius.checkpoint.gguf.family import Config, GgufFamily
+from moebius.checkpoint.gguf.names import gguf_layer, gguf_linear
 from moebius.models.common import Common
 from moebius.models.config import ModelConfig
 from moebius.models.families.deepseek_v4 import (
     DSPARK_KEYS,
+    GGUF_KEYS,
+    GGUF_RULES,
     LAYER_RULES,
     TOP_RULES,
+    gguf_rates,
     read_attention,
     read_clamped,
     read_indexer,
@@ -26,9 +33,12 @@ from moebius.models.families.deepseek_v4 import (
 from moebius.models.family import Family
 from moebius.models.keys import HfKeys
 from moebius.models.layers.compressed import EntryBlocks, SharedEntryAttention
-from moebius.models.layers.ngrams import Engram, NGramConfig, num_table_rows
+from moebius.models.layers.ngrams import Engram, NGramConfig, hash_factors, num_table_rows
 from moebius.models.layers.residual import HyperConnections
 from moebius.models.names import MTP, TensorNames, drop, rename
+
+if TYPE_CHECKING:
+    from moebius.checkpoint.gguf.metadata_keys import MetadataKeys
 
 # Of drafts and of images, neither of which is served, and of training.
 _HARMLESS = (
@@ -130,11 +140,10 @@ def _read_engrams(hf: HfKeys, common: Common, num_streams: int) -> dict[int, Eng
     if sizes.end_token_id >= common.vocab_size:
         raise hf.error("engram_pad_token_id", sizes.end_token_id, f"a token below {common.vocab_size}")
     kinds = hf.integer("engram_compressed_vocab_size")
-    stream_size = num_streams * common.hidden_size
-    return {
-        layer: Engram(sizes, place, stream_size, kinds, str(Path(hf.source).parent))
-        for place, layer in enumerate(layers)
-    }
+    stream_size, source = num_streams * common.hidden_size, Path(hf.source)
+    # A GGUF file has its tokenizer in itself.
+    tokenizer = str(source.parent if source.name == "config.json" else source)
+    return {layer: Engram(sizes, place, stream_size, kinds, tokenizer) for place, layer in enumerate(layers)}
 
 
 def read_deepseek_v41(hf: HfKeys) -> ModelConfig:
@@ -157,9 +166,99 @@ _OWN = (
     rename("layers.*.engram.**", "model.layers.*.engram.**"),
 )
 
+# Sizes by the names that converters give them: llama.cpp's, which leave out what constants of hashes tell,
+# and those of config.json.
+_GGUF_ENGRAM = {
+    "engram_n_heads": ("engram.head_count", "engram.n_heads", "engram_n_heads"),
+    "engram_head_dim": ("engram.key_length", "engram.head_dim", "engram_head_dim"),
+    "engram_max_ngram_size": ("engram.max_ngram_size", "engram_max_ngram_size"),
+    "engram_vocab_size": ("engram.vocab_size", "engram_vocab_size"),
+    "engram_compressed_vocab_size": ("engram.compressed_vocab_size", "engram_compressed_vocab_size"),
+    "engram_pad_token_id": ("engram.pad_token_id", "engram_pad_token_id"),
+}
+# Of the published model, where a file has no keys for them.
+_GGUF_BLOCKS = {"candidate_topk_blocks": 2048, "candidate_block_size": 8}
+
+
+def _gguf_config(keys: MetadataKeys, config: Config) -> Config:
+    """Which layers make entries and choose among them is seen by their tensors, which only those have."""
+    sources = keys.layers_with("attn_compressor_kv.weight")
+    found = gguf_rates(keys, config) | {
+        "kv_source_layer_ids": sources,
+        "index_source_layer_ids": keys.layers_with("indexer.attn_q_b.weight"),
+        "candidate_source_layer_id": keys.integer(
+            "attention.candidate_source_layer_id", sources[-1] if sources else -1
+        ),
+    }
+    for name, published in _GGUF_BLOCKS.items():
+        found[name] = keys.integer(f"attention.{name}", published)
+    for kind in ("kv", "index"):
+        keys.skip(f"attention.{kind}_source_layer_ids", f"{kind}_source_layer_ids")
+    keys.skip("expert_scoring_func", "dspark_target_layer_ids")
+    return found | _gguf_engrams(keys)
+
+
+def _gguf_engrams(keys: MetadataKeys) -> Config:
+    """Returns the keys of embeddings of n-grams. Raises CheckpointError where a file's factors of hashes are
+    not those that follow from its sizes.
+    """
+    constants = ("multipliers", "primes", "offsets", "token_map", "pad_id")
+    keys.skip(*(f"engram.{name}" for name in ("layer_ids", "present", "num_embeddings", *constants)))
+    layers = keys.layers_with("engram_embd.weight")
+    if not layers:
+        return {"engram_layer_ids": []}
+    tables = [keys.model.tensors[f"blk.{layer}.engram_embd.weight"] for layer in layers]
+    rows = [table.shape[0] for table in tables]
+    found: Config = {"engram_layer_ids": layers, "engram_num_embeddings": rows}
+    given: dict[str, Any] = {name: keys.model.value(f"engram.{name}") for name in constants}
+    kinds = given["token_map"] or []
+    derived: dict[str, Callable[[], int]] = {
+        "engram_vocab_size": lambda: given["primes"][0],
+        "engram_compressed_vocab_size": lambda: max(kinds) + 1,
+        # The number of a kind of tokens.
+        "engram_pad_token_id": lambda: kinds.index(given["pad_id"]),
+    }
+    for name, names in _GGUF_ENGRAM.items():
+        stored = next((one for one in names if keys.get(one) is not None), None)
+        if stored is not None:
+            found[name] = keys.integer(stored)
+            continue
+        try:
+            found[name] = derived[name]()
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise keys.error(names[0], None, "an integer") from error
+    _check_factors(keys, found, given["multipliers"])
+    return found
+
+
+def _check_factors(keys: MetadataKeys, found: Config, multipliers: list[int] | None) -> None:
+    size, heads = found["engram_max_ngram_size"], found["engram_n_heads"]
+    layers = tuple(found["engram_layer_ids"])
+    sizes = NGramConfig(layers, size, heads, 0, 2, 1, 1, _SEED, 0, 0, "pcg64")
+    kinds = found["engram_compressed_vocab_size"]
+    factors = [factor for place in range(len(layers)) for factor in hash_factors(sizes, place, kinds)]
+    if multipliers is not None and list(multipliers) != factors:
+        raise keys.error("engram.multipliers", multipliers, f"what {kinds} kinds of tokens make: {factors}")
+
+
+_GGUF_RULES = (
+    *GGUF_RULES,
+    *gguf_linear("indexer.attn_k", "self_attn.indexer.wk"),
+    *gguf_linear("indexer.k_norm", "self_attn.indexer.k_norm"),
+    *gguf_linear("engram_embd", "engram.embed"),
+    *gguf_linear("engram_wkv", "engram.wkv"),
+    gguf_layer("engram_q.weight", "engram.q_weight"),
+    gguf_layer("engram_k.weight", "engram.k_weight"),
+)
+
 _NAMES = TensorNames((MTP, *_OWN, *LAYER_RULES, *TOP_RULES), layouts=("per_expert_ffn",))
 
 FAMILIES = (
-    Family("deepseek_v41", read_deepseek_v41, _NAMES),
+    Family(
+        "deepseek_v41",
+        read_deepseek_v41,
+        _NAMES,
+        gguf=(GgufFamily("deepseek41", GGUF_KEYS, 4, derive=_gguf_config, rules=_GGUF_RULES),),
+    ),
     Family("deepseek_v41_text", read_deepseek_v41, _NAMES),
 )

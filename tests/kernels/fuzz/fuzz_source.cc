@@ -125,7 +125,7 @@ class Builder {
   float scale_target() const {
     // Of random codes.
     static constexpr float kSpread[] = {1.0f, 1.0f, 1.0f, 160.0f, 74.0f, 4.6f, 2.9f, 1.2f,
-                                        2.3f, 9.2f, 18.5f, 66.0f, 9.2f,  9.2f, 3.2f, 0.7f, 3.2f, 3.2f};
+                                        2.3f, 9.2f, 18.5f, 66.0f, 9.2f,  9.2f, 3.2f, 0.7f, 3.2f, 3.2f, 0.7f, 0.8f};
     return 1.0f / (kSpread[static_cast<size_t>(format_.code)] * std::sqrt(static_cast<float>(cols_)));
   }
 
@@ -202,6 +202,7 @@ class Builder {
       const size_t signs = row * static_cast<size_t>(matrix().row_stride) + group * 2 + 1;
       return iq1_s_scale(load_element<uint32_t>(matrix().data, static_cast<ptrdiff_t>(signs))) * 2 + 1;
     }
+    if (format_.code == Code::kTq1) return 1;
     const bool is_3 = format_.code == Code::kIq3Xxs;
     const size_t word = row * static_cast<size_t>(matrix().row_stride) + group * (is_3 ? 4 : 2) + (is_3 ? 2 : 1);
     return (load_element<uint32_t>(matrix().data, static_cast<ptrdiff_t>(word)) >> 28) * 2 + 1;

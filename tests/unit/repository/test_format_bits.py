@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from tests.helpers.format_bits import PAGE, format_bits, page_text
 
-# The most of what the file has, and types that are known to take more.
+# The most of what the file has.
 ALLOWED = 1.032
-WIDER = {"TQ1_0"}
 
 
 def test_the_table_is_current() -> None:
@@ -15,5 +14,5 @@ def test_the_table_is_current() -> None:
 
 
 def test_weights_take_what_they_take_in_the_file() -> None:
-    """On servers and GPUs, in experts and dense layers; a type that no longer takes more is to be struck."""
-    assert {row.type for row in format_bits() if row.most > ALLOWED * row.file} == WIDER
+    """On servers and GPUs, in experts and dense layers."""
+    assert not [row.type for row in format_bits() if row.most > ALLOWED * row.file]

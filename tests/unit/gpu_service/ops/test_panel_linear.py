@@ -29,6 +29,7 @@ COVERING = (
     "iq2_s_grid_products",
     "iq1_m_grid_products",
     "iq1_s_grid_products",
+    "tq1_products",
     "int3_g16_products",
     "nvfp4",
 )
