@@ -1,9 +1,9 @@
 """Processes that have imported what services need, forked by this test process.
 
-Starting an expert server takes a second of a core, an engine five, and tests start hundreds. Whatever a whole
-system restarts is a program of its own, as are the commands of tests/service/test_demo_command.py and
-test_docs_commands.py, gateways of test_gateway_process.py, and the prompt processes of
-tests/unit/gateway/prompts.
+Starting an expert server takes a second of a core, an engine five, and tests start hundreds. Programs of
+their own are the commands of tests/service/test_demo_command.py and test_docs_commands.py with all that they
+start, gateways of test_gateway_process.py, the prompt processes of tests/unit/gateway/prompts, and what
+supervisors of tests/service/test_supervisor*.py start that is no service.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from app.supervisor import early
+from app.supervisor.child import tie_to_parent
+from app.supervisor.process import ManagedProcess
 from gateway.prompts import worker
 from gateway.prompts.fork_server import EarlyServer, ForkServer, serve_forks
 from moebius.config import MoebiusConfig
@@ -99,9 +101,9 @@ class WarmForkServer(ForkServer):
 class Forked:
     """A fork of a warm process, with the methods of a `Popen`."""
 
-    def __init__(self, purpose: str, kind: bytes, job: dict[str, Any], files: Sequence[int] = ()) -> None:
-        """Has a fork do what `job` says with this process's open files."""
-        channel, self._fork = _warm(purpose).fork()
+    def __init__(self, server: ForkServer, kind: bytes, job: dict[str, Any], files: Sequence[int]) -> None:
+        """Has a fork of the server's do what `job` says with this process's open files."""
+        channel, self._fork = server.fork()
         with channel:
             socket.send_fds(channel, [kind], files)
             channel.sendall(json.dumps({"environment": dict(os.environ)} | job).encode())
@@ -145,9 +147,59 @@ class ExpertProcess(Forked):
     def __init__(self, config: MoebiusConfig, log: Path) -> None:
         """Starts it with this process's environment; its output is appended to `log`."""
         with log.open("ab") as sink:
-            super().__init__(
-                "expert", _EXPERT, {"config": config.model_dump_json()}, [sink.fileno(), sink.fileno()]
-            )
+            job = {"config": config.model_dump_json()}
+            super().__init__(_warm(), _EXPERT, job, [sink.fileno(), sink.fileno()])
+
+
+class Service(Forked):
+    """A service that a supervisor starts, where it would start a program, and what it uses of a `Popen`."""
+
+    def __init__(self, server: ForkServer, command: Sequence[str], cpus: Sequence[int]) -> None:
+        """Starts `command`, which is `python -P -m moebius …`, in a process group of its own."""
+        output, theirs = os.pipe()
+        self.stdout: IO[bytes] = os.fdopen(output, "rb")
+        try:
+            job = {"arguments": list(command[2:]), "shown": list(command), "cpus": list(cpus)}
+            super().__init__(server, _PROGRAM, job, [theirs, theirs])
+        finally:
+            os.close(theirs)
+
+
+def fork_services(server: Callable[[], ForkServer | None]) -> None:
+    """Has this process's supervisors start services as forks of what `server` returns; None: as programs."""
+    start = ManagedProcess._program
+
+    def program(self: ManagedProcess) -> Any:
+        command = self.spec.command
+        found = server() if tuple(command[:4]) == (sys.executable, "-P", "-m", "moebius") else None
+        return start(self) if found is None else Service(found, command, self.spec.cpus)
+
+    ManagedProcess._program = program  # type: ignore[method-assign]
+
+
+def warm_services() -> ForkServer | None:
+    """Returns the process whose forks become services; None: with TLS, coverage, or another environment."""
+    return _warm("moebius") if _may_fork(os.environ) else None
+
+
+def _may_fork(environment: Mapping[str, str]) -> bool:
+    return not tls_everywhere.is_on() and "coverage" not in sys.modules and _warm("moebius").fits(environment)
+
+
+class _OwnServer(ForkServer):
+    """A fork of a `moebius serve`, made before that has threads, whose forks become what it starts later."""
+
+    def __init__(self) -> None:
+        supervisor = os.getpid()
+
+        def serve(control: socket.socket) -> int:
+            tie_to_parent(supervisor)
+            _show(["forks-services"])
+            serve_forks(control, _run)
+            return 0
+
+        server = EarlyServer(serve)
+        self._control, self._process = server.control, server.process
 
 
 Program = Forked | subprocess.Popen[bytes]
@@ -161,13 +213,13 @@ def start_program(
     It is a program of its own where a variable differs that a module may have read, and with TLS or coverage.
     """
     environment = dict(os.environ if env is None else env)
-    if tls_everywhere.is_on() or "coverage" in sys.modules or not _warm("moebius").fits(environment):
+    if not _may_fork(environment):
         command = [sys.executable, *arguments]
         return subprocess.Popen(
             command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, env=environment
         )
     job = {"arguments": list(arguments), "environment": environment}
-    return Forked("moebius", _PROGRAM, job, [stdout.fileno(), stderr.fileno()])
+    return Forked(_warm("moebius"), _PROGRAM, job, [stdout.fileno(), stderr.fileno()])
 
 
 def run_program(
@@ -196,6 +248,11 @@ def _run(channel: socket.socket) -> int:
         return worker.main(channel)
     with channel, channel.makefile("rb") as asked:
         job = json.load(asked)
+        if "cpus" in job:  # what app/supervisor/child.py does
+            os.setpgid(0, 0)
+            tie_to_parent(os.getppid())
+            if job["cpus"]:
+                os.sched_setaffinity(0, job["cpus"])
         channel.sendall(_PID.pack(os.getpid()))
     os.environ.clear()
     os.environ.update(job["environment"])
@@ -207,7 +264,7 @@ def _run(channel: socket.socket) -> int:
         if each > 2:
             os.close(each)
     if kind == _PROGRAM:
-        return _run_program(job["arguments"])
+        return _run_program(job["arguments"], job.get("shown", [sys.executable, *job["arguments"]]))
     from expert_service.main import run
 
     try:
@@ -219,11 +276,14 @@ def _run(channel: socket.socket) -> int:
     return status
 
 
-def _run_program(arguments: list[str]) -> int:
-    """Runs what Python's own command line would, and returns the exit status."""
+def _run_program(arguments: list[str], shown: list[str]) -> int:
+    """Runs what Python's own command line would, and returns the exit status; `ps` shows `shown`."""
     how, what, *rest = arguments
-    _show([sys.executable, *arguments])
-    sys.argv, sys.orig_argv = ["-c", *rest], [sys.executable, *arguments]
+    _show(shown)
+    sys.argv, sys.orig_argv = ["-c", *rest], shown
+    if rest[:1] == ["serve"]:
+        server = _OwnServer()
+        fork_services(lambda: server)
     gc.collect()
     gc.freeze()
     status: object = None
