@@ -28,6 +28,7 @@ import tempfile
 import threading
 import time
 import traceback
+import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -35,8 +36,9 @@ from typing import IO, Any
 from app.supervisor import early
 from app.supervisor.child import tie_to_parent
 from app.supervisor.process import ManagedProcess
-from gateway.prompts import worker
+from gateway.prompts import pool, worker
 from gateway.prompts.fork_server import EarlyServer, ForkServer, serve_forks
+from gateway.workers import group, member
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
 from tests.helpers import tls_everywhere
@@ -56,6 +58,9 @@ _MODULES = {
 # Beginnings of variables that none of these modules has looked at while it was imported.
 _READ_LATER = ("HF_", "HOME", "PYTEST_CURRENT_TEST", "SSL_CERT_FILE", "XDG_STATE_HOME")
 _PID = struct.Struct("!i")
+_MOST_FILES = 2
+# Numbers from here on are free in a process that has just been forked.
+_FREE_NUMBER = 100
 # Room for the command lines that forks show in its place.
 _ROOM = "-" * 8192
 
@@ -94,8 +99,13 @@ class WarmForkServer(ForkServer):
     def __init__(self, module: str, message: bytes, early: EarlyServer | None = None) -> None:
         assert early is None
         assert module == worker.__name__
-        self._control, self._process = _warm().fork()  # type: ignore[assignment]
+        self._control, self._process = self.server().fork()  # type: ignore[assignment]
         self._control.sendall(_PROMPTS + message)
+
+    @staticmethod
+    def server() -> ForkServer:
+        """Returns the process that is forked."""
+        return _warm()
 
 
 class Forked:
@@ -105,6 +115,7 @@ class Forked:
         """Has a fork of the server's do what `job` says with this process's open files."""
         channel, self._fork = server.fork()
         with channel:
+            assert len(files) <= _MOST_FILES
             socket.send_fds(channel, [kind], files)
             channel.sendall(json.dumps({"environment": dict(os.environ)} | job).encode())
             channel.shutdown(socket.SHUT_WR)
@@ -163,6 +174,24 @@ class Service(Forked):
             super().__init__(server, _PROGRAM, job, [theirs, theirs])
         finally:
             os.close(theirs)
+
+
+class GatewayWorker(Forked):
+    """One of several gateway processes of a port, with what its group uses of a `Popen`."""
+
+    def __init__(self, server: ForkServer, command: Sequence[str], stdin: int, shared: int) -> None:
+        """Starts `command`, which is `python -P -m gateway.workers.member`; it has `shared` by its number."""
+        job = {"arguments": list(command[2:]), "shown": list(command), "numbers": [0, shared]}
+        super().__init__(server, _PROGRAM, job, [stdin, shared])
+
+
+def _fork_gateway_workers(server: ForkServer) -> None:
+    """Has this process's group of gateways start them as forks of the server's."""
+
+    def start(command: Sequence[str], stdin: int, pass_fds: tuple[int]) -> GatewayWorker:
+        return GatewayWorker(server, command, stdin, *pass_fds)
+
+    group.subprocess = types.SimpleNamespace(Popen=start)  # type: ignore[assignment, attr-defined]
 
 
 def fork_services(server: Callable[[], ForkServer | None]) -> None:
@@ -243,7 +272,7 @@ def _run(channel: socket.socket) -> int:
     """Runs what the test asks for, as a process of its own would."""
     gc.freeze()
     random.seed()
-    kind, files, _, _ = socket.recv_fds(channel, 1, 2)
+    kind, files, _, _ = socket.recv_fds(channel, 1, _MOST_FILES)
     if kind == _PROMPTS:
         return worker.main(channel)
     with channel, channel.makefile("rb") as asked:
@@ -256,13 +285,15 @@ def _run(channel: socket.socket) -> int:
         channel.sendall(_PID.pack(os.getpid()))
     os.environ.clear()
     os.environ.update(job["environment"])
-    opened = [os.open(os.devnull, os.O_RDONLY), *files]  # one of them may have the number of a stream
-    for stream, number in enumerate([fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, 3) for each in opened]):
-        os.dup2(number, stream)
-        os.close(number)
-    for each in opened:
-        if each > 2:
-            os.close(each)
+    files.append(os.open(os.devnull, os.O_RDONLY))
+    numbers = job.get("numbers", [1, 2])
+    kept = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, _FREE_NUMBER) for each in files]
+    for each in files:
+        os.close(each)
+    for each, number in zip(kept, [*numbers, *({0} - set(numbers))], strict=False):
+        os.dup2(each, number)
+    for each in kept:
+        os.close(each)
     if kind == _PROGRAM:
         return _run_program(job["arguments"], job.get("shown", [sys.executable, *job["arguments"]]))
     from expert_service.main import run
@@ -284,6 +315,12 @@ def _run_program(arguments: list[str], shown: list[str]) -> int:
     if rest[:1] == ["serve"]:
         server = _OwnServer()
         fork_services(lambda: server)
+    elif group.__name__ in what:
+        _fork_gateway_workers(_OwnServer())
+    elif what == member.__name__:
+        prompts = _OwnServer()
+        WarmForkServer.server = staticmethod(lambda: prompts)  # type: ignore[method-assign]
+        pool.ForkServer = WarmForkServer  # type: ignore[attr-defined, misc]
     gc.collect()
     gc.freeze()
     status: object = None
