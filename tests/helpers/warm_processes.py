@@ -55,8 +55,12 @@ _MODULES = {
         *("gpu_service.assembly.build", "gpu_service.models.common", *early._SHARED),
     ),
 }
-# Beginnings of variables that none of these modules has looked at while it was imported.
-_READ_LATER = ("HF_", "HOME", "PYTEST_CURRENT_TEST", "SSL_CERT_FILE", "XDG_STATE_HOME")
+# Beginnings of variables that none of these modules has looked at while it was imported. Engines in a test's
+# own process, and transformers' generate, set some of them.
+_READ_LATER = (
+    *("CUDA_DEVICE_ORDER", "FLASHINFER_WORKSPACE_BASE", "GRPC_VERBOSITY", "HF_", "HOME", "KINETO_LOG_LEVEL"),
+    *("PYTEST_CURRENT_TEST", "SSL_CERT_FILE", "TOKENIZERS_PARALLELISM", "TRITON_CACHE_DIR", "XDG_STATE_HOME"),
+)
 _PID = struct.Struct("!i")
 _MOST_FILES = 2
 # Numbers from here on are free in a process that has just been forked.
