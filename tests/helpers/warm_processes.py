@@ -56,10 +56,11 @@ _MODULES = {
     ),
 }
 # Beginnings of variables that none of these modules has looked at while it was imported. Engines in a test's
-# own process, and transformers' generate, set some of them.
+# own process, transformers' generate and torch's compiler set some of them.
 _READ_LATER = (
     *("CUDA_DEVICE_ORDER", "FLASHINFER_WORKSPACE_BASE", "GRPC_VERBOSITY", "HF_", "HOME", "KINETO_LOG_LEVEL"),
-    *("PYTEST_CURRENT_TEST", "SSL_CERT_FILE", "TOKENIZERS_PARALLELISM", "TRITON_CACHE_DIR", "XDG_STATE_HOME"),
+    *("PYTEST_CURRENT_TEST", "SSL_CERT_FILE", "TOKENIZERS_PARALLELISM", "TORCHINDUCTOR_CACHE_DIR"),
+    *("TRITON_CACHE_DIR", "XDG_STATE_HOME"),
 )
 _PID = struct.Struct("!i")
 _MOST_FILES = 2
