@@ -101,6 +101,17 @@ def _own_logging() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", autouse=True)
+def _own_environment() -> Iterator[None]:
+    """A file's tests begin with the variables of the first: engines and libraries in this process set some,
+    with which nothing would be forked any more of what was warmed up without them (`warm_processes.fits`)."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+
+
+@pytest.fixture(scope="module", autouse=True)
 def _https(request: pytest.FixtureRequest) -> Iterator[None]:
     """With `--tls` servers speak HTTPS, but in files that are marked otherwise."""
     tls_everywhere.use_https(request.node.get_closest_marker("plain_http") is None)

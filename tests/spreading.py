@@ -20,6 +20,9 @@ LONGEST = (
     "tests/service/test_end_to_end.py",
     "tests/service/test_end_to_end",
     "tests/service/test_tools_end_to_end.py",
+    "tests/service/test_pod_processes.py",
+    "tests/service/test_streaming_ranks.py",
+    "tests/service/test_traced_walk.py",
     "tests/service/test_parallel_serve.py",
     "tests/service/test_trace_end_to_end.py",
     "tests/service/test_docs_commands.py",
@@ -29,6 +32,9 @@ LONGEST = (
     "tests/service/test_gateway_",
     "tests/k8s/test_chart.py",
     "tests/parity/test_tiny",
+    "tests/parity/test_vision.py",
+    "tests/equality/test_decode_graphs.py",
+    "tests/kernels/test_grouped_panels.py",
     "tests/equality/test_demo",
 )
 

@@ -69,14 +69,17 @@ class RankWeights:
         """Returns which elements, along the axis that is cut, the rank keeps of those that are loaded; None:
         all.
         """
-        kept, begin, is_divided = list[int](), 0, False
-        for weight in self._of(name):
-            size = weight.shape[weight.axis]
-            own = weight.cut.kept(size, *self._rank)
+        weights = self._of(name)
+        sizes = [weight.shape[weight.axis] for weight in weights]
+        own = [weight.cut.kept(size, *self._rank) for weight, size in zip(weights, sizes, strict=True)]
+        if all(each is None for each in own):
+            return None
+        kept, begin = list[int](), 0
+        for weight, size, each in zip(weights, sizes, own, strict=True):
             loaded = weight.cut.part(size, *self._rank).size
-            kept += [begin + index for index in (range(loaded) if own is None else own)]
-            is_divided, begin = is_divided or own is not None, begin + loaded
-        return kept if is_divided else None
+            kept += [begin + index for index in (range(loaded) if each is None else each)]
+            begin += loaded
+        return kept
 
     @property
     def _rank(self) -> tuple[int, int]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import shutil
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +29,7 @@ from gpu_service.experts.doorbell.program import (
 from gpu_service.experts.doorbell.watch import Watch
 from moebius.mailbox import Mailbox, field_offsets
 from moebius.models.geometry import MoeGeometry
+from tests.helpers.compiled_sources import compiled
 
 HERE = Path(__file__).parent
 _devices = 0
@@ -36,15 +37,11 @@ DTYPE_CODES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 
 
 @cache
-def _library() -> Path:
-    """Returns the compiled kernels; built once per process."""
-    directory = Path(tempfile.mkdtemp(prefix="moebius-doorbell-"))
-    source, library = directory / "doorbell.cc", directory / "doorbell.so"
-    shim, entry = ((HERE / name).read_text() for name in ("doorbell_shim.h", "doorbell_entry.h"))
-    source.write_text("\n".join((shim, program(), entry)))
-    command = ["g++", "-std=c++20", "-O1", "-Wall", "-Wno-unused-function", "-shared", "-fPIC", "-pthread"]
-    subprocess.run([*command, "-o", str(library), str(source)], check=True)
-    return library
+def _directory() -> Path:
+    """Returns where this process's copies of the library are."""
+    found = Path(tempfile.mkdtemp(prefix="moebius-doorbell-"))
+    atexit.register(shutil.rmtree, found, ignore_errors=True)
+    return found
 
 
 def host_kernels() -> ctypes.CDLL:
@@ -53,8 +50,10 @@ def host_kernels() -> ctypes.CDLL:
     """
     global _devices
     _devices += 1
-    library = shutil.copy(_library(), _library().with_name(f"device-{_devices}.so"))
-    kernels = ctypes.CDLL(str(library))
+    shim, entry = ((HERE / name).read_text() for name in ("doorbell_shim.h", "doorbell_entry.h"))
+    options = ("-std=c++20", "-O1", "-Wall", "-Wno-unused-function", "-shared", "-fPIC", "-pthread")
+    library, _ = compiled(("g++", *options), "\n".join((shim, program(), entry)))
+    kernels = ctypes.CDLL(str(shutil.copy(library, _directory() / f"device-{_devices}.so")))
     kernels.launch_ping_pong.restype = ctypes.c_uint64
     return kernels
 

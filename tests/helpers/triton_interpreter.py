@@ -13,18 +13,21 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import math
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
+import numpy as np
 import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
+from tests.helpers.triton_arithmetic import faster, shape_of
+
 _patch_tensor, _patch_lang = interpreter._patch_lang_tensor, interpreter._patch_lang
 _make_block_type = tl.core.block_type.__init__
 _to_common_type = TritonSemantic.binary_op_type_checking_impl
+_create_dot = interpreter.InterpreterBuilder.create_dot
 _numpy_type = cache(interpreter._get_np_dtype)
 # Ids of the globals of functions for which the launch that runs has replaced what they call.
 _replaced: set[int] = set()
@@ -52,14 +55,27 @@ def _patch_once(fn: Callable[..., Any]) -> Any:
 
 
 @cache
-def _builtins(package: Any) -> list[tuple[str, Any]]:
-    """Returns the names and functions that a launch replaces, as they were before the first one."""
-    return [(name, member) for name, member in inspect.getmembers(package) if tl.core.is_builtin(member)]
+def _replacements(package: Any) -> list[tuple[str, Any]]:
+    """Returns what a launch replaces and by what, made before the first one replaces anything."""
+    found = []
+    for name, member in inspect.getmembers(package):
+        if tl.core.is_builtin(member):
+            interpreted = _interpreted(member)
+            found.append((name, faster(name, interpreted) if package is tl.core.tensor else interpreted))
+    return found
+
+
+def _interpreted(member: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        kwargs["_semantic"] = interpreter.interpreter_semantic
+        return member(*args, **kwargs)
+
+    return call
 
 
 def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
-    for name, member in _builtins(package):
-        interpreter._patch_attr(package, name, member, builder, scope)
+    for name, replacement in _replacements(package):
+        scope.set_attr(package, name, replacement)
 
 
 @cache
@@ -70,19 +86,13 @@ def _block_type(element: Any, sizes: tuple[int, ...]) -> dict[str, Any]:
     return {**vars(made), "sizes": sizes}
 
 
-@cache
-def _shape(sizes: tuple[int, ...]) -> tuple[Any, Any]:
-    """Returns a tensor's `shape` and `numel`."""
-    return tl.core.tuple([tl.constexpr(size) for size in sizes]), tl.constexpr(math.prod(sizes))
-
-
 def _block_init(self: Any, element_ty: Any, shape: Sequence[Any]) -> None:
     vars(self).update(_block_type(element_ty, tuple(getattr(size, "value", size) for size in shape)))
 
 
 def _tensor_init(self: Any, handle: Any, type: Any) -> None:
     self.handle, self.type, self.dtype = handle, type, type.scalar
-    self.shape, self.numel = _shape(type.sizes if type.is_block() else ())
+    self.shape, self.numel = shape_of(type.sizes if type.is_block() else ())
 
 
 def _get_numpy_type(type: Any) -> Any:
@@ -106,7 +116,16 @@ def _of_common_type(self: Any, left: Any, right: Any, *checks: bool, **named: bo
     return found
 
 
+def _dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
+    """Returns sums of products in the result's format; numpy calls BLAS for operands that have it, too."""
+    if d.data.dtype.kind != "f" or a.data.dtype.kind != "f" or b.data.dtype.kind != "f":
+        return _create_dot(self, a, b, d, *_)
+    product = np.matmul(a.data.astype(d.data.dtype), b.data.astype(d.data.dtype))
+    return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+
+
 interpreter._LangPatchScope = _Scope
+interpreter.InterpreterBuilder.create_dot = _dot
 interpreter._patch_lang_tensor = _patch_with_index
 interpreter._patch_lang = _patch_once
 interpreter._patch_builtin = _patch_builtin

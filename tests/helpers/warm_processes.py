@@ -1,9 +1,9 @@
 """Processes that have imported what services need, forked by this test process.
 
-Starting an expert server takes a second of a core, an engine five, and tests start hundreds. Whatever a whole
-system restarts is a program of its own, as are the commands of tests/service/test_demo_command.py and
-test_docs_commands.py, gateways of test_gateway_process.py, and the prompt processes of
-tests/unit/gateway/prompts.
+Starting an expert server takes a second of a core, an engine five, and tests start hundreds. Programs of
+their own are the commands of tests/service/test_demo_command.py and test_docs_commands.py with all that they
+start, gateways of test_gateway_process.py, the prompt processes of tests/unit/gateway/prompts, and what
+supervisors of tests/service/test_supervisor*.py start that is no service.
 """
 
 from __future__ import annotations
@@ -28,13 +28,17 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+import types
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from app.supervisor import early
-from gateway.prompts import worker
+from app.supervisor.child import tie_to_parent
+from app.supervisor.process import ManagedProcess
+from gateway.prompts import pool, worker
 from gateway.prompts.fork_server import EarlyServer, ForkServer, serve_forks
+from gateway.workers import group, member
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
 from tests.helpers import tls_everywhere
@@ -51,9 +55,17 @@ _MODULES = {
         *("gpu_service.assembly.build", "gpu_service.models.common", *early._SHARED),
     ),
 }
-# Beginnings of variables that none of these modules has looked at while it was imported.
-_READ_LATER = ("HF_", "HOME", "PYTEST_CURRENT_TEST", "SSL_CERT_FILE", "XDG_STATE_HOME")
+# Beginnings of variables that none of these modules has looked at while it was imported. Engines in a test's
+# own process, transformers' generate and torch's compiler set some of them.
+_READ_LATER = (
+    *("CUDA_DEVICE_ORDER", "FLASHINFER_WORKSPACE_BASE", "GRPC_VERBOSITY", "HF_", "HOME", "KINETO_LOG_LEVEL"),
+    *("PYTEST_CURRENT_TEST", "SSL_CERT_FILE", "TOKENIZERS_PARALLELISM", "TORCHINDUCTOR_CACHE_DIR"),
+    *("TRITON_CACHE_DIR", "XDG_STATE_HOME"),
+)
 _PID = struct.Struct("!i")
+_MOST_FILES = 2
+# Numbers from here on are free in a process that has just been forked.
+_FREE_NUMBER = 100
 # Room for the command lines that forks show in its place.
 _ROOM = "-" * 8192
 
@@ -92,17 +104,23 @@ class WarmForkServer(ForkServer):
     def __init__(self, module: str, message: bytes, early: EarlyServer | None = None) -> None:
         assert early is None
         assert module == worker.__name__
-        self._control, self._process = _warm().fork()  # type: ignore[assignment]
+        self._control, self._process = self.server().fork()  # type: ignore[assignment]
         self._control.sendall(_PROMPTS + message)
+
+    @staticmethod
+    def server() -> ForkServer:
+        """Returns the process that is forked."""
+        return _warm()
 
 
 class Forked:
     """A fork of a warm process, with the methods of a `Popen`."""
 
-    def __init__(self, purpose: str, kind: bytes, job: dict[str, Any], files: Sequence[int] = ()) -> None:
-        """Has a fork do what `job` says with this process's open files."""
-        channel, self._fork = _warm(purpose).fork()
+    def __init__(self, server: ForkServer, kind: bytes, job: dict[str, Any], files: Sequence[int]) -> None:
+        """Has a fork of the server's do what `job` says with this process's open files."""
+        channel, self._fork = server.fork()
         with channel:
+            assert len(files) <= _MOST_FILES
             socket.send_fds(channel, [kind], files)
             channel.sendall(json.dumps({"environment": dict(os.environ)} | job).encode())
             channel.shutdown(socket.SHUT_WR)
@@ -145,9 +163,77 @@ class ExpertProcess(Forked):
     def __init__(self, config: MoebiusConfig, log: Path) -> None:
         """Starts it with this process's environment; its output is appended to `log`."""
         with log.open("ab") as sink:
-            super().__init__(
-                "expert", _EXPERT, {"config": config.model_dump_json()}, [sink.fileno(), sink.fileno()]
-            )
+            job = {"config": config.model_dump_json()}
+            super().__init__(_warm(), _EXPERT, job, [sink.fileno(), sink.fileno()])
+
+
+class Service(Forked):
+    """A service that a supervisor starts, where it would start a program, and what it uses of a `Popen`."""
+
+    def __init__(self, server: ForkServer, command: Sequence[str], cpus: Sequence[int]) -> None:
+        """Starts `command`, which is `python -P -m moebius …`, in a process group of its own."""
+        output, theirs = os.pipe()
+        self.stdout: IO[bytes] = os.fdopen(output, "rb")
+        try:
+            job = {"arguments": list(command[2:]), "shown": list(command), "cpus": list(cpus)}
+            super().__init__(server, _PROGRAM, job, [theirs, theirs])
+        finally:
+            os.close(theirs)
+
+
+class GatewayWorker(Forked):
+    """One of several gateway processes of a port, with what its group uses of a `Popen`."""
+
+    def __init__(self, server: ForkServer, command: Sequence[str], stdin: int, shared: int) -> None:
+        """Starts `command`, which is `python -P -m gateway.workers.member`; it has `shared` by its number."""
+        job = {"arguments": list(command[2:]), "shown": list(command), "numbers": [0, shared]}
+        super().__init__(server, _PROGRAM, job, [stdin, shared])
+
+
+def _fork_gateway_workers(server: ForkServer) -> None:
+    """Has this process's group of gateways start them as forks of the server's."""
+
+    def start(command: Sequence[str], stdin: int, pass_fds: tuple[int]) -> GatewayWorker:
+        return GatewayWorker(server, command, stdin, *pass_fds)
+
+    group.subprocess = types.SimpleNamespace(Popen=start)  # type: ignore[assignment, attr-defined]
+
+
+def fork_services(server: Callable[[], ForkServer | None]) -> None:
+    """Has this process's supervisors start services as forks of what `server` returns; None: as programs."""
+    start = ManagedProcess._program
+
+    def program(self: ManagedProcess) -> Any:
+        command = self.spec.command
+        found = server() if tuple(command[:4]) == (sys.executable, "-P", "-m", "moebius") else None
+        return start(self) if found is None else Service(found, command, self.spec.cpus)
+
+    ManagedProcess._program = program  # type: ignore[method-assign]
+
+
+def warm_services() -> ForkServer | None:
+    """Returns the process whose forks become services; None: with TLS, coverage, or another environment."""
+    return _warm("moebius") if _may_fork(os.environ) else None
+
+
+def _may_fork(environment: Mapping[str, str]) -> bool:
+    return not tls_everywhere.is_on() and "coverage" not in sys.modules and _warm("moebius").fits(environment)
+
+
+class _OwnServer(ForkServer):
+    """A fork of a `moebius serve`, made before that has threads, whose forks become what it starts later."""
+
+    def __init__(self) -> None:
+        supervisor = os.getpid()
+
+        def serve(control: socket.socket) -> int:
+            tie_to_parent(supervisor)
+            _show(["forks-services"])
+            serve_forks(control, _run)
+            return 0
+
+        server = EarlyServer(serve)
+        self._control, self._process = server.control, server.process
 
 
 Program = Forked | subprocess.Popen[bytes]
@@ -161,13 +247,13 @@ def start_program(
     It is a program of its own where a variable differs that a module may have read, and with TLS or coverage.
     """
     environment = dict(os.environ if env is None else env)
-    if tls_everywhere.is_on() or "coverage" in sys.modules or not _warm("moebius").fits(environment):
+    if not _may_fork(environment):
         command = [sys.executable, *arguments]
         return subprocess.Popen(
             command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, env=environment
         )
     job = {"arguments": list(arguments), "environment": environment}
-    return Forked("moebius", _PROGRAM, job, [stdout.fileno(), stderr.fileno()])
+    return Forked(_warm("moebius"), _PROGRAM, job, [stdout.fileno(), stderr.fileno()])
 
 
 def run_program(
@@ -191,23 +277,30 @@ def _run(channel: socket.socket) -> int:
     """Runs what the test asks for, as a process of its own would."""
     gc.freeze()
     random.seed()
-    kind, files, _, _ = socket.recv_fds(channel, 1, 2)
+    kind, files, _, _ = socket.recv_fds(channel, 1, _MOST_FILES)
     if kind == _PROMPTS:
         return worker.main(channel)
     with channel, channel.makefile("rb") as asked:
         job = json.load(asked)
+        if "cpus" in job:  # what app/supervisor/child.py does
+            os.setpgid(0, 0)
+            tie_to_parent(os.getppid())
+            if job["cpus"]:
+                os.sched_setaffinity(0, job["cpus"])
         channel.sendall(_PID.pack(os.getpid()))
     os.environ.clear()
     os.environ.update(job["environment"])
-    opened = [os.open(os.devnull, os.O_RDONLY), *files]  # one of them may have the number of a stream
-    for stream, number in enumerate([fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, 3) for each in opened]):
-        os.dup2(number, stream)
-        os.close(number)
-    for each in opened:
-        if each > 2:
-            os.close(each)
+    files.append(os.open(os.devnull, os.O_RDONLY))
+    numbers = job.get("numbers", [1, 2])
+    kept = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, _FREE_NUMBER) for each in files]
+    for each in files:
+        os.close(each)
+    for each, number in zip(kept, [*numbers, *({0} - set(numbers))], strict=False):
+        os.dup2(each, number)
+    for each in kept:
+        os.close(each)
     if kind == _PROGRAM:
-        return _run_program(job["arguments"])
+        return _run_program(job["arguments"], job.get("shown", [sys.executable, *job["arguments"]]))
     from expert_service.main import run
 
     try:
@@ -219,11 +312,20 @@ def _run(channel: socket.socket) -> int:
     return status
 
 
-def _run_program(arguments: list[str]) -> int:
-    """Runs what Python's own command line would, and returns the exit status."""
+def _run_program(arguments: list[str], shown: list[str]) -> int:
+    """Runs what Python's own command line would, and returns the exit status; `ps` shows `shown`."""
     how, what, *rest = arguments
-    _show([sys.executable, *arguments])
-    sys.argv, sys.orig_argv = ["-c", *rest], [sys.executable, *arguments]
+    _show(shown)
+    sys.argv, sys.orig_argv = ["-c", *rest], shown
+    if rest[:1] == ["serve"]:
+        server = _OwnServer()
+        fork_services(lambda: server)
+    elif group.__name__ in what:
+        _fork_gateway_workers(_OwnServer())
+    elif what == member.__name__:
+        prompts = _OwnServer()
+        WarmForkServer.server = staticmethod(lambda: prompts)  # type: ignore[method-assign]
+        pool.ForkServer = WarmForkServer  # type: ignore[attr-defined, misc]
     gc.collect()
     gc.freeze()
     status: object = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,20 +13,17 @@ from gpu_service.experts.doorbell import program as doorbell_program
 from gpu_service.experts.doorbell.crossover import Crossover, crossing
 from gpu_service.experts.doorbell.program import ClientFailure, program  # type: ignore[attr-defined]
 from moebius.errors import UserError
+from tests.helpers.compiled_sources import compiled
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-def test_nvcc_compiles_the_kernels_for_every_architecture(tmp_path: Path) -> None:
+def test_nvcc_compiles_the_kernels_for_every_architecture() -> None:
     """Nothing of a newer GPU's is used, and registers hold what a thread needs."""
-    source = tmp_path / "doorbell.cu"
-    source.write_text(program())
     targets = [f"-gencode=arch=compute_{each},code=sm_{each}" for each in ARCHITECTURES]
-    command = ["nvcc", "-std=c++17", "-fatbin", "-Xptxas", "-v", *targets, "-o", str(tmp_path / "doorbell")]
-    run = subprocess.run([*command, str(source)], capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    spills = re.findall(r"(\d+) bytes spill stores", run.stderr)
+    _, said = compiled(["nvcc", "-std=c++17", "-fatbin", "-Xptxas", "-v", *targets], program(), ".cu")
+    spills = re.findall(r"(\d+) bytes spill stores", said)
     assert len(spills) >= 2 * len(ARCHITECTURES)
     assert set(spills) == {"0"}
 

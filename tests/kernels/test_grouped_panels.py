@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from gpu_service.ops.grouped_panels import TILES, WARPS, multiplies, program
 from gpu_service.ops.warpgroup_panels import MANY_ROWS, SOME_ROWS
 from gpu_service.ops.warpgroup_panels import WARPS as MANY_WARPS
 from tests import tolerances
+from tests.helpers.compiled_sources import compiled
 from tests.helpers.resident_layers import Shape, resident_layer, routed
 
 SHIM = Path(__file__).parents[1] / "helpers/grouped_panels_shim.h"
@@ -99,22 +99,11 @@ extern "C" void run(int tiles, unsigned blocks, unsigned first, unsigned second,
 """
 
 
-def compiled(source: str, entries: str, directory: Path) -> ctypes.CDLL:
+def host_library(source: str, entries: str) -> ctypes.CDLL:
     """Returns the kernels, compiled for the host."""
-    file = directory / "grouped.cc"
-    file.write_text(SHIM.read_text() + source + entries)
-    command = [
-        "g++",
-        "-std=c++20",
-        "-O1",
-        "-w",
-        "-shared",
-        "-fPIC",
-        "-o",
-        str(directory / "grouped.so"),
-    ]
-    subprocess.run([*command, str(file)], check=True)
-    return ctypes.CDLL(str(directory / "grouped.so"))
+    options = ("-std=c++20", "-O1", "-w", "-shared", "-fPIC")
+    library, _ = compiled(("g++", *options), SHIM.read_text() + source + entries)
+    return ctypes.CDLL(str(library))
 
 
 def aligned(slots: LayerSlots, ids: torch.Tensor, height: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -191,12 +180,12 @@ def pairs_computed(
     return result
 
 
-def check_pairs(shape: Shape, weight_format: str, directory: Path, rows: int) -> None:
+def check_pairs(shape: Shape, weight_format: str, rows: int) -> None:
     """The kernels of single rows and those of one tile give what the reference gives, added to anything."""
     slots = resident_layer(shape, weight_format, (3, 1, 0))
     constants = grouped_shape(slots.kind, shape.geometry)
     source = pair_panels.program(constants) + "KERNELS(1)\n"
-    library = compiled(source, ENTRIES + PAIR_ENTRIES, directory)
+    library = host_library(source, ENTRIES + PAIR_ENTRIES)
     inputs = routed(shape, rows, dtype=torch.bfloat16)
     expected = TorchResidentKernels(shape.geometry).forward(slots, *inputs, None)
     check_close(computed(shape, slots, library, 1, inputs), expected)
@@ -216,7 +205,6 @@ def check_close(found: torch.Tensor, expected: torch.Tensor) -> None:
 def check(
     shape: Shape,
     weight_format: str,
-    directory: Path,
     tiles: tuple[int, ...],
     rows: int,
 ) -> None:
@@ -227,9 +215,9 @@ def check(
     constants = grouped_shape(slots.kind, shape.geometry)
     if tiles in (SOME, MANY):
         assert warpgroup_panels.multiplies(constants)
-        library = compiled(warpgroup_panels.program(constants, 8 * tiles[0]), MANY_ENTRIES, directory)
+        library = host_library(warpgroup_panels.program(constants, 8 * tiles[0]), MANY_ENTRIES)
     else:
-        library = compiled("#define ALL_TILES\n" + program(constants), ENTRIES, directory)
+        library = host_library("#define ALL_TILES\n" + program(constants), ENTRIES)
     inputs = routed(shape, rows, dtype=torch.bfloat16)
     expected = TorchResidentKernels(shape.geometry).forward(slots, *inputs, None)
     for count in tiles:
@@ -237,52 +225,49 @@ def check(
 
 
 @pytest.mark.parametrize("weight_format", FORMATS)
-def test_formats_are_the_references(weight_format: str, tmp_path: Path) -> None:
+def test_formats_are_the_references(weight_format: str) -> None:
     """Every kind of code and scale decodes as the reference says; lengths end inside of groups and steps."""
     shape = Shape(hidden=136, intermediate=40, has_bias=weight_format == "mxfp4")
-    check_pairs(shape, weight_format, tmp_path, 5)
+    check_pairs(shape, weight_format, 5)
 
 
 @pytest.mark.parametrize("activation", ["silu_clamped", "gpt_oss", "clamped_silu", "gelu_tanh", "relu2"])
-def test_activations_are_the_references(activation: str, tmp_path: Path) -> None:
+def test_activations_are_the_references(activation: str) -> None:
     """Each activation, also that of no gate, whose two panels are neighbours."""
-    check_pairs(Shape(activation=activation, limit=0.7, top_k=3), "int4_g32", tmp_path, 5)
+    check_pairs(Shape(activation=activation, limit=0.7, top_k=3), "int4_g32", 5)
 
 
-def test_blocks_of_many_rows_are_the_references(tmp_path: Path) -> None:
+def test_blocks_of_many_rows_are_the_references() -> None:
     """Tiles side by side, an expert with more pairs than a block, and blocks that are not full."""
-    check(Shape(hidden=40, intermediate=16, top_k=3), "int4_g32", tmp_path, TILES, 40)
+    check(Shape(hidden=40, intermediate=16, top_k=3), "int4_g32", TILES, 40)
 
 
 @pytest.mark.parametrize(
     "weight_format",
     ["int4_g32", "int4_g32_mins_products", "int6_g16_products", "nvfp4", "fp8_block", "bfloat16"],
 )
-def test_rows_of_warpgroups_are_the_references(weight_format: str, tmp_path: Path) -> None:
+def test_rows_of_warpgroups_are_the_references(weight_format: str) -> None:
     """Blocks that are full, half full and empty, and stages that are no whole round of registers."""
     shape = Shape(hidden=192, intermediate=64, top_k=2)
-    check(shape, weight_format, tmp_path, MANY, 400)
+    check(shape, weight_format, MANY, 400)
 
 
-def test_warpgroups_of_experts_without_gate_are_the_references(tmp_path: Path) -> None:
+def test_warpgroups_of_experts_without_gate_are_the_references() -> None:
     """Both panels of a lane are neighbours, and what lies between is permuted; smaller blocks."""
     shape = Shape(hidden=64, intermediate=128, top_k=2, activation="relu2")
-    check(shape, "mxfp4", tmp_path, SOME, 120)
+    check(shape, "mxfp4", SOME, 120)
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-def test_nvcc_compiles_the_kernels_for_every_architecture(tmp_path: Path) -> None:
+def test_nvcc_compiles_the_kernels_for_every_architecture() -> None:
     """Nothing of a newer GPU's is used, and registers hold what a lane needs."""
     shape = Shape(hidden=2048, intermediate=768, experts=128, top_k=8)
     kind = resident_layer(Shape(), "int4_g32", ()).kind
-    source = tmp_path / "grouped.cu"
     constants = grouped_shape(kind, shape.geometry)
     kernels = "".join(f"KERNELS({tiles})\n" for tiles in TILES)
-    source.write_text(pair_panels.program(constants) + kernels)
     targets = [f"-gencode=arch=compute_{each},code=sm_{each}" for each in ARCHITECTURES]
-    command = ["nvcc", "-std=c++17", "-fatbin", "-Xptxas", "-v", *targets, "-o", str(tmp_path / "grouped")]
-    run = subprocess.run([*command, str(source)], capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    spills = re.findall(r"(\d+) bytes spill stores", run.stderr)
+    command = ["nvcc", "-std=c++17", "-fatbin", "-Xptxas", "-v", *targets]
+    _, said = compiled(command, pair_panels.program(constants) + kernels, ".cu")
+    spills = re.findall(r"(\d+) bytes spill stores", said)
     assert len(spills) == (2 * len(TILES) + 4) * len(ARCHITECTURES)
     assert set(spills) == {"0"}

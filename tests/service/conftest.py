@@ -11,6 +11,10 @@ import pytest
 from tests.helpers.agent_gateway import AgentGateway, agent_gateway
 from tests.helpers.checkpoints import TinyMoe
 from tests.helpers.expert_cluster import Cluster, running_cluster
+from tests.helpers.warm_processes import fork_services, warm_services
+
+# Those of supervisors in this process; a `moebius serve` forks its own.
+fork_services(warm_services)
 
 
 @pytest.fixture(scope="module")

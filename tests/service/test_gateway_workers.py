@@ -27,8 +27,10 @@ from tests.helpers.swapped_files import put, swap_tokens
 from tests.helpers.tiny_tokenizer import byte_level_tokenizer, write_tokenizer
 from tests.helpers.warm_processes import Program, run_program, start_program
 
+# Where it is a fork, it names what it starts processes by: they become forks, too (warm_processes.py).
 PROGRAM = """
 import sys
+import gateway.workers.group
 from gateway.main import run
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
@@ -61,7 +63,7 @@ class Gateway:
     def workers(self) -> list[psutil.Process]:
         """Returns those that serve, oldest first."""
         found = []
-        for one in psutil.Process(self.process.pid).children():
+        for one in psutil.Process(self.process.pid).children(recursive=True):
             with suppress(psutil.NoSuchProcess):  # a process that has just ended is one of these
                 found += [one] if "gateway.workers.member" in one.cmdline() else []
         return sorted(found, key=lambda one: (one.create_time(), one.pid))
