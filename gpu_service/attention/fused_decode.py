@@ -28,8 +28,6 @@ MAX_SPLITS = 32
 # Fewer keys than this are not worth a program of their own.
 MIN_SPLIT = 128
 _BLOCK_KEYS = 64
-# Tiles of the loop that are under way together, beside the first one; of longer heads fewer fit.
-_STAGES, _PIPELINED_DIM = 3, 128
 # Tokens of its own step that a program attends to at a time: rows that a tensor core takes at least.
 _BLOCK_NEW = 16
 # Elements of splits' results that are merged at a time: what a program's registers hold.
@@ -99,21 +97,6 @@ def _earlier_rows(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _load_tokens(  # type: ignore[no-untyped-def]
-    slots, table, first, end, slot_stride, kv_head, element, HEAD_DIM: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Returns cached keys and values `[BLOCK_N, HEAD_DIM]` from `first` on, and which are before `end`."""
-    position = first + tl.arange(0, BLOCK_N)
-    seen = position < end
-    page = tl.load(table + position // PAGE_SIZE, mask=seen, other=0)
-    place = page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE
-    at = slots + place[:, None] * slot_stride + kv_head * HEAD_DIM + element
-    keys = tl.load(at, mask=seen[:, None], other=0.0)
-    return keys, tl.load(at + NUM_KV_HEADS * HEAD_DIM, mask=seen[:, None], other=0.0), seen
-
-
-@jit
 def _attended(  # type: ignore[no-untyped-def]
     q, keys, values, seen, maximum, total, weighted, score_scale, PRECISION: tl.constexpr
 ):
@@ -121,6 +104,61 @@ def _attended(  # type: ignore[no-untyped-def]
     scores = tl.dot(q, tl.trans(keys), input_precision=PRECISION) * score_scale
     scores = tl.where(seen[None, :], scores, float("-inf"))
     return _add_values(scores, values, maximum, total, weighted, PRECISION)
+
+
+@jit
+def _attended_cache(  # type: ignore[no-untyped-def]
+    q, keys, table, begin, end, slot_stride, maximum, total, weighted, score_scale, VALUES: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The running softmax with cached tokens; `keys`: those of the first slot."""
+    for first in range(begin, end, BLOCK_N):
+        position = first + tl.arange(0, BLOCK_N)
+        seen = position < end
+        page = tl.load(table + position // PAGE_SIZE, mask=seen, other=0)
+        place = page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE
+        at = keys + place[:, None] * slot_stride
+        key = tl.load(at, mask=seen[:, None], other=0.0)
+        value = tl.load(at + VALUES, mask=seen[:, None], other=0.0)
+        maximum, total, weighted = _attended(
+            q, key, value, seen, maximum, total, weighted, score_scale, PRECISION
+        )
+    return maximum, total, weighted
+
+
+@jit
+def _attended_step(  # type: ignore[no-untyped-def]
+    q, slot, key, value, request, earlier, element, partner, in_pairs, weight, partner_weight, c, s, cos, sin,
+    eps, row_stride, value_stride, total, weighted, score_scale, VALUES: tl.constexpr,
+    HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, NORMS: tl.constexpr, BLOCK_NEW: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Stores a row's token, key and value VALUES elements apart, and begins the running softmax with it and
+    the `earlier` rows before it: normed and rotated as they will be in the cache.
+    """
+    k = _rotated(
+        key + request * row_stride, element, partner, element >= 0, weight, partner_weight, c, s, eps,
+        HEAD_DIM, NORMS,
+    )  # fmt: skip
+    v = tl.load(value + request * value_stride)
+    tl.store(slot, k)
+    tl.store(slot + VALUES, v)
+    maximum = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * score_scale
+    total, weighted = total + 1.0, weighted + v.to(tl.float32)
+    for first in range(0, earlier, BLOCK_NEW):
+        back = 1 + first + tl.arange(0, BLOCK_NEW)
+        is_new = back <= earlier
+        row = tl.where(is_new, request - back, request)[:, None]
+        cosines, sines = _angles(cos + row * ROTARY_DIM, sin + row * ROTARY_DIM, element, in_pairs)
+        keys = _rotated(
+            key + row * row_stride, element, partner, is_new[:, None], weight, partner_weight, cosines, sines,
+            eps, HEAD_DIM, NORMS,
+        )  # fmt: skip
+        values = tl.load(value + row * value_stride, mask=is_new[:, None], other=0.0)
+        maximum, total, weighted = _attended(
+            q, keys, values, is_new, maximum, total, weighted, score_scale, PRECISION
+        )
+    return maximum, total, weighted
 
 
 @jit
@@ -186,19 +224,14 @@ def decode_attention_kernel(  # type: ignore[no-untyped-def]
     if NORMS:
         q_own, q_other = tl.load(q_weight + element), tl.load(q_weight + partner)
         k_own, k_other = tl.load(k_weight + element), tl.load(k_weight + partner)
-    cached, table = length - 1, block_table + request * table_stride
+    table = block_table + request * table_stride
+    earlier = _earlier_rows(slot_mapping, table, request, length - 1, PAGE_SIZE, MOST_ROWS)
+    cached = length - 1 - earlier
     share = keys_per_split(cached, num_splits, MINIMUM, BLOCK_N)
     used = tl.maximum(tl.cdiv(cached, share), 1)
     if split >= used:
         return
     begin, end = split * share, tl.minimum((split + 1) * share, cached)
-    keys, values, seen = _load_tokens(
-        slots, table, begin, end, slot_stride, kv_head, element, HEAD_DIM, NUM_KV_HEADS, PAGE_SIZE, BLOCK_N
-    )
-    # What was read of rows of this very step may be older than they are, and counts for nothing.
-    earlier = _earlier_rows(slot_mapping, table, request, cached, PAGE_SIZE, MOST_ROWS)
-    end = tl.minimum(end, cached - earlier)
-    seen = seen & (begin + tl.arange(0, BLOCK_N) < end)
     slot = slots + own_slot * slot_stride + kv_head * HEAD_DIM + element
     wait_for_previous(OVERLAPS)
     head, held = kv_head * GROUP + member, (member < GROUP)[:, None]
@@ -209,50 +242,16 @@ def decode_attention_kernel(  # type: ignore[no-untyped-def]
     maximum = tl.full([BLOCK_G], float("-inf"), tl.float32)
     total, weighted = tl.zeros([BLOCK_G], tl.float32), tl.zeros([BLOCK_G, HEAD_DIM], tl.float32)
     if split == 0:
-        new_key = heads + (GROUP * NUM_KV_HEADS + kv_head) * head_stride
-        new_value = value + kv_head * value_head_stride + element
-        k = _rotated(
-            new_key + request * row_stride, element, partner, element >= 0, k_own, k_other, own_cos, own_sin,
-            eps, HEAD_DIM, NORMS,
+        maximum, total, weighted = _attended_step(
+            q, slot, heads + (GROUP * NUM_KV_HEADS + kv_head) * head_stride,
+            value + kv_head * value_head_stride + element, request, earlier, element, partner, in_pairs,
+            k_own, k_other, own_cos, own_sin, cos, sin, eps, row_stride, value_stride, total, weighted,
+            score_scale, NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, ROTARY_DIM, NORMS, BLOCK_NEW, PRECISION,
         )  # fmt: skip
-        v = tl.load(new_value + request * value_stride)
-        tl.store(slot, k)
-        tl.store(slot + NUM_KV_HEADS * HEAD_DIM, v)
-        maximum = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * score_scale
-        total, weighted = total + 1.0, weighted + v.to(tl.float32)
-        for first in range(0, earlier, BLOCK_NEW):
-            back = 1 + first + tl.arange(0, BLOCK_NEW)
-            is_new = back <= earlier
-            other = tl.where(is_new, request - back, request)[:, None]
-            c, s = _angles(cos + other * ROTARY_DIM, sin + other * ROTARY_DIM, element, in_pairs)
-            new_keys = _rotated(
-                new_key + other * row_stride, element, partner, is_new[:, None], k_own, k_other, c, s, eps,
-                HEAD_DIM, NORMS,
-            )  # fmt: skip
-            new_values = tl.load(new_value + other * value_stride, mask=is_new[:, None], other=0.0)
-            maximum, total, weighted = _attended(
-                q, new_keys, new_values, is_new, maximum, total, weighted, score_scale, PRECISION
-            )
-    maximum, total, weighted = _attended(
-        q, keys, values, seen, maximum, total, weighted, score_scale, PRECISION
-    )
-    for first in range(begin + BLOCK_N, end, BLOCK_N):
-        keys, values, seen = _load_tokens(
-            slots,
-            table,
-            first,
-            end,
-            slot_stride,
-            kv_head,
-            element,
-            HEAD_DIM,
-            NUM_KV_HEADS,
-            PAGE_SIZE,
-            BLOCK_N,
-        )
-        maximum, total, weighted = _attended(
-            q, keys, values, seen, maximum, total, weighted, score_scale, PRECISION
-        )
+    maximum, total, weighted = _attended_cache(
+        q, slots + kv_head * HEAD_DIM + element, table, begin, end, slot_stride, maximum, total, weighted,
+        score_scale, NUM_KV_HEADS * HEAD_DIM, PAGE_SIZE, BLOCK_N, PRECISION,
+    )  # fmt: skip
     result = weighted / total[:, None]
     target = output + (request * NUM_KV_HEADS + kv_head) * (GROUP * HEAD_DIM)
     if used == 1:
@@ -319,7 +318,7 @@ def decode_attention(
         BLOCK_N=_BLOCK_KEYS, BLOCK_M=heads_at_once, BLOCK_S=min(at_once, width),
         BLOCK_NEW=_BLOCK_NEW, MOST_ROWS=next_power_of_2(num_requests), MAX_SPLITS=width,
         MINIMUM=MIN_SPLIT, PRECISION="ieee" if heads.dtype == torch.float32 else "tf32",
-        num_warps=4, num_stages=_STAGES if head_dim <= _PIPELINED_DIM else 2, **overlap(heads.device),
+        num_warps=4, num_stages=3, **overlap(heads.device),
     )  # fmt: skip
     return output.flatten(1)
 

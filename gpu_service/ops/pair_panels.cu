@@ -67,12 +67,11 @@ static __device__ __forceinline__ float value_of(const Bfloat16* values, u64 at)
   return __uint_as_float(u32(values[at].bits) << 16);
 }
 
-constexpr int kTwos = (kTopK + 1) / 2;                            // pairs of choices, one for each warp
+constexpr int kTwos = (kTopK + 1) / 2;  // pairs of choices, one for each warp
 constexpr int kShares = kTwos < kDownWarps ? kDownWarps / kTwos : 1;  // warps that share their k
 
 // Block (row, panel of 16 columns): result float32 [rows, kHidden] = partial + the sum of weight * product over the
 // row's choices. Choices and panels are read before `gate_up_pairs` ends: it waited for the kernel that wrote the former.
-// The next kernel begins when rows have come: what it reads would delay them.
 template <class Partial>
 static __device__ __forceinline__ void down_of_row(const u8* intermediate, const u8* slots, const int* ids,
                                                    const int* slot_of_expert, const float* weights,
@@ -97,11 +96,14 @@ static __device__ __forceinline__ void down_of_row(const u8* intermediate, const
     // Row lane / 4 of the tile: the first choice's where that is even, else the second's.
     const int of = 2 * two + (lane >> 2 & 1), known = row * kTopK + (of < kTopK ? of : kTopK - 1);
     const u8* rows[1] = {intermediate + (u64(known) * kIntermediateColumns + (lane & 3) * 8) * 2};
-    multiply<Down, 1, kShares>(total, panel, rows, lane, share, [] { wait_for_previous(); });
+    multiply<Down, 1, kShares>(total, panel, rows, lane, share, [] {
+      wait_for_previous();
+      let_next_begin();
+    });
   } else {
     wait_for_previous();
+    let_next_begin();
   }
-  let_next_begin();
   if ((lane & 3) == 0) {
     *reinterpret_cast<float4*>(&found[share][choice][(lane >> 2 & 3) * 4]) = own_row(total[0], second);
   }
@@ -124,11 +126,11 @@ static __device__ __forceinline__ void down_of_row(const u8* intermediate, const
   result[u64(row) * kHidden + feature] = sum;
 }
 
-#define DOWN(name, Partial)                                                                                         \
-  extern "C" __global__ void __launch_bounds__(kTwos * kShares * 32)                                                \
+#define DOWN(name, Partial)                                                                                          \
+  extern "C" __global__ void __launch_bounds__(kTwos * kShares * 32)                                                 \
       name(const u8* intermediate, const u8* slots, const int* ids, const int* slot_of_expert, const float* weights, \
-           const Partial* partial, float* result) {                                                                 \
-    down_of_row(intermediate, slots, ids, slot_of_expert, weights, partial, result);                                \
+           const Partial* partial, float* result) {                                                                  \
+    down_of_row(intermediate, slots, ids, slot_of_expert, weights, partial, result);                                 \
   }
 DOWN(down_pairs, Nothing)
 DOWN(down_pairs_float32, Float32)

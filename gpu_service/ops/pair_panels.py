@@ -22,7 +22,7 @@ SOURCES = ("panel_codes.cuh", "panel_results.cuh", "grouped_panels.cu", "pair_pa
 # Of a block of gate and up, and of one of down, more where it has more pairs of choices.
 WARPS, DOWN_WARPS = 4, 8
 # Bits of each weight that a warp loads ahead: in 4 bits half of what it takes of 2048 k, and of down all that
-# it takes of 768, since what is read beside the next kernel's weights comes late.
+# it takes of 768, before gate and up end: beside the next kernel's weights, which are many, it comes late.
 BITS_AHEAD, DOWN_BITS_AHEAD = 32, 48
 # Bytes of a line of the cache, and of down's weights that are brought into it.
 _LINE, _MOST_PREFETCHED = 128, 16 << 20

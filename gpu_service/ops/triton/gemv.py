@@ -25,9 +25,9 @@ MAX_COLUMNS, TILE_BYTES = 8192, 65536
 MAX_FEATURES = 16
 # Programs that keep all processors of a large device reading.
 MIN_PROGRAMS = 256
-# Of a program; and registers of a thread with which a multiprocessor holds two programs of that many warps.
-# With more, the second half of a weight would be read only when the first one is done.
-MOST_WARPS, MAX_REGISTERS = 8, 128
+# Of a program; and registers of a thread with which a multiprocessor holds two programs of that many warps,
+# or three of half as many. With more, the last part of a weight would be read when the first one is done.
+MOST_WARPS, MAX_REGISTERS, MAX_REGISTERS_OF_FEWER = 8, 128, 168
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -200,9 +200,9 @@ def _launch(
     # What is not a parameter may be what the kernel before writes.
     read_before = [weight] if seam is None else [weight, seam["norm_weight_ptr"]]
     overlaps = overlap(rows.device, all(isinstance(each, nn.Parameter) for each in read_before))
-    options = {"num_warps": warps(columns), **overlaps}
-    if options["num_warps"] == MOST_WARPS:
-        options["maxnreg"] = MAX_REGISTERS
+    num_warps = warps(columns)
+    most = MAX_REGISTERS if num_warps == MOST_WARPS else MAX_REGISTERS_OF_FEWER
+    options = {"num_warps": num_warps, "maxnreg": most, **overlaps}
     return Launch((-(-num_features // features),), arguments | (seam or unused), options)
 
 

@@ -63,9 +63,9 @@ def test_groups(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
 
 def test_rows_of_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draft tokens and short prompts are rows that see the rows before them, in whatever order programs run:
-    here the later row's store their keys first. Some in a tile, more than a tile, and after several splits.
+    here the later rows' store their keys first. Some in a tile, more than a tile, after one split and more.
     """
-    case = make_case(SMALL, [(30, 4), (3, 1), (LONG - 2, 3), (0, 18)])
+    case = make_case(SMALL, [(30, 4), (3, 1), (MIN_SPLIT, 3), (LONG - 2, 3), (0, 18)])
     expected_cache, cache = case.fresh_cache(), case.fresh_cache()
     layers = case.geometry.config().layers
     expected = attend(TorchReferenceAttention(layers, expected_cache), case, Options())
