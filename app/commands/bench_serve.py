@@ -52,7 +52,9 @@ def serve(
     max_concurrency: Concurrencies = "none",
     burstiness: Burstiness = 1.0,
     num_prompts: Annotated[int, typer.Option(min=1, help="Requests per row")] = 100,
-    num_warmups: Annotated[int, typer.Option(min=0, help="Requests before the first row")] = 1,
+    num_warmups: Annotated[
+        int, typer.Option(min=0, help="Requests before the first row, at its concurrency")
+    ] = 1,
     goodput: Goodput = "",
     metric_percentiles: Annotated[str, typer.Option(help="In the JSON rows")] = "50,90,99",
     temperature: Annotated[float, typer.Option(min=0, help="0: greedy")] = 0.0,

@@ -235,8 +235,10 @@ async def _sweep(
     async with Endpoint(target, model) as endpoint:
         scale = await measure_scale(endpoint)
         dataset = Dataset(lengths, scale, options.seed)
-        for request in dataset.draw(options.num_warmups, 0):
-            await endpoint.ask(request)
+        if warm_ups := dataset.draw(options.num_warmups, 0):
+            # As the first row's: a server warms up with what it is going to be asked.
+            most = options.max_concurrencies[0]
+            await measure_row(endpoint, warm_ups, [0.0] * len(warm_ups), math.inf, most, {})
         print(f"{model} at {target.url}{target.endpoint}: {options.num_prompts} requests per row", flush=True)
         _TABLE.print_header()
         pairs = [(rate, most) for rate in options.request_rates for most in options.max_concurrencies]
