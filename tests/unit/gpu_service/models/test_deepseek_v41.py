@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import tests.helpers.triton_interpreter  # noqa: F401
 from gpu_service.attention.compressed.torch_reference import chosen_blocks
 from gpu_service.core.parallel import SOLO
 from gpu_service.layers.ngrams import NGramRows
