@@ -92,8 +92,8 @@ static __device__ __forceinline__ void multiply_step(float (&total)[kTiles][2][4
 
 // Adds to `total` the products of rows with the columns of a lane's panel: [tile of rows][pair of columns]
 // [column, row], columns 2 c and 2 c + 1 of its four, rows 2 (lane % 4) and the next one. `rows`: where the lane's
-// eight k of row lane / 4 of each tile begin. Of all steps of k it takes
-// those of share `share`; `ready` returns once rows may be read.
+// eight k of row lane / 4 of each tile begin. Of all steps of k it takes those of share `share`; `ready` is called when
+// weights are under way, and returns once rows may be read.
 template <class Panel, int kTiles, int kShares, class Ready>
 static __device__ __forceinline__ void multiply(float (&total)[kTiles][2][4], const u8* panel,
                                                 const u8* const (&rows)[kTiles], int lane, int share, Ready ready) {

@@ -21,6 +21,8 @@ from gpu_service.ops.grouped_panels import (
 SOURCES = ("panel_codes.cuh", "panel_results.cuh", "grouped_panels.cu", "pair_panels.cu")
 # Of a block of gate and up, and of one of down, more where it has more pairs of choices.
 WARPS, DOWN_WARPS = 4, 8
+# A block of down has a warp for each two choices, and registers for no more of them.
+MOST_CHOICES = 32
 # Bits of each weight that a warp loads ahead: in 4 bits half of what it takes of 2048 k, and of down all that
 # it takes of 768, before gate and up end: beside the next kernel's weights, which are many, it comes late.
 BITS_AHEAD, DOWN_BITS_AHEAD = 32, 48
@@ -28,6 +30,11 @@ BITS_AHEAD, DOWN_BITS_AHEAD = 32, 48
 _LINE, _MOST_PREFETCHED = 128, 16 << 20
 # Kernels may begin before the last one ends from this architecture on.
 _OVERLAPS_FROM = 90
+
+
+def multiplies(shape: GroupedShape) -> bool:
+    """Returns whether kernels take experts that `grouped_panels` takes."""
+    return shape.top_k <= MOST_CHOICES
 
 
 def program(shape: GroupedShape) -> str:

@@ -9,7 +9,7 @@ import torch
 
 from gpu_service.experts.resident.experts import LayerSlots
 from gpu_service.experts.resident.panels import LayerFormat
-from gpu_service.ops import warpgroup_panels
+from gpu_service.ops import pair_panels, warpgroup_panels
 from gpu_service.ops.grouped_panels import GroupedPanels, GroupedShape, is_available, multiplies
 from gpu_service.ops.pair_panels import PairPanels
 from gpu_service.ops.warpgroup_panels import WarpgroupPanels
@@ -54,8 +54,8 @@ class GroupedExperts:
         try:
             few = GroupedPanels(shape, device, self._jit_cache_dir)
             # Codes of 16 bits cost nothing to decode: there Triton's took 26 us for a row, these 28.
-            is_narrow = min(panels.bits for panels in kind.panels) < 16
-            pairs = PairPanels(shape, device, self._jit_cache_dir) if is_narrow else None
+            takes_pairs = min(panels.bits for panels in kind.panels) < 16 and pair_panels.multiplies(shape)
+            pairs = PairPanels(shape, device, self._jit_cache_dir) if takes_pairs else None
             if not (warpgroup_panels.is_available(device) and warpgroup_panels.multiplies(shape)):
                 return GroupedKernels(few, pairs)
             sizes = warpgroup_panels.SOME_ROWS, warpgroup_panels.MANY_ROWS
