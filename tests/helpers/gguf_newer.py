@@ -377,13 +377,12 @@ def _write_limits(writer: GGUFWriter, config: Any, *names: str) -> None:
         writer.add_array(f"{writer.arch}.{name}", [float(config.swiglu_limit)] * config.num_hidden_layers)
 
 
-def _write_deepseek4(writer: GGUFWriter, config: Any) -> None:
-    arch = writer.arch
-    ratios = {"sliding_attention": 0, **config.compress_rates}
+def _write_compressed(writer: GGUFWriter, config: Any, rotary_dim: int) -> None:
+    """What DeepSeek-V4 and V4.1 write alike: attention to compressed entries, shared experts, streams."""
     writer.add_head_count_kv(1)
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
-    writer.add_rope_dimension_count(int(config.head_dim * config.partial_rotary_factor))
+    writer.add_rope_dimension_count(rotary_dim)
     writer.add_q_lora_rank(config.q_lora_rank)
     writer.add_sliding_window(config.sliding_window)
     writer.add_expert_shared_count(1)
@@ -392,6 +391,12 @@ def _write_deepseek4(writer: GGUFWriter, config: Any) -> None:
     _write_limits(writer, config, "swiglu_clamp_exp", "swiglu_clamp_shexp")
     _write_indexer(writer, config)
     _write_streams(writer, config)
+
+
+def _write_deepseek4(writer: GGUFWriter, config: Any) -> None:
+    arch = writer.arch
+    ratios = {"sliding_attention": 0, **config.compress_rates}
+    _write_compressed(writer, config, int(config.head_dim * config.partial_rotary_factor))
     numbers = {
         "attention.output_group_count": config.o_groups,
         "attention.output_lora_rank": config.o_lora_rank,
@@ -419,18 +424,7 @@ def _write_deepseek41(writer: GGUFWriter, config: Any) -> None:
     writer.add_uint32(f"{arch}.expert_gating_func", _SQRT_SOFTPLUS)
     writer.add_expert_count(config.n_routed_experts)
     writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-    writer.add_head_count_kv(1)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_rope_dimension_count(config.qk_rope_head_dim)
-    writer.add_q_lora_rank(config.q_lora_rank)
-    writer.add_sliding_window(config.sliding_window)
-    writer.add_expert_shared_count(1)
-    writer.add_expert_weights_scale(config.routed_scaling_factor)
-    writer.add_expert_weights_norm(True)
-    _write_limits(writer, config, "swiglu_clamp_exp", "swiglu_clamp_shexp")
-    _write_indexer(writer, config)
-    _write_streams(writer, config)
+    _write_compressed(writer, config, config.qk_rope_head_dim)
     kinds = kinds_of_tokens(config.vocab_size)
     numbers = {
         "attention.output_group_count": config.o_groups,
