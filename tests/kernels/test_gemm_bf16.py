@@ -14,11 +14,8 @@ from tests.helpers.random_panels import PackedMatrix, bfloat16_bits, random_matr
 from tests.tolerances import GEMM_BFLOAT16, GEMM_SPLIT
 
 NAMES = list(WEIGHT_FORMATS)
-NIBBLES = [
-    name
-    for name in NAMES
-    if name.startswith(("int2_", "int3_", "int4_", "int5_", "int6_", "iq")) or name in ("mxfp4", "nvfp4")
-]
+NARROW = ("int2_", "int3_", "int5_", "int6_", "iq", "tq1_")
+NIBBLES = [name for name in NAMES if name.startswith((*NARROW, "int4_")) or name in ("mxfp4", "nvfp4")]
 # Codes with group scales of their own columns.
 GROUPED = NIBBLES + [name for name in NAMES if name.startswith("int8_g")]
 FORMATS = {
@@ -26,8 +23,7 @@ FORMATS = {
     "avx512_bf16_dot": [
         name
         for name in NAMES
-        if name not in ("float32", "float16", "int8_w8a8")
-        and not name.startswith(("int2_", "int3_", "int5_", "int6_", "iq"))
+        if name not in ("float32", "float16", "int8_w8a8") and not name.startswith(NARROW)
     ],
     "avx512_vnni_split": NIBBLES,
     "avx512_bf16_split": NIBBLES,
