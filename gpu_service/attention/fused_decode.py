@@ -88,12 +88,15 @@ def _earlier_rows(  # type: ignore[no-untyped-def]
     slot_mapping, table, request, cached, PAGE_SIZE: tl.constexpr, ROWS: tl.constexpr
 ):
     """Returns how many rows before this one are the tokens before its own, stored where these belong."""
-    back = 1 + tl.arange(0, ROWS)
-    position, there = cached - back, (back <= request) & (back <= cached)
-    page = tl.load(table + position // PAGE_SIZE, mask=there, other=0)
-    stored = tl.load(slot_mapping + request - back, mask=there, other=-1)
-    is_earlier = there & (stored == page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE)
-    return tl.min(tl.where(is_earlier, ROWS, back - 1), 0)
+    found = 0
+    if ROWS > 1:
+        back = 1 + tl.arange(0, ROWS)
+        position, there = cached - back, (back <= request) & (back <= cached)
+        page = tl.load(table + position // PAGE_SIZE, mask=there, other=0)
+        stored = tl.load(slot_mapping + request - back, mask=there, other=-1)
+        is_earlier = there & (stored == page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE)
+        found = tl.min(tl.where(is_earlier, ROWS, back - 1), 0)
+    return found
 
 
 @jit
@@ -316,7 +319,7 @@ def decode_attention(
         HEAD_DIM=head_dim, ROTARY_DIM=table.cos.shape[-1], INTERLEAVED=table.interleaved,
         NORMS=q_weight is not None, PAGE_SIZE=page_size, BLOCK_G=max(MIN_ROWS, next_power_of_2(group)),
         BLOCK_N=_BLOCK_KEYS, BLOCK_M=heads_at_once, BLOCK_S=min(at_once, width),
-        BLOCK_NEW=_BLOCK_NEW, MOST_ROWS=next_power_of_2(num_requests), MAX_SPLITS=width,
+        BLOCK_NEW=_BLOCK_NEW, MOST_ROWS=1 if num_requests == 1 else MAX_REQUESTS, MAX_SPLITS=width,
         MINIMUM=MIN_SPLIT, PRECISION="ieee" if heads.dtype == torch.float32 else "tf32",
         num_warps=4, num_stages=3, **overlap(heads.device),
     )  # fmt: skip
