@@ -102,9 +102,8 @@ def check_profile(
         served = [span for span in served if first <= span[0] and span[1] <= last]
         assert len(served) > 20
         assert _share_within(calls, served, 0.0, _SLACK[device]) > 0.95
-        # On the average: on a busy machine a burst outlasts one shift or the other.
-        moved = [_share_within(calls, served, shift, _SLACK[device]) for shift in _SHIFTS]
-        assert sum(moved) / len(moved) < 0.8, f"these clocks could be any: {moved}"
+        for shift in _SHIFTS:
+            assert _share_within(calls, served, shift, _SLACK[device]) < 0.8, "these clocks could be any"
 
 
 _CATEGORY = {"cpu": "cpu_op", "cuda": "kernel"}
