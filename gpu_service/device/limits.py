@@ -24,6 +24,11 @@ class DeviceLimits:
         return self.architecture >= 89
 
     @property
+    def kernels_overlap(self) -> bool:
+        """Returns whether a kernel may begin before the last one ends (programmatic dependent launch)."""
+        return self.architecture >= 90
+
+    @property
     def multiplies_from_shared_memory(self) -> bool:
         """Returns whether tensor cores read operands from there (wgmma, tcgen05), not from
         registers (mma).

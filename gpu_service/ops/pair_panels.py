@@ -26,10 +26,9 @@ MOST_CHOICES = 32
 # Bits of each weight that a warp loads ahead: in 4 bits half of what it takes of 2048 k, and of down all that
 # it takes of 768, before gate and up end: beside the next kernel's weights, which are many, it comes late.
 BITS_AHEAD, DOWN_BITS_AHEAD = 32, 48
-# Bytes of a line of the cache, and of down's weights that are brought into it.
-_LINE, _MOST_PREFETCHED = 128, 16 << 20
-# Kernels may begin before the last one ends from this architecture on.
-_OVERLAPS_FROM = 90
+# Bytes of a line of the cache, and of down products' weights that are brought into it: of the cache that
+# devices with one for them have.
+CACHE_LINE, MAX_PREFETCHED = 128, 16 << 20
 
 
 def multiplies(shape: GroupedShape) -> bool:
@@ -53,9 +52,9 @@ class PairPanels:
         from gpu_service.device.cuda_driver import Module
         from gpu_service.device.cuda_program import compiled
 
-        architecture = device_limits(device).architecture
-        module = Module(compiled(program(shape), "pair panels", f"sm_{architecture}", jit_cache_dir))
-        self._overlaps = architecture >= _OVERLAPS_FROM
+        limits = device_limits(device)
+        module = Module(compiled(program(shape), "pair panels", f"sm_{limits.architecture}", jit_cache_dir))
+        self._overlaps = limits.kernels_overlap
         self._strips = -(-shape.intermediate_columns // (16 if shape.gated else 32))
         self._panels = -(-shape.hidden // 16)
         self._down_bytes = self._panels * shape.down.panel_bytes
@@ -89,14 +88,14 @@ class PairPanels:
         rows, pairs = topk_ids.shape[0], topk_ids.numel()
         intermediate = hidden_states.new_empty((pairs, self._columns))
         stream = torch.cuda.current_stream(slots.device).cuda_stream
-        is_cached = pairs * self._down_bytes <= _MOST_PREFETCHED
+        is_cached = pairs * self._down_bytes <= MAX_PREFETCHED
         self._gate_up.launch(
             stream,
             (pairs, self._strips),
             32 * WARPS,
             *(each.data_ptr() for each in (hidden_states, slots, topk_ids, slot_of_expert, intermediate)),
             pairs,
-            self._down_bytes // self._strips // _LINE if is_cached else 0,
+            self._down_bytes // self._strips // CACHE_LINE if is_cached else 0,
             alpha,
             limit,
             overlaps=self._overlaps,

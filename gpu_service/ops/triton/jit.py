@@ -53,7 +53,7 @@ def overlap(device: torch.device, allowed: bool = True) -> dict[str, bool]:
     Programmatic dependent launch (CUDA programming guide), from Hopper on. `allowed`: whether all that the
     kernel reads before it waits was there long before.
     """
-    overlaps = allowed and device_limits(device).architecture >= 90 and not triton.knobs.runtime.interpret
+    overlaps = allowed and device_limits(device).kernels_overlap and not triton.knobs.runtime.interpret
     return {"OVERLAPS": overlaps, "launch_pdl": overlaps}
 
 

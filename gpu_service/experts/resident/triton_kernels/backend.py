@@ -1,9 +1,9 @@
 """`ResidentKernels` by Triton: launches only, with shapes known on the host.
 
 Which kernels a call takes follows from its rows alone (`launch.py`): a program per pair for few rows, tiles
-that unpack as they multiply for more, and weights unpacked once for many. The latter two are left to the
-CUDA kernels of `grouped.py` where these take a layer's experts. Of large steps some rows, and of
-their experts some, are computed at a time, so that memory stays bounded.
+that unpack as they multiply for more, and weights unpacked once for many. All are left to the CUDA kernels
+of `grouped.py` where these take a layer's experts. Of large steps some rows, and of their experts some, are
+computed at a time, so that memory stays bounded.
 """
 
 from __future__ import annotations

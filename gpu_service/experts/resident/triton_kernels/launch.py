@@ -8,14 +8,13 @@ import torch
 
 from gpu_service.experts.resident.grouped import GroupedKernels
 from gpu_service.experts.resident.panels import PAIRS_BYTES, UNPACK_FROM, UNPACKED_BYTES, LayerFormat
+from gpu_service.ops.pair_panels import CACHE_LINE, MAX_PREFETCHED
 from gpu_service.ops.panels import PanelFormat
 from gpu_service.ops.triton.panel_sizes import EXACT_IN_BFLOAT16, has_parts
 from gpu_service.ops.warpgroup_panels import WarpgroupPanels
 
 # Up to this many token rows, a program per pair reads its expert's panels itself, in any model.
 _FEWEST_ROWS = 8
-# Bytes of down products' weights that are prefetched: of the cache that devices with one for them have.
-MAX_PREFETCHED = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +52,7 @@ def prefetched_lines(kind: LayerFormat, pairs: int) -> int:
     many.
     """
     down = kind.layout.down_panels * kind.down.panel_bytes
-    return 0 if pairs * down > MAX_PREFETCHED else down // kind.layout.intermediate_blocks // 128
+    return 0 if pairs * down > MAX_PREFETCHED else down // kind.layout.intermediate_blocks // CACHE_LINE
 
 
 # Highest first.
