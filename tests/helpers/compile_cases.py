@@ -102,6 +102,7 @@ def published(name: str) -> ModelConfig:
 
 def cases(extent: str) -> Iterator[Case]:
     """`extent`: a key of `MODELS`."""
+    yield Case("one row", _one_row)
     if extent != "key":
         yield Case("ops small", _small_ops)
         yield Case("pages", _pages)
@@ -153,6 +154,19 @@ def _ops(sizes: Sizes) -> None:
             implementation.function(*arguments)
 
 
+def _one_row() -> None:
+    """The largest tiles of a weight: a layer's, and the weight of logits."""
+    for dtype, features, columns in (
+        (BF16, 5120, 2048),
+        (BF16, 151936, 2048),
+        (BF16, 5120, 4096),
+        (FP32, 5120, 2048),
+    ):
+        row, wide = torch.zeros(1, columns, dtype=dtype), torch.empty(features, columns, dtype=dtype)
+        IMPLEMENTATIONS["linear"].function(row, wide, None)
+        IMPLEMENTATIONS["add_norm_linear"].function(row, row.float(), row[0], 1e-6, wide, None)
+
+
 def _small_ops() -> None:
     """What no published model has: one key head, one chunk of logits, updates wider than the residual."""
     for dtype in (BF16, FP32):
@@ -162,11 +176,6 @@ def _small_ops() -> None:
     IMPLEMENTATIONS["fused_add_rms_norm"].function(update.float(), residual, weight, eps)
     slots, *rest = example("append_kv", CPU, FP32, replace(SMALL, storage=E4M3))
     IMPLEMENTATIONS["append_kv"].function(slots, *rest, 0.5, 2.0)
-    for dtype, columns in ((BF16, 2048), (BF16, 4096), (FP32, 2048)):
-        # One row in the largest tiles.
-        row, wide = torch.zeros(1, columns, dtype=dtype), torch.zeros(5120, columns, dtype=dtype)
-        IMPLEMENTATIONS["linear"].function(row, wide, None)
-        IMPLEMENTATIONS["add_norm_linear"].function(row, row.float(), row[0], 1e-6, wide, None)
     table = IMPLEMENTATIONS["rope_table"].function(torch.arange(64), torch.rand(1), BF16, True)
     by_pair = torch.zeros(32, 3, dtype=torch.int64).t()
     IMPLEMENTATIONS["rope_table"].function(by_pair, torch.rand(32), BF16, False)

@@ -22,7 +22,9 @@ from gpu_service.ops.triton.norm import rounded_norm
 MAX_ROWS, MAX_SUMS = 4, 8
 # Elements of a row that a program holds, and bytes of its part of the weight.
 MAX_COLUMNS, TILE_BYTES = 8192, 65536
-MAX_FEATURES = 16
+# Of a program after a norm, and of one without, where 16 sums would spill 768 bytes a thread: so an H200
+# read the weight of logits, 151936 x 2048, at 0.84 TB/s.
+MAX_FEATURES, MAX_PLAIN_FEATURES = 16, 8
 # Programs that keep all processors of a large device reading.
 MIN_PROGRAMS = 256
 # Of a program; and registers of a thread with which a multiprocessor holds two programs of that many warps,
@@ -82,9 +84,11 @@ def gemv_kernel(
         tl.store(target, product.to(output_ptr.dtype.element_ty), mask=has_feature)
 
 
-def features_per_program(num_features: int, row_bytes: int) -> int:
-    """Returns as many rows of a weight as fit into a program's tile and leave enough programs."""
-    features = min(MAX_FEATURES, max(1, TILE_BYTES // row_bytes))
+def features_per_program(num_features: int, row_bytes: int, most: int = MAX_FEATURES) -> int:
+    """Returns as many rows of a weight, `most` at most, as fit into a program's tile and leave enough
+    programs.
+    """
+    features = min(most, max(1, TILE_BYTES // row_bytes))
     while features > 1 and num_features < features * MIN_PROGRAMS:
         features //= 2
     return features
@@ -178,7 +182,8 @@ def _launch(
     """`seam`: what belongs to the norm; None: there is none."""
     num_features, num_columns = weight.shape
     columns = next_power_of_2(num_columns)
-    features = features_per_program(num_features, columns * weight.itemsize)
+    most = MAX_PLAIN_FEATURES if seam is None else MAX_FEATURES
+    features = features_per_program(num_features, columns * weight.itemsize, most)
     unused = {"norm_weight_ptr": rows, "total_ptr": rows, "normed_ptr": rows, "eps": 0.0}
     arguments = {
         "rows_ptr": rows,
@@ -201,8 +206,8 @@ def _launch(
     read_before = [weight] if seam is None else [weight, seam["norm_weight_ptr"]]
     overlaps = overlap(rows.device, all(isinstance(each, nn.Parameter) for each in read_before))
     num_warps = warps(columns)
-    most = MAX_REGISTERS if num_warps == MOST_WARPS else MAX_REGISTERS_OF_FEWER
-    options = {"num_warps": num_warps, "maxnreg": most, **overlaps}
+    registers = MAX_REGISTERS if num_warps == MOST_WARPS else MAX_REGISTERS_OF_FEWER
+    options = {"num_warps": num_warps, "maxnreg": registers, **overlaps}
     return Launch((-(-num_features // features),), arguments | (seam or unused), options)
 
 

@@ -116,8 +116,10 @@ def test_other_products_are_left_to_others(rows: int) -> None:
 
 
 def test_few_features_are_spread_over_the_processors() -> None:
-    """A router of 128 experts takes 128 programs, a wide projection tiles of the largest size."""
+    """A router of 128 experts takes 128 programs, a wide projection tiles of the largest size, and the weight
+    of logits, without a norm, tiles whose sums fit into registers."""
     assert gemv.features_per_program(128, 4096) == 1
     assert gemv.features_per_program(5120, 4096) == 16
     assert gemv.features_per_program(2048, 8192) == 8
     assert gemv.features_per_program(5120, 16384) == 4
+    assert gemv.features_per_program(151936, 4096, gemv.MAX_PLAIN_FEATURES) == 8
