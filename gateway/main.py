@@ -11,7 +11,6 @@ import uvloop
 from gateway.apis.stored_responses import shared_store
 from gateway.app.server import GatewayServer, server_for
 from gateway.batches.files import check_directory
-from gateway.processes.garbage import collect_rarely
 from gateway.prompts import worker
 from gateway.prompts.fork_server import EarlyServer
 from gateway.telemetry.operations import gateway_operations
@@ -21,6 +20,7 @@ from moebius.config import MoebiusConfig
 from moebius.errors import StartupError
 from moebius.network.api_keys import ApiKeys
 from moebius.network.tls import configure_tls, http_files, read_credentials
+from moebius.process.garbage import collect_rarely
 from moebius.telemetry import configure_logging, configure_tracing, export_metrics
 
 logger = structlog.get_logger(__name__)

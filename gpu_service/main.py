@@ -49,6 +49,7 @@ from moebius.models.identity import identity_digest
 from moebius.network.grpc_channels import listen
 from moebius.network.grpc_refusal import RefuseUndecodableAsync
 from moebius.network.tls import configure_tls
+from moebius.process.garbage import collect_rarely
 from moebius.process.memory import give_back_memory
 from moebius.process.operations import Answers, LoopWatch, ProcessState, registry_text, start_operations
 from moebius.process.progress import note_imports, take_phases
@@ -214,6 +215,7 @@ async def _serve(config: MoebiusConfig, state: ProcessState, watch: LoopWatch) -
     servicer.problem = lambda: readiness.problem
     built.engine.on_lost = lambda reason: _set_from_thread(loop, readiness.lost)
     give_back_memory()
+    collect_rarely()
     _log.info(
         "ready",
         address=config.gpu.gpu_address,

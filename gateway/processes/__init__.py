@@ -1,1 +1,1 @@
-"""What the gateway's processes have in common: counts that they share, and rare garbage collection."""
+"""What the gateway's processes have in common: counts that they share."""

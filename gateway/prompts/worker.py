@@ -22,7 +22,6 @@ from pathlib import Path
 
 from gateway.constraints.response_format import GrammarTakesLong, check_with
 from gateway.generation.model import load_served_model
-from gateway.processes.garbage import collect_rarely
 from gateway.prompts.fork_server import serve_forks
 from gateway.prompts.prepare import Preparer
 from gateway.prompts.process import (
@@ -42,6 +41,7 @@ from moebius.errors import WRONG_IDENTITY_EXIT
 from moebius.grammar.compile import GrammarError, OverBudget
 from moebius.grammar.process import MOST_S, QUICK_S, TOO_SLOW, GrammarProcess
 from moebius.models.identity import changes, text_parts
+from moebius.process.garbage import collect_rarely
 from moebius.process.memory import give_back_memory
 from protos import engine_pb2
 from protos.engine_pb2 import Constraint

@@ -18,12 +18,12 @@ import uvloop
 from prometheus_client import CollectorRegistry
 
 from gateway.app.server import GatewayServer, server_for
-from gateway.processes.garbage import collect_rarely
 from gateway.processes.shared import KeyTable, Places, Shared
 from gateway.telemetry.combined import Samples, samples_of
 from gateway.workers.channel import HEARTBEAT_S, Channel, ChannelClosed, Heartbeat, MemberSetup, bound_socket
 from moebius.errors import UserError, WrongIdentity
 from moebius.network.tls import configure_tls
+from moebius.process.garbage import collect_rarely
 from moebius.telemetry import configure_logging, configure_tracing, export_metrics
 
 _SAMPLES_EVERY = 5  # beats: later counts are lost with a killed process

@@ -143,6 +143,8 @@ class WeightSegment:
         self.layers: Mapping[int, SegmentLayer] = MappingProxyType(
             {layer.layer: layer for layer in self._read_layers()}
         )
+        # A view: the server may still write them.
+        self._digests = self._table("experts_offset", EXPERT_RECORD, "num_experts")["digest"]
 
     @classmethod
     def open(cls, path: str | Path) -> WeightSegment:
@@ -190,13 +192,13 @@ class WeightSegment:
 
         Means nothing unless `is_complete`. Raises KeyError for a layer of which nothing is held.
         """
-        experts = self._table("experts_offset", EXPERT_RECORD, "num_experts")
-        return int(experts["digest"][self._first_experts[layer] + slot])
+        return int(self._digests[self._first_experts[layer] + slot])
 
     def close(self) -> None:
         """Let go of the mapping; it goes with the last view of `data`."""
         self.data = np.zeros(0, np.uint8)
         self._header = np.zeros(1, HEADER)[0]
+        self._digests = np.zeros(0, np.uint64)
 
     def _read_layers(self) -> list[SegmentLayer]:
         records = self._table("layers_offset", LAYER_RECORD, "num_layers")

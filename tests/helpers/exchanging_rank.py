@@ -29,6 +29,10 @@ class SimulatedResidents(ResidentExperts):
 
     simulated: SimulatedDevice
 
+    def _write_map(self, place: int, value: int) -> None:
+        write = super()._write_map
+        self.simulated.launch(lambda: write(place, value))
+
     def _write_maps(self, changes: torch.Tensor) -> None:
         kept = changes.clone()
         write = super()._write_maps

@@ -89,8 +89,8 @@ class SimulatedDevice(TransferDevice):
     def upload(self, source: torch.Tensor) -> torch.Tensor:
         return source
 
-    def download(self, source: torch.Tensor) -> torch.Tensor:
-        target = torch.full_like(source, -1)
+    def download(self, source: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+        target = torch.full_like(source, -1) if into is None else into.fill_(-1)
         self.launch(lambda: target.copy_(source))  # type: ignore[arg-type]
         return target
 

@@ -34,6 +34,8 @@ class RoutingCounts:
         self._totals = torch.zeros((2, len(self._rows), num_experts), dtype=torch.int32, device=device.device)
         self._before = np.zeros(self._totals.shape, np.uint32)
         self._on_the_way: tuple[torch.Tensor, Any] | None = None
+        # Where the last counts came, which the next ones may take.
+        self._place: torch.Tensor | None = None
 
     def of(self, layer: int, rows: int) -> torch.Tensor:
         """Returns int32 `[num_experts]`, which a step of `rows` token rows adds to; the same tensor every
@@ -44,8 +46,8 @@ class RoutingCounts:
     def fetch(self) -> None:
         """Launches a copy to the host, unless one is on the way; on the current stream, without waiting."""
         if self._on_the_way is None:
-            copy = self._device.download(self._totals)
-            self._on_the_way = copy, self._device.record_read()
+            self._place = self._device.download(self._totals, self._place)
+            self._on_the_way = self._place, self._device.record_read()
 
     def poll(self) -> Observation | None:
         """Returns what `fetch` brought; None: it has not come yet, or nothing was chosen."""

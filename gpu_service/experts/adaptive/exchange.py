@@ -53,6 +53,15 @@ class _Packed(NamedTuple):
 _Copy = tuple[Wanted, _Packed | None]
 
 
+@dataclass(eq=False, slots=True)
+class _Copies:
+    """The copies that one step launched, one after another; filled by `SlotExchanges._launch`."""
+
+    begin: Any
+    end: Any = None
+    nbytes: int = 0
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class _Copying:
     """A newcomer on its way; filled when its copy is launched."""
@@ -60,9 +69,7 @@ class _Copying:
     layer: int
     slot: int
     expert: int
-    # Before and after the copy.
-    begin: Any
-    end: Any
+    copies: _Copies
     # What is copied from; None: memory of our own.
     segments: ExpertSegments | None
     # None: nothing is known of what was copied.
@@ -81,7 +88,7 @@ class SlotExchanges:
         copied: Callable[[int, float], None] = lambda nbytes, seconds: None,
     ) -> None:
         """`streamer`: whose source has the servers' segments; None: experts are packed from the
-        checkpoint. `copied` is called with the bytes of each copy and its seconds on the link.
+        checkpoint. `copied` is called with the bytes of a step's copies and their seconds on the link.
         """
         self._resident = resident
         self._device = device
@@ -132,9 +139,7 @@ class SlotExchanges:
         if copies:
             changes = [SlotChange(each.layer, slot, -1) for each, _, slot in copies]
             self._resident.remap(changes, self._device)
-            self._device.copy_waits(self._device.record_read())
-            for each, packed, slot in copies:
-                self._copy(each, slot, packed)
+            self._launch(copies)
 
     def distrust(self) -> None:
         """Servers have found an expert damaged: what was copied from their memory may have been, too.
@@ -151,7 +156,7 @@ class SlotExchanges:
         """Maps everything that was begun: for tests and measurements."""
         while self.under_way:
             for each in self._copying:
-                self._device.wait(each.end)
+                self._device.wait(each.copies.end)
             for _, packed in self._packing:
                 packed.exception()
             self.advance(())
@@ -161,12 +166,16 @@ class SlotExchanges:
         self._packer.shutdown(cancel_futures=True)
 
     def _ended(self) -> list[SlotChange]:
-        changes = []
-        while self._copying and self._device.has_ended(self._copying[0].end):
+        changes, problems = list[SlotChange](), dict[int, str]()
+        while self._copying and self._device.has_ended(self._copying[0].copies.end):
             each = self._copying.popleft()
-            nbytes = self._resident.slots[each.layer].kind.expert_bytes
-            self._copied(nbytes, self._device.seconds_between(each.begin, each.end))
-            problem = "" if each.segments is None else each.segments.problem()
+            copies, segments = each.copies, each.segments
+            if not self._copying or self._copying[0].copies is not copies:
+                self._copied(copies.nbytes, self._device.seconds_between(copies.begin, copies.end))
+            # All that is looked at here has been copied: one question is enough for all of a segment's.
+            if segments is not None and id(segments) not in problems:
+                problems[id(segments)] = segments.problem()
+            problem = problems.get(id(segments), "")
             if problem:
                 # The slot stays empty until the placement wants an expert there.
                 _log.warning("an expert that was copied is not used", layer=each.layer, because=problem)
@@ -250,33 +259,33 @@ class SlotExchanges:
             self._places[key] = {expert: slot for slot, expert in enumerate(stored.experts)}
         return self._places[key]
 
-    def _copy(self, each: Wanted, slot: int, packed: _Packed | None) -> None:
-        target, segments = self._resident.slots[each.layer].weights[slot], None
-        begin = self._device.record_copied()
-        content: SlotContent | None
-        keeps = None
+    def _launch(self, copies: Sequence[tuple[Wanted, _Packed | None, int]]) -> None:
+        """Copies into slots that no later step reads, once every step launched so far has ended."""
+        self._device.copy_waits(self._device.record_read())
+        begun = _Copies(self._device.record_copied())
+        for each, packed, slot in copies:
+            self._copying.append(self._copy(each, slot, packed, begun))
+            nbytes = self._resident.slots[each.layer].kind.expert_bytes
+            begun.nbytes += nbytes
+            count, so_far = self.by_layer[each.layer]
+            self.by_layer[each.layer] = count + 1, so_far + nbytes
+            self.count, self.nbytes = self.count + 1, self.nbytes + nbytes
+        begun.end = self._device.record_copied()
+
+    def _copy(self, each: Wanted, slot: int, packed: _Packed | None, copies: _Copies) -> _Copying:
+        target, place = self._resident.slots[each.layer].weights[slot], (each.layer, slot)
         if packed is not None:
-            keeps, content = packed
-            self._device.copy(target, keeps)
-        else:
-            segments = self._places_of
-            assert segments is not None
-            assert self._streamer is not None
-            stored = self._stored(segments, each)
-            assert stored is not None
-            size, place_there = stored.kind.expert_bytes, self._place_in(stored)[each.newcomer]
-            content = segments.content(stored, place_there)
-            run = CopyRun(stored.offset + place_there * size, 0, size)
-            self._streamer.copy(segments, target, Piece(stored, (each.newcomer,), (run,)), run)
-        end = self._device.record_copied()
-        place = each.layer, slot
-        if segments is None:
+            self._device.copy(target, packed.bytes)
             self._from_segments.discard(place)
-        else:
-            self._from_segments.add(place)
-        copying = _Copying(*place, each.newcomer, begin, end, segments, content, keeps)
-        self._copying.append(copying)
-        self.count += 1
-        self.nbytes += target.nbytes
-        count, nbytes = self.by_layer[each.layer]
-        self.by_layer[each.layer] = count + 1, nbytes + target.nbytes
+            return _Copying(*place, each.newcomer, copies, None, packed.content, packed.bytes)
+        segments = self._places_of
+        assert segments is not None
+        assert self._streamer is not None
+        stored = self._stored(segments, each)
+        assert stored is not None
+        size, place_there = stored.kind.expert_bytes, self._place_in(stored)[each.newcomer]
+        content = segments.content(stored, place_there)
+        run = CopyRun(stored.offset + place_there * size, 0, size)
+        self._streamer.copy(segments, target, Piece(stored, (each.newcomer,), (run,)), run)
+        self._from_segments.add(place)
+        return _Copying(*place, each.newcomer, copies, segments, content)

@@ -80,6 +80,8 @@ class ExpertFetcher:
         self._priced: dict[int, tuple[float, float]] = {}
         self._totals: list[list[int]] = [[0] * state.counters.shape[1] for _ in state.layers]
         self._on_the_way: tuple[torch.Tensor, Any] | None = None
+        # Where the last counters came, which the next ones may take.
+        self._place: torch.Tensor | None = None
         # Decayed sums of pairs that were not resident, and of those in fetch slots.
         self._recent = 0.0, 0.0
 
@@ -217,8 +219,8 @@ class ExpertFetcher:
             pairs, hits = self._recent
             self._recent = kept * pairs + in_slots + left, kept * hits + in_slots
         # A copy: where the host is the device it would go on counting.
-        counters = self.state.counters.clone()
-        self._on_the_way = self._device.download(counters), self._device.record_read()
+        self._place = self._device.download(self.state.counters.clone(), self._place)
+        self._on_the_way = self._place, self._device.record_read()
 
 
 def _is_near(prices: tuple[float, float], before: tuple[float, float] | None) -> bool:

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 # In the map of a layer's slots: another rank has the expert in a slot, so that no expert server is asked.
 ELSEWHERE = -2
+# Places of maps that are written by a launch each: an upload takes the host as long as a dozen of them.
+_WRITTEN_ONE_BY_ONE = 8
 
 
 @dataclass(eq=False)
@@ -320,6 +322,7 @@ class ResidentExperts:
         self.counts: RoutingCounts | None = None
         self._rows = {layer: row for row, layer in enumerate(self._slots)}
         self._maps = torch.stack([found.slot_of_expert for found in self._slots.values()])
+        self._flat_maps = self._maps.view(-1)
         for row, found in enumerate(self._slots.values()):
             found.slot_of_expert = self._maps[row]
 
@@ -435,7 +438,10 @@ class ResidentExperts:
                 if expert >= 0:
                     places.append(self._rows[there.layer] * width + expert)
                     values.append(slot)
-        if places:
+        if len(places) <= _WRITTEN_ONE_BY_ONE:
+            for place, value in zip(places, values, strict=True):
+                self._write_map(place, value)
+        else:
             self._write_maps(device.upload(torch.tensor([places, values], dtype=torch.int32)))
 
     def copy_slot(self, layer: int, source: int, target: int) -> None:
@@ -443,9 +449,13 @@ class ResidentExperts:
         weights = self._slots[layer].weights
         weights[target].copy_(weights[source])
 
+    def _write_map(self, place: int, value: int) -> None:
+        """Launches the write of one place in the maps of all layers together."""
+        self._flat_maps[place].fill_(value)
+
     def _write_maps(self, changes: torch.Tensor) -> None:
         """int32 `[2, N]` on the device: places in the maps of all layers together, and their new values."""
-        self._maps.view(-1).index_put_((changes[0].long(),), changes[1])
+        self._flat_maps.index_put_((changes[0].long(),), changes[1])
 
     def check_integrity(self) -> None:
         """Raises AssertionError when a map names a wrong slot. Reads the device: at idle only."""

@@ -48,8 +48,11 @@ class TransferDevice(ABC):
         """Returns a small host tensor on the device, without waiting; on the current stream."""
 
     @abstractmethod
-    def download(self, source: torch.Tensor) -> torch.Tensor:
-        """A small tensor on the host, filled when the current stream has come so far; waits for nothing."""
+    def download(self, source: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+        """A small tensor on the host, filled when the current stream has come so far; waits for nothing.
+
+        `into`: what an earlier download of the same shape returned, whose values are needed no more.
+        """
 
     @abstractmethod
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -108,7 +111,7 @@ class HostTransfers(TransferDevice):
     def upload(self, source: torch.Tensor) -> torch.Tensor:
         return source
 
-    def download(self, source: torch.Tensor) -> torch.Tensor:
+    def download(self, source: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
         return source
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -149,8 +152,9 @@ class CudaTransfers(TransferDevice):
     def upload(self, source: torch.Tensor) -> torch.Tensor:
         return source.pin_memory().to(self.device, non_blocking=True)
 
-    def download(self, source: torch.Tensor) -> torch.Tensor:
-        target = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+    def download(self, source: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+        # Page-locked memory takes the host 0.2 ms to get.
+        target = torch.empty(source.shape, dtype=source.dtype, pin_memory=True) if into is None else into
         return target.copy_(source, non_blocking=True)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:

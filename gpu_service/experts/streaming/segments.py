@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -22,6 +23,10 @@ from gpu_service.experts.streaming.plan import StoredExperts
 from moebius.kernels.weight_formats import split_gate_up
 from moebius.kernels.weight_segment import SegmentLayer, digest_seed
 from moebius.models.identity import CHECKPOINT, identity_part
+
+# How often a look at the files is worth its system calls: every step asks a few times, and when another file
+# has taken a segment's place, the content of the one that is mapped stays as it was.
+_LOOKED_EVERY_S = 0.01
 
 
 class Segment(Protocol):
@@ -58,7 +63,8 @@ class ExpertSegments:
         self._segments = segments
         self._lock = threading.Lock()
         self._closed = False
-        self._paths = [(path, _file(path)) for path in paths]
+        self._paths = [(str(path), _file(path)) for path in paths]
+        self._looked, self._replaced = time.monotonic(), ""
         self._generations = [segment.generation for segment in segments]
         # uint8 [bytes of the file], by segment.
         self.data: Sequence[torch.Tensor] = [torch.from_numpy(segment.data) for segment in segments]
@@ -93,10 +99,12 @@ class ExpertSegments:
                     return f"expert server {index} has reloaded its experts"
                 if not segment.is_complete:
                     return f"expert server {index} has not loaded all of its experts"
-            for index, (path, file) in enumerate(self._paths):
-                if _file(path) != file:
-                    return f"expert server {index} has another segment under {path}"
-        return ""
+            if not self._replaced and time.monotonic() - self._looked >= _LOOKED_EVERY_S:
+                self._looked = time.monotonic()
+                for index, (path, file) in enumerate(self._paths):
+                    if _file(path) != file:
+                        self._replaced = f"expert server {index} has another segment under {path}"
+            return self._replaced
 
     def content(self, stored: StoredExperts, slot: int) -> SlotContent | None:
         """Returns what the server has packed there, with its checksum; None: the segments were closed
@@ -133,7 +141,7 @@ def identity_problem(identity: str, fingerprint: str) -> str:
     return f"its {CHECKPOINT} is {theirs}, this engine has {fingerprint}"
 
 
-def _file(path: Path) -> tuple[int, int] | None:
+def _file(path: str | Path) -> tuple[int, int] | None:
     try:
         found = os.stat(path)
     except OSError:

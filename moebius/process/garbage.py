@@ -1,11 +1,12 @@
-"""Sets how often Python's garbage collector runs in processes of the gateway."""
+"""Sets how often Python's garbage collector runs in processes that serve."""
 
 from __future__ import annotations
 
 import gc
 
 # Allocations between two collections of the youngest generation. A request makes some hundreds of objects,
-# most of which die with it. With Python's 700, collections take a sixth of the CPU time of a burst.
+# most of which die with it. With Python's 700, collections take a sixth of the CPU time of a gateway's burst;
+# in an engine a model's layers and graphs would be looked at between two steps.
 _YOUNG = 10_000
 _YOUNG_ROUNDS, _OLD_ROUNDS = 20, 20
 
