@@ -131,7 +131,6 @@ class AgreedExchanges(SlotExchanges):
             if place is not None and not coming and all(one.expert != each.newcomer for one in places):
                 self._batch.append(Moving(each, place))
         self._remap([(moving, -1, None) for moving in self._batch])
-        self._device.copy_waits(self._device.record_read())
         for moving in self._batch:
             moving.place.expert, moving.place.was_exchanged = -1, True
             if not self._is_here(moving.place):
@@ -145,7 +144,7 @@ class AgreedExchanges(SlotExchanges):
         source = None if has_parts or self._streamer is None else self._streamer.source
         segments = None if source is None else source.segments()
         if segments is not None and self._stored(segments, moving.wanted) is not None:
-            self._copy(moving.wanted, moving.place.slot, None)
+            self._launch([(moving.wanted, None, moving.place.slot)])
         else:
             moving.packing = self._packer.submit(self._read, moving.wanted)
 
@@ -155,7 +154,7 @@ class AgreedExchanges(SlotExchanges):
             if moving.packing is not None and moving.packing.done():
                 packing, moving.packing = moving.packing, None
                 try:
-                    self._copy(moving.wanted, moving.place.slot, packing.result())
+                    self._launch([(moving.wanted, packing.result(), moving.place.slot)])
                 except Exception as error:  # whatever it is, all ranks go on without the expert
                     moving.has_failed = True
                     _log.warning(
@@ -164,11 +163,7 @@ class AgreedExchanges(SlotExchanges):
                         expert=moving.wanted.newcomer,
                         error=brief(error),
                     )
-        while self._copying and self._device.has_ended(self._copying[0].end):
-            each = self._copying.popleft()
-            nbytes = self._resident.slots[each.layer].kind.expert_bytes
-            self._copied(nbytes, self._device.seconds_between(each.begin, each.end))
-            problem = "" if each.segments is None else each.segments.problem()
+        for each, problem in self._copied_newcomers():
             for moving in self._batch:
                 if (moving.wanted.layer, moving.wanted.newcomer) == (each.layer, each.expert):
                     moving.is_copied, moving.has_failed = True, bool(problem)

@@ -11,7 +11,7 @@ so the copy waits for them; the second mark is set by a host that has seen the c
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -166,7 +166,19 @@ class SlotExchanges:
         self._packer.shutdown(cancel_futures=True)
 
     def _ended(self) -> list[SlotChange]:
-        changes, problems = list[SlotChange](), dict[int, str]()
+        changes = list[SlotChange]()
+        for each, problem in self._copied_newcomers():
+            if problem:
+                # The slot stays empty until the placement wants an expert there.
+                _log.warning("an expert that was copied is not used", layer=each.layer, because=problem)
+                self._pack(Wanted(each.layer, each.expert, -1))
+            else:
+                changes.append(SlotChange(each.layer, each.slot, each.expert, each.content))
+        return changes
+
+    def _copied_newcomers(self) -> Iterator[tuple[_Copying, str]]:
+        """Yields those whose copies have ended since the last call, with what makes their bytes worthless."""
+        problems: dict[int, str] = {}
         while self._copying and self._device.has_ended(self._copying[0].copies.end):
             each = self._copying.popleft()
             copies, segments = each.copies, each.segments
@@ -175,14 +187,7 @@ class SlotExchanges:
             # All that is looked at here has been copied: one question is enough for all of a segment's.
             if segments is not None and id(segments) not in problems:
                 problems[id(segments)] = segments.problem()
-            problem = problems.get(id(segments), "")
-            if problem:
-                # The slot stays empty until the placement wants an expert there.
-                _log.warning("an expert that was copied is not used", layer=each.layer, because=problem)
-                self._pack(Wanted(each.layer, each.expert, -1))
-            else:
-                changes.append(SlotChange(each.layer, each.slot, each.expert, each.content))
-        return changes
+            yield each, problems.get(id(segments), "")
 
     def _copyable(self, wanted: Sequence[Wanted]) -> list[Wanted]:
         """Returns what can be copied at once; the others are packed first."""
