@@ -7,6 +7,7 @@ PYBIND11_MODULE(_kernels, m) {
   moebius::bind_format(m);
   moebius::bind_dense(m);
   moebius::bind_files(m);
+  moebius::bind_placement(m);
   moebius::bind_topology(m);
   moebius::bind_mailbox_layout(m);
   moebius::bind_mailbox(m);

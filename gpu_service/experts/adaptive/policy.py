@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from moebius import _kernels
+
 # What a copy is taken to cost, in reads by servers, before it was measured (`ExpertCosts.copy_price`). On an
 # H200 beside 16 AMX cores eight copies of 2.65 MB lengthened a step by 0.36 ms, 45 us each, where servers
 # read such an expert in 17; and a forecast may be wrong.
@@ -43,16 +45,4 @@ def worthwhile(expected: NDArray[np.float64], resident: NDArray[np.bool_], copy_
     expected: float64 `[rows, experts]`, choices within the time for which the forecast holds. resident: bool
     `[rows, experts]`, in a slot or on its way there. copy_price: choices by which a newcomer must be ahead.
     """
-    absent = np.where(resident, -1.0, expected)
-    present = np.where(resident, expected, np.inf)
-    # Most rows have nothing to gain: the best that is absent against the worst that is present.
-    rows = np.flatnonzero(absent.max(axis=1) - present.min(axis=1) > copy_price)
-    absent, present = absent[rows], present[rows]
-    newcomers = np.argsort(-absent, axis=1, kind="stable")
-    leavers = np.argsort(present, axis=1, kind="stable")
-    better = np.take_along_axis(absent, newcomers, 1)
-    worse = np.take_along_axis(present, leavers, 1)
-    gains = better - worse - copy_price
-    # Gains fall along a row, and are negative where there is no pair left.
-    pays = gains > 0
-    return Exchanges(np.repeat(rows, pays.sum(axis=1)), newcomers[pays], leavers[pays], gains[pays])
+    return Exchanges(*_kernels.worthwhile_exchanges(expected, resident, copy_price))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from gpu_service.experts.adaptive.counts import Observation
-from gpu_service.experts.adaptive.forecast import RoutingForecast
+from gpu_service.experts.adaptive.forecast import HALF_LIVES, RoutingForecast
 from gpu_service.experts.adaptive.policy import worthwhile
 
 EXPERTS, TOP_K, SLOTS, PRICE = 64, 4, 8, 4.0
@@ -117,6 +119,99 @@ def test_copies_that_bring_nothing_are_not_made() -> None:
         resident[0, found.newcomers], resident[0, found.leavers] = True, False
         exchanged += len(found)
     assert exchanged < 40, exchanged
+
+
+class Reference:
+    """The rules of `kernels/placement/forecast.h`, in numpy and one half-life after the other."""
+
+    def __init__(self, resident: NDArray[np.bool_], top_k: int) -> None:
+        self.top_k = top_k
+        self.resident = [resident.copy() for _ in HALF_LIVES]
+        self.sums = [np.zeros(resident.shape) for _ in HALF_LIVES]
+        self.tokens = [np.zeros(len(resident)) for _ in HALF_LIVES]
+        self.saved = [np.zeros(len(resident)) for _ in HALF_LIVES]
+
+    def observe(self, seen: Observation, price: float) -> None:
+        """Adds a prompt's choices, of 64 tokens at most, judges the slots, adds decode's, exchanges."""
+        prompted = seen.prefill.sum(axis=1) / self.top_k
+        scale = np.minimum(1.0, 64.0 / np.maximum(prompted, 1e-9))
+        decoded = seen.decode.sum(axis=1) / self.top_k
+        for n, half_life in enumerate(HALF_LIVES):
+            self.add(n, half_life, seen.prefill * scale[:, None], prompted * scale)
+            hits = (seen.decode * self.resident[n]).sum(axis=1)
+            self.saved[n] = self.saved[n] * 0.5 ** (decoded / 2048.0) + hits
+            self.add(n, half_life, seen.decode, decoded)
+        for n in range(len(HALF_LIVES)):
+            expected = self.rates(n) * self.tokens[n][:, None]
+            for row in range(len(expected)):
+                self.exchange(n, row, expected[row], price)
+
+    def add(self, n: int, half_life: float, choices: NDArray[Any], tokens: NDArray[np.float64]) -> None:
+        """Forgets by so many tokens, and adds what they chose."""
+        kept = 0.5 ** (tokens / half_life)
+        self.sums[n] = self.sums[n] * kept[:, None] + choices
+        self.tokens[n] = self.tokens[n] * kept + tokens
+
+    def rates(self, n: int) -> NDArray[np.float64]:
+        """Returns the choices by a token, which lean on the longest half-life's, and these on even ones."""
+        even = self.top_k / self.sums[n].shape[1]
+        usual = (self.sums[-1] + 32.0 * even) / (self.tokens[-1] + 32.0)[:, None]
+        prior = min(HALF_LIVES[n], 32.0)
+        found: NDArray[np.float64] = (self.sums[n] + prior * usual) / (self.tokens[n] + prior)[:, None]
+        return found
+
+    def exchange(self, n: int, row: int, expected: NDArray[np.float64], price: float) -> None:
+        """Takes the best absent one for the worst present one, as long as that pays."""
+        resident = self.resident[n][row]
+        moved = np.zeros(len(resident), bool)
+        while True:
+            absent, present = (np.flatnonzero(~moved & (resident == there)) for there in (False, True))
+            if not absent.size or not present.size:
+                return
+            newcomer, leaver = absent[expected[absent].argmax()], present[expected[present].argmin()]
+            if not expected[newcomer] - expected[leaver] > price:
+                return
+            resident[newcomer], resident[leaver] = True, False
+            moved[[newcomer, leaver]] = True
+            self.saved[n][row] -= price
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_kernel_forecasts_as_the_rules_say(seed: int) -> None:
+    """Prompts and decode steps of any size, layers that saw nothing: rates, half-lives and slots agree."""
+    rng = np.random.default_rng(seed)
+    resident = rng.random((3, EXPERTS)) < 0.2
+    forecast, reference = RoutingForecast(resident, TOP_K), Reference(resident, TOP_K)
+    chances = [zipf(rng) for _ in resident]
+    for _ in range(120):
+        tokens = rng.integers(0, [8, 200], size=(3, 2)) * (rng.random((3, 2)) < [0.9, 0.1])
+        decode, prefill = (
+            np.concatenate([counts_of(rng, chances[row], int(tokens[row, kind])) for row in range(3)])
+            for kind in range(2)
+        )
+        price = float(rng.choice([1.0, 4.0]))
+        forecast.observe(Observation(decode, prefill), price)
+        reference.observe(Observation(decode, prefill), price)
+    saved = np.array(reference.saved)
+    best = len(HALF_LIVES) - 1 - saved[::-1].argmax(axis=0)
+    assert forecast.half_lives.tolist() == [HALF_LIVES[n] for n in best]
+    rates = np.stack([reference.rates(n)[row] for row, n in enumerate(best)])
+    assert forecast.rates == pytest.approx(rates, rel=1e-9)
+    remembered = np.array([reference.tokens[n][row] for row, n in enumerate(best)])
+    assert forecast.expected == pytest.approx(rates * remembered[:, None], rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("decode", "named"),
+    [
+        (np.zeros((1, 3), np.int64), "decode has shape"),
+        (np.zeros((1, EXPERTS), np.int32), "decode has dtype"),
+    ],
+)
+def test_counts_of_another_shape_or_type_are_refused(decode: NDArray[Any], named: str) -> None:
+    """An observation of other layers, or of another type, is an error that says what was wrong."""
+    with pytest.raises(ValueError, match=named):
+        forecast_of().observe(Observation(decode, np.zeros((1, EXPERTS), np.int64)), PRICE)
 
 
 def exchanges(better: float, price: float = PRICE) -> int:
