@@ -26,7 +26,7 @@ const uint8_t* bytes_of(const py::array_t<bool, py::array::c_style>& flags) {
 }
 
 template <class T>
-py::array_t<T> array_of(const std::vector<Exchange>& found, T Exchange::*field) {
+py::array_t<T> array_of(const std::vector<Exchange>& found, T Exchange::* field) {
   py::array_t<T> values(static_cast<py::ssize_t>(found.size()));
   for (size_t n = 0; n < found.size(); ++n) values.mutable_data()[n] = found[n].*field;
   return values;
@@ -108,7 +108,8 @@ void bind_placement(py::module_& m) {
                              })
       .def_property_readonly("tokens", [](const py::object& self) {
         auto& forecast = self.cast<RoutingForecast&>();
-        return view(self, forecast.tokens(), {static_cast<py::ssize_t>(forecast.num_half_lives()), sizes_of(forecast)[0]});
+        return view(self, forecast.tokens(),
+                    {static_cast<py::ssize_t>(forecast.num_half_lives()), sizes_of(forecast)[0]});
       });
 }
 

@@ -38,7 +38,7 @@ class RoutingForecast {
   size_t num_half_lives() const { return half_lives_.size(); }
   size_t num_layers() const { return layers_; }
   size_t num_experts() const { return experts_; }
-  double* sums() { return sums_.data(); }      // [half-lives, layers, experts]: decayed sums of choices
+  double* sums() { return sums_.data(); }  // [half-lives, layers, experts]: decayed sums of choices
   double* tokens() { return tokens_.data(); }  // [half-lives, layers]: of tokens
 
  private:
@@ -52,9 +52,9 @@ class RoutingForecast {
   size_t layers_, experts_;
   double top_k_;
   std::vector<double> sums_, tokens_;
-  std::vector<double> saved_;      // as tokens: choices that the slots saved, less those that their copies cost
+  std::vector<double> saved_;  // as tokens: choices that the slots saved, less those that their copies cost
   std::vector<uint8_t> resident_;  // as sums
-  std::vector<double> expected_;   // [experts], between two uses
+  std::vector<double> expected_;  // [experts], between two uses
   std::vector<Exchange> found_;
 };
 

@@ -147,7 +147,7 @@ class Reference:
                 self.exchange(n, row, expected[row], price)
 
     def add(self, n: int, half_life: float, choices: NDArray[Any], tokens: NDArray[np.float64]) -> None:
-        """Forgets by so many tokens, and adds what they chose."""
+        """Forgets what is older than these tokens, and adds what they chose."""
         kept = 0.5 ** (tokens / half_life)
         self.sums[n] = self.sums[n] * kept[:, None] + choices
         self.tokens[n] = self.tokens[n] * kept + tokens
