@@ -136,11 +136,6 @@ class StreamPlan:
         """By decoder layer."""
         return {layer.layer: layer for layer in self.layers}
 
-    @cached_property
-    def is_whole(self) -> bool:
-        """No layer leaves anything to expert servers."""
-        return all(layer.is_whole for layer in self.layers)
-
 
 def chosen_experts(available: Collection[int], share: int, counts: Sequence[int] = ()) -> tuple[int, ...]:
     """Returns the share (of `SHARES`) of a layer's experts that is streamed, ascending.
@@ -151,6 +146,20 @@ def chosen_experts(available: Collection[int], share: int, counts: Sequence[int]
     count = -(-len(available) * share // SHARES)
     ordered = sorted(available, key=lambda expert: (-counts[expert] if counts else 0, expert))
     return tuple(sorted(ordered[:count]))
+
+
+def whole_experts(stored: Sequence[StoredExperts]) -> list[int]:
+    """Returns the experts of a layer every part of which is in a segment, in the order in which they lie
+    there.
+
+    With the tensor split each segment has all experts of the layer, with the expert split each has its own.
+    """
+    parts: dict[int, int] = {}
+    for found in stored:
+        for expert in found.experts:
+            parts[expert] = parts.get(expert, 0) + found.kind.intermediate_size
+    whole = max(parts.values(), default=0)
+    return [expert for expert, size in parts.items() if size == whole]
 
 
 def plan_layer(
@@ -168,21 +177,16 @@ def plan_layer(
 
     `unrouted`: experts that will probably have no rows.
 
-    An expert is streamed only when every part of it is there: with the tensor split each segment has all
-    experts of the layer, with the expert split each has its own.
+    An expert is streamed only when every part of it is there (`whole_experts`).
     """
-    parts: dict[int, int] = {}
-    for found in stored:
-        for expert in found.experts:
-            parts[expert] = parts.get(expert, 0) + found.kind.intermediate_size
-    whole = max(parts.values(), default=0)
-    available = [expert for expert, size in parts.items() if size == whole and expert not in resident]
+    held_here = set(resident)
+    available = [expert for expert in whole_experts(stored) if expert not in held_here]
     wanted = chosen_experts(available, share, counts)
     experts = tuple(expert for expert in wanted if expert not in unrouted)
     deferred = tuple(expert for expert in wanted if expert in unrouted)
     own = set(experts[even_shard(len(experts), rank, ranks).slice])
     pieces = tuple(piece for found in stored for piece in cut(found, own, buffer_bytes))
-    held = len(set(wanted) | set(resident))
+    held = len(held_here.union(wanted))
     return LayerStream(stored[0].layer, experts, pieces, deferred, held == num_experts)
 
 

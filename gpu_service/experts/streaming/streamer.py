@@ -37,6 +37,7 @@ from gpu_service.experts.streaming.plan import (
     StoredExperts,
     StreamPlan,
     plan_layer,
+    whole_experts,
 )
 from gpu_service.experts.streaming.ring import BufferRing, TransferDevice
 from gpu_service.experts.streaming.routing import Counts, RecentRouting
@@ -128,6 +129,10 @@ class ExpertStreamer:
         self._slots: dict[tuple[int, Piece], LayerSlots] = {}
         self._maps: dict[tuple[int, ...], torch.Tensor] = {}
         self._plans_of: tuple[ExpertSegments, int] | None = None
+        # By layer the experts that these segments do not have; layers of which they have all are left out.
+        self._lacking: dict[int, set[int]] = {}
+        self._lacking_of: ExpertSegments | None = None
+        self._experts = set(range(geometry.num_experts))
         # The step that may still use the ring, and whether it keeps others from it.
         self._current: StreamedStep | None = None
         self._whole: StreamedStep | None = None
@@ -161,7 +166,7 @@ class ExpertStreamer:
         All ranks call it for the same steps, and get alike. `wait_until`: while layers are launched.
         """
         segments = self._usable() if self._whole is None else None
-        can_stream = segments is not None and self._plan(segments, SHARES).is_whole
+        can_stream = segments is not None and self._has_all(segments)
         if self.agree(int(not can_stream)) or segments is None:
             return None
         self._whole = self._begin(segments, self._plan(segments, SHARES, self._unrouted(rows)), 0, wait_until)
@@ -238,7 +243,19 @@ class ExpertStreamer:
         Only by the thread that launches steps, or while it does not.
         """
         segments = self._usable()
-        return segments is not None and self._plan(segments, SHARES).is_whole
+        return segments is not None and self._has_all(segments)
+
+    def _has_all(self, segments: ExpertSegments) -> bool:
+        """Returns whether every expert is in the segments or on the device, without a plan: schedulers ask
+        often, and where residents follow traffic each plan of all layers would take milliseconds.
+        """
+        if self._lacking_of is not segments:
+            found = {
+                layer: self._experts - set(whole_experts(segments.stored[layer])) for layer in self.layers
+            }
+            self._lacking = {layer: experts for layer, experts in found.items() if experts}
+            self._lacking_of = segments
+        return all(experts <= set(self.resident_of(layer)) for layer, experts in self._lacking.items())
 
     def _plan(
         self, segments: ExpertSegments, share: int, unrouted: npt.NDArray[np.bool_] | None = None

@@ -16,6 +16,7 @@ import torch
 
 from gpu_service.experts.client import ExpertUnavailable
 from gpu_service.experts.resident.experts import LayerSlots, Share
+from gpu_service.experts.streaming import streamer
 from gpu_service.experts.streaming.plan import SHARES
 from gpu_service.experts.streaming.ring import _COPY_OPERATIONS, _PIECE_OPERATIONS, BufferRing
 from gpu_service.experts.streaming.step import StreamedExperts
@@ -246,6 +247,21 @@ class World:
         is_loading = any(not segment.is_complete for segment in self.segments)
         if self.rng.random() < (0.2 if is_loading else 0.02):
             load_again(self.rng, self.segments)
+
+
+def test_whether_all_can_be_streamed_is_known_without_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An expert that no segment has keeps a lane's steps back until it is resident."""
+    world = World(0)
+    part = Part(tuple(range(1, SHAPE.experts)), 0, SHAPE.intermediate)
+    world.streamer.open(MadeSource([marked_segment(part)], range(LAYERS), world.device))
+    monkeypatch.setattr(streamer, "plan_layer", None)
+    for held, can_stream in ((set[int](), False), ({1, 2}, False), ({0, 2}, True), ({0}, True)):
+        world.residents.held = dict.fromkeys(range(LAYERS), held)
+        world.residents.version += 1
+        assert world.streamer.can_stream == can_stream
+    world.residents.held[LAYERS - 1] = {1}
+    assert not world.streamer.can_stream
+    assert world.streamer.begin_whole(ROWS, world._wait) is None
 
 
 def new_ids(rng: random.Random) -> list[torch.Tensor]:
