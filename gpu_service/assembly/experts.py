@@ -183,6 +183,8 @@ def connect_experts(
         experts.wait_ready(config.supervisor.ready_timeout_s)
     if placement is not None:
         placement.damages = experts.damages
+    if placement is not None and fetcher is not None:
+        placement.fetched_share = lambda: fetcher.share
     if fetcher is not None:
         fetcher.damages = experts.damages
     return experts

@@ -52,6 +52,9 @@ def replay(
     copy_reads: Annotated[
         float, typer.Option(min=0, help="What a copy costs, in reads of an expert by servers")
     ] = 4.0,
+    fetch_slots: Annotated[
+        int, typer.Option(min=0, help="Slots of each layer into which a step copies what it lacks; lru: none")
+    ] = 0,
     seed: Annotated[int, typer.Option(help="Of random routers")] = 0,
     json_file: JsonFile = None,
 ) -> None:
@@ -82,5 +85,7 @@ def replay(
         tuple(strategies.split(",")),
         parse_ratios(ratios),
     )
-    costs = Costs(cpu_gbs * 1e9, link_gbs * 1e9, int(expert_mb * 1e6), layer_us * 1e-6, copy_reads)
+    costs = Costs(
+        cpu_gbs * 1e9, link_gbs * 1e9, int(expert_mb * 1e6), layer_us * 1e-6, copy_reads, fetch_slots
+    )
     run(options, costs, json_file)

@@ -22,7 +22,7 @@ from gpu_service.experts.adaptive.budget import TransferBudget
 from gpu_service.experts.adaptive.counts import Observation, RoutingCounts
 from gpu_service.experts.adaptive.decision import PlacementDecision
 from gpu_service.experts.adaptive.exchange import SlotExchanges, Wanted
-from gpu_service.experts.adaptive.policy import USUAL_COPY_PRICE
+from gpu_service.experts.adaptive.policy import USUAL_COPY_PRICE, price_beside_fetching
 from gpu_service.experts.adaptive.supply import SlotSupply
 from gpu_service.experts.costs import ExpertCosts
 from gpu_service.experts.resident.experts import ResidentExperts
@@ -119,6 +119,8 @@ class AdaptivePlacement:
         self._is_deciding = False
         # Set once there is a client of expert servers; see `ExpertClient.damages`.
         self.damages: Callable[[], int] = int
+        # Set where steps fetch; see `ExpertFetcher.share`.
+        self.fetched_share: Callable[[], float] = float
         self._known_damages, self._careful_until = 0, 0.0
         self._next_read = self._last_step = 0.0
         self._step_s = _LONGEST_STEP_S
@@ -225,7 +227,8 @@ class AdaptivePlacement:
     @property
     def copy_price(self) -> float | None:
         """Choices that the largest expert has to bring, copied into a slot; see `ExpertCosts.copy_price`."""
-        return self._costs.copy_price(self._bytes_each)
+        price = self._costs.copy_price(self._bytes_each)
+        return None if price is None else price_beside_fetching(price, self.fetched_share())
 
     def choose_again(self) -> None:
         """Exchanges that wait were worth their copies by costs that are no longer true."""

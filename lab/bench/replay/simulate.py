@@ -39,16 +39,16 @@ def replay(
     steps, layers, _ = counts.shape
     seconds, hits, copies = np.empty(steps), np.empty(steps), np.zeros(steps)
     now = step_s = 0.0
+    rows = int(counts[0, 0].sum()) // top_k
     for step, chosen in enumerate(counts):
         begun = strategy.begin_step(now, step_s)
         hits[step] = chosen[strategy.resident].sum()
-        copied, experts_s = strategy.end_step(chosen)
+        copied, experts_s = strategy.end_step(chosen, rows)
         # Copies that steps do not wait for take RAM bandwidth from servers.
         seconds[step] = layers * costs.layer_s + experts_s + begun * costs.copy_price * costs.read_s
         copies[step] = begun + copied
         now += seconds[step]
         step_s = seconds[step] if step == 0 else step_s + 0.1 * (seconds[step] - step_s)
-    rows = int(counts[0, 0].sum()) // top_k
     rates = hits / counts.sum(axis=(1, 2))
     counted, copied_each = seconds[settle:], float(copies[settle:].mean())
     return Replayed(

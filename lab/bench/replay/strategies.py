@@ -14,6 +14,8 @@ from gpu_service.experts.adaptive.counts import Observation
 from gpu_service.experts.adaptive.decision import PlacementDecision
 from gpu_service.experts.adaptive.exchange import Wanted
 from gpu_service.experts.adaptive.placement import READ_EVERY_S
+from gpu_service.experts.adaptive.policy import price_beside_fetching
+from lab.bench.replay.fetch_slots import FetchSlots
 
 Mask = NDArray[np.bool_]
 """bool `[layers, num_experts]`: resident."""
@@ -28,6 +30,7 @@ class Costs:
     expert_bytes: int
     layer_s: float  # Seconds of a layer without its experts in RAM.
     copy_price: float  # Reads by servers that a copy beside them costs.
+    fetch_slots: int = 0  # Of each layer, beside those of residents.
 
     @property
     def read_s(self) -> float:
@@ -52,20 +55,30 @@ class SimulatedStrategy(ABC):
         """Changes `resident`; returns how many exchanges begin. `step_s`: what steps last of late."""
 
     @abstractmethod
-    def end_step(self, chosen: NDArray[np.integer]) -> tuple[int, float]:
+    def end_step(self, chosen: NDArray[np.integer], rows: int) -> tuple[int, float]:
         """Returns the experts that the step's choices, `[layers, num_experts]`, had copied, and seconds for
-        experts.
+        experts; `rows`: its token rows.
         """
 
 
 class StaticList(SimulatedStrategy):
-    """Residents stay; the others are read by servers."""
+    """Residents stay; the others are read by servers, or fetched within the step."""
+
+    def __init__(self, resident: Mask, costs: Costs) -> None:
+        super().__init__(resident, costs)
+        self.fetch_slots: FetchSlots | None = None
+        if costs.fetch_slots:
+            layers, experts = resident.shape
+            self.fetch_slots = FetchSlots(layers, experts, costs.fetch_slots, costs.read_s, costs.copy_s)
 
     def begin_step(self, now: float, step_s: float) -> int:
         return 0
 
-    def end_step(self, chosen: NDArray[np.integer]) -> tuple[int, float]:
-        return 0, int(np.count_nonzero(chosen[~self.resident])) * self.costs.read_s
+    def end_step(self, chosen: NDArray[np.integer], rows: int) -> tuple[int, float]:
+        missing = np.where(self.resident, 0, chosen)
+        if self.fetch_slots is not None:
+            return self.fetch_slots.step(missing, rows)
+        return 0, int(np.count_nonzero(missing)) * self.costs.read_s
 
 
 class LeastRecentlyUsed(SimulatedStrategy):
@@ -80,7 +93,7 @@ class LeastRecentlyUsed(SimulatedStrategy):
     def begin_step(self, now: float, step_s: float) -> int:
         return 0
 
-    def end_step(self, chosen: NDArray[np.integer]) -> tuple[int, float]:
+    def end_step(self, chosen: NDArray[np.integer], rows: int) -> tuple[int, float]:
         missing = (chosen > 0) & ~self.resident
         # A layer without slots has its experts read by servers.
         read = int(np.count_nonzero(missing[self._slots == 0]))
@@ -133,13 +146,15 @@ class Adaptive(StaticList):
             self._fetched, self._counted = self._counted, np.zeros_like(self._counted)
         return len(begun)
 
-    def end_step(self, chosen: NDArray[np.integer]) -> tuple[int, float]:
+    def end_step(self, chosen: NDArray[np.integer], rows: int) -> tuple[int, float]:
         self._counted += chosen
-        return super().end_step(chosen)
+        return super().end_step(chosen, rows)
 
     def _decide(self, counted: NDArray[np.int64]) -> None:
         resident = self.resident.copy()
         for _, each in self._copying:
             resident[each.layer, each.newcomer] = True
-        self._decision.observe(Observation(counted, self._prompts), self.costs.copy_price)
-        self._wanted = self._decision.wanted(resident, self.costs.copy_price)
+        fetched = 0.0 if self.fetch_slots is None else self.fetch_slots.share
+        price = price_beside_fetching(self.costs.copy_price, fetched)
+        self._decision.observe(Observation(counted, self._prompts), price)
+        self._wanted = self._decision.wanted(resident, price)

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from app.cli import app
+from gpu_service.experts.fetching.kernels import TorchFetchKernels
+from gpu_service.experts.fetching.slots import IN_SLOTS, LEFT, make_state
+from gpu_service.experts.resident.panels import layer_format
+from lab.bench.replay.fetch_slots import FetchSlots
 from lab.bench.replay.routing import Counts, RandomRouting, Routing, recorded_routing, rows_that_chose
 from lab.bench.replay.run import STATIC, STRATEGIES, Point, ReplayOptions, make_strategy, run
 from lab.bench.replay.simulate import recovery, replay
@@ -131,6 +137,42 @@ def test_adaptive_loses_to_no_list(exponent: float, overlap: int) -> None:
         assert speeds["adaptive"] > 0.98 * max(speeds["uniform"], speeds["recorded"])
         if exponent == 0.0:
             assert speeds["adaptive"] > 1.02 * speeds["frequency"]
+
+
+@pytest.mark.parametrize(("exponent", "streams"), [(0.0, 1), (0.0, 8), (1.2, 1), (1.2, 8)])
+def test_adaptive_loses_little_where_steps_fetch(exponent: float, streams: int) -> None:
+    """Fetch slots hold what neighbours share: copies for it would bring nothing, and hardly any are made."""
+    costs = replace(SLOW, fetch_slots=32)
+    counts = RandomRouting(6, 128, 8, (exponent,), Topics(45, 64), seed=3).counts(3000, streams)
+    for ratio in (10, 30):
+        speeds = speeds_of(("uniform", "recorded", "adaptive"), ratio, counts, 8, costs)
+        assert speeds["adaptive"] > 0.97 * speeds["uniform"]
+        if streams == 8:
+            assert speeds["adaptive"] > 1.02 * speeds["uniform"]
+
+
+def test_fetch_slots_follow_the_rule_of_the_kernels() -> None:
+    """Random steps leave the same experts in slots as the kernels' reference, which copies as many."""
+    rng, rows, experts, slots = np.random.default_rng(7), 16, 32, 6
+    kind = layer_format("int8", "int8", 32, 32, False)
+    layer = make_state({0: [kind]}, slots, experts, {0: 0.0}, torch.device("cpu")).layers[0]
+    layer.addresses.fill_(1)
+    # 1.2 copies beside servers take as long as 3 reads.
+    layer.prices.copy_(torch.tensor([1.0, 3.0]))
+    kernels, simulated = TorchFetchKernels(), FetchSlots(1, experts, slots, 1.0, 2.5)
+    for _ in range(20):
+        ids = np.array([rng.choice(experts // 2, 3, replace=False) for _ in range(rows)], np.int32)
+        ids[rng.random(ids.shape) < 0.7] = -1
+        chosen = np.bincount(ids[ids >= 0], minlength=experts)
+        kernels.choose(layer, torch.from_numpy(ids))
+        copied, seconds = simulated.step(chosen[None], rows)
+        held = layer.slot_of_expert.numpy() >= 0
+        assert (simulated._held[0] == held).all()
+        assert copied == int(layer.coming[0])
+        assert seconds == pytest.approx(max(np.count_nonzero(chosen[~held]), 3.0 * copied))
+    in_slots, left = int(layer.counters[IN_SLOTS]), int(layer.counters[LEFT])
+    assert 0.2 < simulated.share < 1.0
+    assert simulated.share == pytest.approx(in_slots / (in_slots + left), abs=0.1)
 
 
 def test_adaptive_recovers_from_a_change() -> None:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from gpu_service.experts.adaptive.counts import Observation
 from gpu_service.experts.adaptive.forecast import HALF_LIVES, RoutingForecast
-from gpu_service.experts.adaptive.policy import worthwhile
+from gpu_service.experts.adaptive.policy import price_beside_fetching, worthwhile
 
 EXPERTS, TOP_K, SLOTS, PRICE = 64, 4, 8, 4.0
 
@@ -228,6 +228,13 @@ def test_an_exchange_has_to_earn_its_copy() -> None:
     assert exchanges(10.0 + 0.9 * PRICE) == 0
     assert exchanges(10.0 + 1.1 * PRICE) == 1
     assert exchanges(10.0 + 1.1 * PRICE, price=2 * PRICE) == 0
+
+
+def test_choices_that_fetch_slots_hold_save_nothing() -> None:
+    """A copy costs more choices the more of them are fetched anyhow, and never endlessly many."""
+    assert price_beside_fetching(PRICE, 0.0) == PRICE
+    assert price_beside_fetching(PRICE, 0.5) == 4 * PRICE
+    assert price_beside_fetching(PRICE, 1.0) == pytest.approx(100 * PRICE)
 
 
 @pytest.mark.parametrize("seed", range(20))
