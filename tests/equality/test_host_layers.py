@@ -40,6 +40,8 @@ NAMES = (
     "qwen3_5_moe",  # The same with an output projection that no format holds as it is stored.
     "laguna",  # Gates of heads.
     "minimax_m2",  # Norms over all heads together.
+    "deepseek_v3",  # Latent attention with YaRN's temperature.
+    "deepseek_v3_whole_kv_b",  # The same without latents of queries.
 )
 # Those with kernels of rows of their own, and what this machine takes.
 LEVELS = dict.fromkeys(
