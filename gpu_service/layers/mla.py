@@ -224,7 +224,7 @@ class MLAttention(nn.Module):
         )
 
     def _attends_plainly(self) -> bool:
-        """Returns whether the layer is DeepSeek-V2's, but for sinks and rotation, which it may have or not."""
+        """Returns whether the layer is DeepSeek-V2's, with sinks and without rotation at most."""
         spec = self._sizes
         chooses = spec.is_sparse or spec.indexer is not None
         shares = spec.latents_back > 0 or spec.all_from_latent
