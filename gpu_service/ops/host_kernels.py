@@ -24,6 +24,8 @@ _POSTS = {"none": 0, "renormalize": 1, "softmax": 2, "sigmoid": 3, "sigmoid_reno
 
 # Rows up to which a router's logits are products row by row; for more, a matrix product reads less.
 MOST_SCORED_ROWS = 16
+# Rows up to which the two products of latent attention by head take no longer than torch's.
+MOST_HEAD_ROWS = 64
 
 
 @functools.cache
@@ -322,7 +324,7 @@ def _multiplies_heads(rows: torch.Tensor, weight: torch.Tensor) -> bool:
     latent_dim = weight.shape[2]
     whole = rows.stride(2) == 1 and weight.stride()[1:] == (latent_dim, 1) and latent_dim % 16 == 0
     same = rows.dtype == weight.dtype and rows.dtype in _FLOATS
-    return whole and same and rows.shape[0] <= MOST_SCORED_ROWS
+    return whole and same and rows.shape[0] <= MOST_HEAD_ROWS
 
 
 def _is_single(hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:

@@ -235,21 +235,35 @@ struct Slots {
   const AttendWork& work;
 };
 
+// Neighbouring positions share what is loaded of a query; a score's sum is the same for any number of them.
+template <class Type, uint32_t kHeads, uint32_t kPositions>
+void score_positions(const AttendWork& work, uint32_t first_head, uint32_t first, const size_t* slots) {
+  const float* const query = work.query + size_t{first_head} * work.head_dim;
+  const typename Type::Element* keys[kPositions];
+  Vec sums[kPositions][kHeads];
+  for (uint32_t p = 0; p < kPositions; ++p) {
+    keys[p] = reinterpret_cast<const typename Type::Element*>(work.keys + slots[first + p]);
+    for (uint32_t h = 0; h < kHeads; ++h) sums[p][h] = Vec::zero();
+  }
+  for (uint32_t d = 0; d < work.head_dim; d += Vec::kLanes) {
+    Vec values[kPositions];
+    for (uint32_t p = 0; p < kPositions; ++p) values[p] = Type::load(keys[p] + d);
+    for (uint32_t h = 0; h < kHeads; ++h) {
+      const Vec factor = Vec::load(query + size_t{h} * work.head_dim + d);
+      for (uint32_t p = 0; p < kPositions; ++p) sums[p][h] = Vec::fma(values[p], factor, sums[p][h]);
+    }
+  }
+  for (uint32_t h = 0; h < kHeads; ++h) {
+    float* const scores = work.scores + (first_head + h) * kAttendBlock + first;
+    for (uint32_t p = 0; p < kPositions; ++p) scores[p] = sum_of(sums[p][h]);
+  }
+}
+
 template <class Type, uint32_t kHeads>
 void score_heads(const AttendWork& work, uint32_t first_head, uint32_t count, const size_t* slots) {
-  const float* const query = work.query + size_t{first_head} * work.head_dim;
-  for (uint32_t i = 0; i < count; ++i) {
-    const auto* const key = reinterpret_cast<const typename Type::Element*>(work.keys + slots[i]);
-    Vec sums[kHeads];
-    for (uint32_t h = 0; h < kHeads; ++h) sums[h] = Vec::zero();
-    for (uint32_t d = 0; d < work.head_dim; d += Vec::kLanes) {
-      const Vec value = Type::load(key + d);
-      for (uint32_t h = 0; h < kHeads; ++h) {
-        sums[h] = Vec::fma(value, Vec::load(query + size_t{h} * work.head_dim + d), sums[h]);
-      }
-    }
-    for (uint32_t h = 0; h < kHeads; ++h) work.scores[(first_head + h) * kAttendBlock + i] = sum_of(sums[h]);
-  }
+  uint32_t i = 0;
+  for (; i + 2 <= count; i += 2) score_positions<Type, kHeads, 2>(work, first_head, i, slots);
+  if (i < count) score_positions<Type, kHeads, 1>(work, first_head, i, slots);
 }
 
 // Scores become exp(score - maximum); returns what sums so far are to be multiplied by.

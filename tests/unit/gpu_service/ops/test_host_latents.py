@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gpu_service.ops import latent
-from gpu_service.ops.host_kernels import MOST_SCORED_ROWS, HostKernels, implementations
+from gpu_service.ops.host_kernels import MOST_HEAD_ROWS, HostKernels, implementations
 from gpu_service.ops.rope import apply_rope, rope_table
 from moebius import _kernels
 from moebius.kernels import supported_isas
@@ -29,8 +29,8 @@ def test_products_of_heads(isa: str, dtype: torch.dtype) -> None:
     for heads, nope, value, size in ((3, 10, 7, 48), (2, 128, 130, 272), (5, 1, 4, 16)):
         weight = (torch.randn(heads, nope + value, size) * size**-0.5).to(dtype)
         keys, values = weight[:, :nope], weight[:, nope:]
-        query = torch.randn(MOST_SCORED_ROWS, heads, nope + 6).to(dtype)[..., :nope]
-        attended = torch.randn(MOST_SCORED_ROWS, heads, size + 2).to(dtype)[..., :size]
+        query = torch.randn(17, heads, nope + 6).to(dtype)[..., :nope]
+        attended = torch.randn(17, heads, size + 2).to(dtype)[..., :size]
         absorbed, projected = own.absorb_query(query, keys), own.project_values(attended, values)
         expected = torch.einsum("thd,hdc->thc", query.double(), keys.double())
         torch.testing.assert_close(absorbed.double(), expected, rtol=1e-2, atol=ALLOWED[dtype])
@@ -49,7 +49,7 @@ def test_what_the_products_do_not_know_is_left_to_the_reference() -> None:
         supports = found[op.name].supports
         assert supports is not None
         assert supports(query, weight)
-        assert not supports(torch.randn(MOST_SCORED_ROWS + 1, 2, 6), weight)
+        assert not supports(torch.randn(MOST_HEAD_ROWS + 1, 2, 6), weight)
         assert not supports(query, weight[..., :24].contiguous())
         assert not supports(query, weight.bfloat16())
         assert not supports(query.half(), weight.half())
