@@ -59,15 +59,28 @@ void bind_mixers(py::module_& m) {
                        uintptr_t sinks, uintptr_t pages, uint32_t page_size, uint32_t num_heads, uint32_t latent_dim,
                        uint32_t nope_dim, uint32_t rope_dim, uint32_t value_dim, float scale,
                        std::optional<uint32_t> rotation, uint32_t sight) {
-             return LatentWeights{projection(narrow), projection(query), projection(output),
-                                  query_norm.value_or(NormWeights{}), latent_norm, pointer<void>(heads),
-                                  pointer<float>(sinks), pointer<void>(pages), page_size, num_heads, latent_dim,
-                                  nope_dim, rope_dim, value_dim, scale, rotation, sight};
+             return LatentWeights{projection(narrow),
+                                  projection(query),
+                                  projection(output),
+                                  query_norm.value_or(NormWeights{}),
+                                  latent_norm,
+                                  pointer<void>(heads),
+                                  pointer<float>(sinks),
+                                  pointer<void>(pages),
+                                  page_size,
+                                  num_heads,
+                                  latent_dim,
+                                  nope_dim,
+                                  rope_dim,
+                                  value_dim,
+                                  scale,
+                                  rotation,
+                                  sight};
            }),
            py::kw_only(), py::arg("narrow"), py::arg("query"), py::arg("output"), py::arg("query_norm"),
            py::arg("latent_norm"), py::arg("heads"), py::arg("sinks"), py::arg("pages"), py::arg("page_size"),
-           py::arg("num_heads"), py::arg("latent_dim"), py::arg("nope_dim"), py::arg("rope_dim"),
-           py::arg("value_dim"), py::arg("scale"), py::arg("rotation"), py::arg("sight"));
+           py::arg("num_heads"), py::arg("latent_dim"), py::arg("nope_dim"), py::arg("rope_dim"), py::arg("value_dim"),
+           py::arg("scale"), py::arg("rotation"), py::arg("sight"));
   py::class_<DeltaWeights>(m, "DeltaWeights")
       .def(py::init([](const GivenProjection& input, const GivenProjection& output, uintptr_t taps, uintptr_t bias,
                        uint32_t width, uintptr_t a_log, uintptr_t dt_bias, uintptr_t norm, float norm_eps,

@@ -77,20 +77,44 @@ void rotate_and_append(DenseThreads& threads, bool is_bfloat16, uintptr_t heads,
                        uint32_t rotary_dim, bool interleaved, uintptr_t values, size_t values_stride, uintptr_t slots,
                        uintptr_t slot_mapping, uint32_t num_rows) {
   const ReleasedGil release;
-  const dense::RotateWork first{is_bfloat16, weights_are_bfloat16, pointer<void>(heads), pointer<void>(query_weight),
-                                pointer<void>(key_weight), pointer<void>(cosine), pointer<void>(sine), nullptr, eps,
-                                num_heads, num_query_heads, head_dim, head_dim, rotary_dim, interleaved};
+  const dense::RotateWork first{is_bfloat16,
+                                weights_are_bfloat16,
+                                pointer<void>(heads),
+                                pointer<void>(query_weight),
+                                pointer<void>(key_weight),
+                                pointer<void>(cosine),
+                                pointer<void>(sine),
+                                nullptr,
+                                eps,
+                                num_heads,
+                                num_query_heads,
+                                head_dim,
+                                head_dim,
+                                rotary_dim,
+                                interleaved};
   dense::rotate_and_append(threads, {first, heads_stride, num_rows, pointer<void>(values), values_stride,
                                      pointer<void>(slots), pointer<int64_t>(slot_mapping)});
 }
 
 void rotate(DenseThreads& threads, bool is_bfloat16, uintptr_t heads, size_t heads_stride, uint32_t num_heads,
-            uint32_t head_dim, uint32_t head_stride, uintptr_t cosine, uintptr_t sine, uint32_t rotary_dim, bool interleaved,
-            uint32_t num_rows) {
+            uint32_t head_dim, uint32_t head_stride, uintptr_t cosine, uintptr_t sine, uint32_t rotary_dim,
+            bool interleaved, uint32_t num_rows) {
   const ReleasedGil release;
-  const dense::RotateWork first{is_bfloat16, false, pointer<void>(heads), nullptr, nullptr, pointer<void>(cosine),
-                                pointer<void>(sine), nullptr, 0.0f, num_heads, num_heads, head_dim, head_stride,
-                                rotary_dim, interleaved};
+  const dense::RotateWork first{is_bfloat16,
+                                false,
+                                pointer<void>(heads),
+                                nullptr,
+                                nullptr,
+                                pointer<void>(cosine),
+                                pointer<void>(sine),
+                                nullptr,
+                                0.0f,
+                                num_heads,
+                                num_heads,
+                                head_dim,
+                                head_stride,
+                                rotary_dim,
+                                interleaved};
   dense::rotate(threads, first, heads_stride, num_rows);
 }
 
@@ -243,8 +267,7 @@ void bind_dense(py::module_& m) {
       .def("rotate_and_append", &rotate_and_append, py::arg("is_bfloat16"), py::arg("heads"), py::arg("heads_stride"),
            py::arg("num_heads"), py::arg("num_query_heads"), py::arg("head_dim"), py::arg("query_weight"),
            py::arg("key_weight"), py::arg("weights_are_bfloat16"), py::arg("eps"), py::arg("cosine"), py::arg("sine"),
-           py::arg("rotary_dim"),
-           py::arg("interleaved"), py::arg("values"), py::arg("values_stride"), py::arg("slots"),
+           py::arg("rotary_dim"), py::arg("interleaved"), py::arg("values"), py::arg("values_stride"), py::arg("slots"),
            py::arg("slot_mapping"), py::arg("num_rows"))
       .def("rotate", &rotate, py::arg("is_bfloat16"), py::arg("heads"), py::arg("heads_stride"), py::arg("num_heads"),
            py::arg("head_dim"), py::arg("head_stride"), py::arg("cosine"), py::arg("sine"), py::arg("rotary_dim"),
@@ -257,8 +280,8 @@ void bind_dense(py::module_& m) {
       .def("route", &route, py::arg("logits"), py::arg("correction"), py::arg("valid"), py::arg("weights"),
            py::arg("ids"), py::arg("num_rows"), py::arg("rule"))
       .def("score_experts", &score_experts, py::arg("hidden_states"), py::arg("is_bfloat16"), py::arg("num_rows"),
-           py::arg("hidden_size"), py::arg("weight"), py::arg("weight_is_bfloat16"), py::arg("bias"),
-           py::arg("logits"), py::arg("num_experts"))
+           py::arg("hidden_size"), py::arg("weight"), py::arg("weight_is_bfloat16"), py::arg("bias"), py::arg("logits"),
+           py::arg("num_experts"))
       .def_property_readonly("num_threads", [](DenseThreads& threads) { return threads.pool().size(); })
       .def_property_readonly("isa", [](const DenseThreads& threads) { return std::string(isa_name(threads.isa())); });
   py::class_<DenseMatrix, std::shared_ptr<DenseMatrix>>(m, "DenseMatrix")

@@ -31,11 +31,11 @@ class DecoderLayers {
   struct Buffers {
     AlignedBuffer normed;      // hidden_size
     AlignedBuffer unordered;   // columns of a product as its weight is stored
-    AlignedBuffer projected;   // queries, keys, values; queries of latents; what a delta rule reads
-    AlignedBuffer narrow;      // latents of queries and tokens, parts of keys
-    AlignedBuffer normed_narrow;    // latents of queries
-    AlignedBuffer absorbed;         // num_heads * latent_dim: queries of latents
-    AlignedBuffer attended_latents; // likewise: what they attend to
+    AlignedBuffer projected;  // queries, keys, values; queries of latents; what a delta rule reads
+    AlignedBuffer narrow;  // latents of queries and tokens, parts of keys
+    AlignedBuffer normed_narrow;  // latents of queries
+    AlignedBuffer absorbed;  // num_heads * latent_dim: queries of latents
+    AlignedBuffer attended_latents;  // likewise: what they attend to
     AlignedBuffer convolved;   // queries, keys, values of a delta rule
     AlignedBuffer attended;    // num_heads * head_dim, or what a delta rule answers
     AlignedBuffer gates;       // of what is attended to, or of an MLP

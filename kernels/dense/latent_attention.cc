@@ -92,12 +92,11 @@ class LatentRun {
     const auto* const latents = static_cast<const std::byte*>(call_.pages);
     const uint32_t begin = index * part_positions(row);
     const Partial result = own.part(index);
-    threads_.row_kernels().attend({call_.is_bfloat16, scratch.as<float>(), latents, latents,
-                                   key_dim_ * element_bytes(call_.is_bfloat16),
-                                   call_.block_table + call_.requests[row] * call_.table_stride, call_.page_size, begin,
-                                   std::min(begin + part_positions(row), end(row)), num_heads(pair), key_dim_,
-                                   call_.latent_dim, scratch.as<float>() + query_floats, result.output(),
-                                   result.maxima(), result.sums()});
+    threads_.row_kernels().attend(
+        {call_.is_bfloat16, scratch.as<float>(), latents, latents, key_dim_ * element_bytes(call_.is_bfloat16),
+         call_.block_table + call_.requests[row] * call_.table_stride, call_.page_size, begin,
+         std::min(begin + part_positions(row), end(row)), num_heads(pair), key_dim_, call_.latent_dim,
+         scratch.as<float>() + query_floats, result.output(), result.maxima(), result.sums()});
   }
 
   // Each head's query of latents, then its rotated part, as a token's keys lie in a page.
@@ -145,8 +144,8 @@ void absorb_queries(DenseThreads& threads, const HeadProducts& call) {
   for_heads(threads, call, call.matrix_rows, call.latent_dim,
             [&](uint32_t head, uint32_t first, uint32_t columns, const float* rows) {
               threads.row_kernels().head_product(
-                  {is_bfloat16, at(call.matrices, head * call.matrix_stride + first, is_bfloat16), call.latent_dim, rows,
-                   at(call.output, size_t{head} * call.latent_dim + first, is_bfloat16), stride, call.num_rows,
+                  {is_bfloat16, at(call.matrices, head * call.matrix_stride + first, is_bfloat16), call.latent_dim,
+                   rows, at(call.output, size_t{head} * call.latent_dim + first, is_bfloat16), stride, call.num_rows,
                    call.matrix_rows, columns});
             });
 }
