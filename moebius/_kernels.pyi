@@ -194,6 +194,7 @@ class DenseThreads:
         heads_stride: int,
         num_heads: int,
         head_dim: int,
+        head_stride: int,
         cosine: int,
         sine: int,
         rotary_dim: int,
@@ -220,6 +221,42 @@ class DenseThreads:
         num_kv_heads: int,
         head_dim: int,
         is_prompt: bool = False,
+    ) -> None: ...
+    def multiply_heads(
+        self,
+        is_bfloat16: bool,
+        rows: int,
+        row_stride: int,
+        head_stride: int,
+        matrices: int,
+        matrix_stride: int,
+        output: int,
+        num_rows: int,
+        num_heads: int,
+        matrix_rows: int,
+        latent_dim: int,
+        is_transposed: bool,
+    ) -> None: ...
+    def attend_latents(
+        self,
+        is_bfloat16: bool,
+        query: int,
+        query_rope: int,
+        rope_row_stride: int,
+        rope_head_stride: int,
+        pages: int,
+        page_size: int,
+        block_table: int,
+        table_stride: int,
+        requests: int,
+        ends: int,
+        sinks: int,
+        output: int,
+        scale: float,
+        num_rows: int,
+        num_heads: int,
+        latent_dim: int,
+        rope_dim: int,
     ) -> None: ...
     def route(
         self,
@@ -370,6 +407,29 @@ class AttentionWeights:
         sight: int,
     ) -> None: ...
 
+class LatentWeights:
+    def __init__(
+        self,
+        *,
+        narrow: _Projection,
+        query: _Projection,
+        output: _Projection,
+        query_norm: NormWeights | None,
+        latent_norm: NormWeights,
+        heads: int,
+        sinks: int,
+        pages: int,
+        page_size: int,
+        num_heads: int,
+        latent_dim: int,
+        nope_dim: int,
+        rope_dim: int,
+        value_dim: int,
+        scale: float,
+        rotation: int | None,
+        sight: int,
+    ) -> None: ...
+
 class DeltaWeights:
     def __init__(
         self,
@@ -404,7 +464,7 @@ class LayerWeights:
     def __init__(
         self,
         input_norm: NormWeights,
-        mixer: AttentionWeights | DeltaWeights,
+        mixer: AttentionWeights | LatentWeights | DeltaWeights,
         ffn_norm: NormWeights,
         mlp: MlpWeights | None,
         router: RouterWeights | None,

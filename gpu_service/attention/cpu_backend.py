@@ -8,37 +8,25 @@ that they see are left to torch.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from gpu_service.attention.base import AttentionLayer, grouped_queries
+from gpu_service.attention.lone_rows import AttendingRows, HostAttention, LoneRow, divide_rows
 from gpu_service.attention.torch_reference import FirstSeen, TorchReferenceAttention
 from gpu_service.cache.kv_cache import KVCache
 from gpu_service.core.step import ForwardInputs
 from gpu_service.ops.host_kernels import dense_threads
 from moebius.models.layers.layer import Layers
 
-# Longer chunks gain more from sharing what they read than they lose by widening it.
-_MOST_CHUNK_ROWS = 8
 
-
-class AttendingRows(NamedTuple):
-    """Rows of a step that one call computes, for one window or chunk of layers; int32 `[n]` each."""
-
-    requests: torch.Tensor
-    begins: torch.Tensor  # The first position that a row sees.
-    ends: torch.Tensor  # After the last one.
-
-
-class CpuAttention(TorchReferenceAttention):
+class CpuAttention(TorchReferenceAttention, HostAttention):
     """Float32 and bfloat16 keys and values as they are stored; anything else as the reference has it."""
 
     def __init__(self, layers: Layers, kv_cache: KVCache) -> None:
         super().__init__(layers, kv_cache)
         self.threads = dense_threads(torch.get_num_threads())
         # Of the planned step: rows that are computed one by one, with their requests and positions.
-        self._single_rows: list[tuple[int, int, int]] = []
+        self._single_rows: list[LoneRow] = []
         self._row_index: torch.Tensor | None = None  # int64; None: all rows of the step, in order.
         # Requests whose rows are computed together.
         self._prompts: list[int] = []
@@ -55,23 +43,18 @@ class CpuAttention(TorchReferenceAttention):
 
     def plan(self, inputs: ForwardInputs) -> None:
         super().plan(inputs)
-        starts, prompts, rows = inputs.query_start_loc, [], []
-        for request, kv_len in enumerate(inputs.seq_lens):
-            begin, end = starts[request], starts[request + 1]
-            is_masked = inputs.visible_ends is not None and end - begin > 1
-            if end - begin > _MOST_CHUNK_ROWS or is_masked:
-                prompts.append(request)
-                continue
-            first = kv_len - (end - begin)
-            rows += [(begin + i, request, first + i) for i in range(end - begin)]
-        self._prompts, self._single_rows, self._rows = prompts, rows, {}
-        everything = len(rows) == starts[-1]
-        self._row_index = None if everything else torch.tensor([row for row, _, _ in rows])
+        self._single_rows, self._prompts = divide_rows(inputs)
+        self._rows = {}
+        index = [lone.row for lone in self._single_rows]
+        self._row_index = torch.tensor(index) if self._prompts else None
+
+    @property
+    def paged_cache(self) -> KVCache:
+        """Returns keys and values."""
+        return self.kv_cache
 
     def lone_rows(self, window: int | None, chunk: int | None) -> AttendingRows | None:
-        """Returns what the planned step's rows see in layers of this window or chunk, where all of them are
-        computed one by one; None: some are not.
-        """
+        """Returns the rows as `HostAttention`."""
         if self._row_index is not None:
             return None
         return self._rows_of(AttentionLayer(window, chunk=chunk), None)
@@ -140,7 +123,7 @@ class CpuAttention(TorchReferenceAttention):
         if found is None:
             seen = FirstSeen(layer.window, layer.chunk)
             if prompt is None:
-                columns = [(request, seen(place), place + 1) for _, request, place in self._single_rows]
+                columns = [(row.request, seen(row.position), row.position + 1) for row in self._single_rows]
                 requests, begins, ends = torch.tensor(columns, dtype=torch.int32).t().contiguous()
             else:
                 requests, begins, ends = self._rows_of_prompt(prompt, seen, layer.window)

@@ -176,6 +176,7 @@ def _entry_like(name: str, module: str, class_name: str) -> BackendEntry:
 MLA_BACKENDS: dict[str, BackendEntry] = {
     "flashinfer": _entry_like("flashinfer", "mla.flashinfer_backend", "FlashInferMlaAttention"),
     "triton": _entry_like("triton", "mla.triton_backend", "TritonMlaAttention"),
+    "cpu": _entry_like("cpu", "mla.cpu_backend", "CpuMlaAttention"),
     "torch": _entry_like("torch", "mla.torch_reference", "TorchMlaAttention"),
 }
 

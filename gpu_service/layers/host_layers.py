@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import nn
 
-from gpu_service.attention.cpu_backend import AttendingRows, CpuAttention
+from gpu_service.attention.lone_rows import AttendingRows, HostAttention
 from gpu_service.cache.state_cache import StateSlots
 from gpu_service.layers.context import ForwardContext
 from gpu_service.layers.decoder import DecoderLayer, ResidualStream
@@ -33,12 +33,12 @@ class HostLayers:
         weights: Sequence[_kernels.LayerWeights],
         layers: Sequence[DecoderLayer],
         sights: Sequence[Sight],
-        attention: CpuAttention,
+        attention: HostAttention,
         end: int,
     ) -> None:
         """`sights`: those of the layers that attend; `end`: the number of the layer after the last one."""
         self.end = end
-        self._sights, self._attention, self._dtype = list(sights), attention, attention.kv_cache.dtype
+        self._sights, self._attention, self._dtype = list(sights), attention, attention.paged_cache.dtype
         self._has_states = any(_keeps_state(layer) for layer in layers)
         self._moes = [layer.mlp for layer in layers if isinstance(layer.mlp, MoE)]
         # Sums over experts are float32.
@@ -123,14 +123,14 @@ class HostRuns:
         """
         self._layers, self._first_layer, self._rotary_of = layers, first_layer, rotary_of
         self._begins = begins
-        self._attention: CpuAttention | None = None
+        self._attention: HostAttention | None = None
         self._states: StateSlots | None = None
         self._runs: Mapping[int, HostLayers] = _NONE
 
     def of_step(self, context: ForwardContext) -> Mapping[int, HostLayers]:
         """Returns the runs that the step may use, by the number of their first layer."""
         attention, inputs = context.attention, context.inputs
-        if not isinstance(attention, CpuAttention) or inputs.positions.shape[0] > MOST_SCORED_ROWS:
+        if not isinstance(attention, HostAttention) or inputs.positions.shape[0] > MOST_SCORED_ROWS:
             return _NONE
         watchers = context.recorder, context.first_overflow, context.between_layers, context.deferral
         devices = context.resident, context.streamed, inputs.image_features, inputs.valid_rows
@@ -141,7 +141,7 @@ class HostRuns:
             self._runs = self._found(attention)
         return self._runs
 
-    def _found(self, attention: CpuAttention) -> Mapping[int, HostLayers]:
+    def _found(self, attention: HostAttention) -> Mapping[int, HostLayers]:
         """Returns the longest runs of layers that have weights for the kernels."""
         runs: dict[int, HostLayers] = {}
         number = self._first_layer
@@ -152,7 +152,7 @@ class HostRuns:
             number = number + 1 if run is None else run.end
         return runs
 
-    def _run_from(self, begin: int, attention: CpuAttention) -> HostLayers | None:
+    def _run_from(self, begin: int, attention: HostAttention) -> HostLayers | None:
         weights: list[_kernels.LayerWeights] = []
         layers: list[DecoderLayer] = []
         sights: list[Sight] = []
@@ -167,7 +167,7 @@ class HostRuns:
             if sight is not None and sight not in sights:
                 sights.append(sight)
             place = 0 if sight is None else sights.index(sight)
-            places = HostPlaces(attention.kv_cache, self._states, self._rotary_of[number], place)
+            places = HostPlaces(attention.paged_cache, self._states, self._rotary_of[number], place)
             found = layer.host_weights(places)
             if found is None:
                 break

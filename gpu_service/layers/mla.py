@@ -9,17 +9,20 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from gpu_service.attention.mla.base import MlaAttentionBackend, absorb_query, project_values, up_project
-from gpu_service.cache.kv_cache import IndexKeys
+from gpu_service.attention.mla.base import MlaAttentionBackend, up_project
+from gpu_service.cache.kv_cache import IndexKeys, MlaCache
 from gpu_service.core.step import ForwardInputs
 from gpu_service.layers.composition import Composition
 from gpu_service.layers.context import ForwardContext
+from gpu_service.layers.host_mixer import HostPlaces
 from gpu_service.layers.linear import Linear, RowParallelLinear
 from gpu_service.layers.norm import LayerNorm, RMSNorm
 from gpu_service.layers.rank_weights import RankWeights
 from gpu_service.ops.kv import pool_index_keys
+from gpu_service.ops.latent import absorb_query, project_values
 from gpu_service.ops.linear import linear
 from gpu_service.ops.rope import RopeTable, apply_rope, half_split, learned_query_scales
+from moebius import _kernels
 from moebius.models.layers.latent import MLA, TokenIndexer
 from moebius.models.layers.layer import Places
 
@@ -176,6 +179,57 @@ class MLAttention(nn.Module):
         self.g_proj = Linear(gates) if (gates := own.under("g_proj")) else None
         self.sinks = own.optional("sinks")
         self.o_proj = RowParallelLinear(own.under("o_proj"), made.parallel)
+        # As `host_weights` gives them away.
+        self._wide_sinks: torch.Tensor | None = None
+
+    @property
+    def sight(self) -> tuple[None, None]:
+        """Neither window nor chunk: rows see all tokens before them, see `HostMixer`."""
+        return None, None
+
+    def host_weights(self, places: HostPlaces) -> _kernels.LatentWeights | None:
+        """Returns the layer as `_kernels.DecoderLayers` computes it; None: there is more to do than it does.
+
+        See `HostMixer`.
+        """
+        spec, cache, heads = self._sizes, places.cache, self.kv_b_proj.weight
+        queries = self.q_proj if spec.q_lora_rank is None else self.q_b_proj
+        narrow = None if self.a_proj is None else self.a_proj.projection
+        query, output = queries.projection, self.o_proj.projection
+        assert isinstance(cache, MlaCache), "the cache of this model holds latents"
+        if narrow is None or query is None or output is None or self.kv_a_layernorm is None:
+            return None
+        if not self._attends_plainly() or heads.dtype != cache.dtype or not heads.is_contiguous():
+            return None
+        if self.sinks is not None:
+            self._wide_sinks = self.sinks.float().contiguous()
+        return _kernels.LatentWeights(
+            narrow=narrow,
+            query=query,
+            output=output,
+            query_norm=None if spec.q_lora_rank is None else self.q_a_layernorm.host_weights(),
+            latent_norm=self.kv_a_layernorm.host_weights(),
+            heads=heads.data_ptr(),
+            sinks=0 if self._wide_sinks is None else self._wide_sinks.data_ptr(),
+            pages=cache.pages(self.layer_id).data_ptr(),
+            page_size=cache.page_size,
+            num_heads=spec.num_heads,
+            latent_dim=spec.kv_lora_rank,
+            nope_dim=spec.qk_nope_head_dim,
+            rope_dim=spec.qk_rope_head_dim,
+            value_dim=spec.v_head_dim,
+            scale=spec.softmax_scale,
+            rotation=places.rotation if spec.rope is not None else None,
+            sight=places.sight,
+        )
+
+    def _attends_plainly(self) -> bool:
+        """Returns whether the layer is DeepSeek-V2's, with sinks and without rotation at most."""
+        spec = self._sizes
+        chooses = spec.is_sparse or spec.indexer is not None
+        shares = spec.latents_back > 0 or spec.all_from_latent
+        grows = spec.learned_query_growth or (spec.rope is not None and spec.rope.query_growth != 0.0)
+        return not (chooses or shares or grows) and spec.gate is None and spec.latent_scale == 1.0
 
     def forward(
         self, hidden_states: torch.Tensor, rope: RopeTable | None, context: ForwardContext

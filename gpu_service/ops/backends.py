@@ -29,6 +29,7 @@ from gpu_service.ops.gated_streams import (
 from gpu_service.ops.hyper_connections import collapse_streams, mix_streams
 from gpu_service.ops.kimi_delta import kimi_delta_extend, kimi_delta_update
 from gpu_service.ops.kv import append_kv, mean_index_keys, pool_index_keys, rotate_and_append
+from gpu_service.ops.latent import absorb_query, project_values
 from gpu_service.ops.linear import add_norm_linear, add_norm_route, fp8_linear, linear
 from gpu_service.ops.linear_attention import (
     causal_conv_extend,
@@ -75,6 +76,8 @@ OPS: tuple[Op[..., Any], ...] = (
     rotate_and_append,
     pool_index_keys,
     mean_index_keys,
+    absorb_query,
+    project_values,
     causal_conv_update,
     causal_conv_extend,
     gated_delta_update,

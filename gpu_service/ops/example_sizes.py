@@ -43,6 +43,7 @@ class Sizes:
     rotary_dim: int = 64
     interleaved: bool = False
     index_dim: int = 48  # Of a key of sparse attention's indexer.
+    latent_dim: int = 80  # Of a token's latent.
     # Of a gated activation's output.
     intermediate: int = 128
     linear: Recurrent = _SMALL_LINEAR
@@ -134,8 +135,9 @@ def _of_mixer(sizes: Sizes, layer: Layer) -> Sizes:
         # Where there is no convolution, one of the usual width is tried.
         mixer = replace(mixer, conv_width=mixer.conv_width if mixer.conv_width > 1 else 4)
         return replace(sizes, linear=mixer, channels=None)
-    if isinstance(mixer, MLA) and mixer.indexer is not None:
-        return replace(sizes, index_dim=mixer.indexer.head_dim)
+    if isinstance(mixer, MLA):
+        sizes = replace(sizes, latent_dim=mixer.kv_lora_rank)
+        return sizes if mixer.indexer is None else replace(sizes, index_dim=mixer.indexer.head_dim)
     if isinstance(mixer, GQA) and mixer.blocks is not None:
         return replace(sizes, index_dim=mixer.blocks.head_dim)
     return sizes

@@ -96,6 +96,16 @@ class _Maker:
         size = self._sizes.index_dim
         return self._random(3, 5, size), torch.cat((pages, pages[..., :4]), dim=2), *rest
 
+    def absorb_query(self) -> tuple[Any, ...]:
+        """Returns parts of queries, and the rows of keys among a head's rows of keys and values."""
+        heads, size, latent = self._sizes.queries, self._sizes.head_dim, self._sizes.latent_dim
+        weight = self._random(heads, 2 * size, latent) * size**-0.5
+        return self._random(self._sizes.tokens, heads, size + 8)[..., :size], weight[:, :size]
+
+    def project_values(self) -> tuple[Any, ...]:
+        query, weight = self.absorb_query()
+        return self._random(query.shape[0], *weight.shape[::2]), weight
+
     def mean_keys(self) -> tuple[Any, ...]:
         """Returns what `pool_keys` does; some elements of a key are rotated."""
         slots, offsets, *rest = self.pool_keys()
@@ -384,6 +394,8 @@ _MAKERS: dict[str, Callable[[_Maker], tuple[Any, ...]]] = {
     "rotate_and_append": _Maker.rotate_and_append,
     "pool_index_keys": _Maker.pool_keys,
     "mean_index_keys": _Maker.mean_keys,
+    "absorb_query": _Maker.absorb_query,
+    "project_values": _Maker.project_values,
     "causal_conv_update": _Maker.conv_update,
     "causal_conv_extend": _Maker.conv_extend,
     "gated_delta_update": _Maker.delta_update,

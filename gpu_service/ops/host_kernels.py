@@ -24,6 +24,8 @@ _POSTS = {"none": 0, "renormalize": 1, "softmax": 2, "sigmoid": 3, "sigmoid_reno
 
 # Rows up to which a router's logits are products row by row; for more, a matrix product reads less.
 MOST_SCORED_ROWS = 16
+# Rows up to which the two products of latent attention by head take no longer than torch's.
+MOST_HEAD_ROWS = 64
 
 
 @functools.cache
@@ -119,6 +121,7 @@ class HostKernels:
             heads.stride(0),
             total,
             head_dim,
+            heads.stride(1),
             table.cos.data_ptr(),
             table.sin.data_ptr(),
             table.cos.shape[-1],
@@ -191,6 +194,35 @@ class HostKernels:
         )
         return weights, ids
 
+    def absorb_query(self, query_nope: torch.Tensor, key_weight: torch.Tensor) -> torch.Tensor:
+        """Computes `ops.latent.absorb_query` of few rows."""
+        return self._multiply_heads(query_nope, key_weight, key_weight.shape[2], False)
+
+    def project_values(self, attended: torch.Tensor, value_weight: torch.Tensor) -> torch.Tensor:
+        """Computes `ops.latent.project_values` of few rows."""
+        return self._multiply_heads(attended, value_weight, value_weight.shape[1], True)
+
+    def _multiply_heads(
+        self, rows: torch.Tensor, weight: torch.Tensor, outputs: int, is_transposed: bool
+    ) -> torch.Tensor:
+        num_heads, matrix_rows, latent_dim = weight.shape
+        output = rows.new_empty(rows.shape[0], num_heads, outputs)
+        self._threads.multiply_heads(
+            _is_bfloat16(rows),
+            rows.data_ptr(),
+            rows.stride(0),
+            rows.stride(1),
+            weight.data_ptr(),
+            weight.stride(0),
+            output.data_ptr(),
+            rows.shape[0],
+            num_heads,
+            matrix_rows,
+            latent_dim,
+            is_transposed,
+        )
+        return output
+
     def linear(
         self, hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
@@ -257,7 +289,7 @@ def _gates(gate_up: torch.Tensor) -> bool:
 
 def _applies_rope(heads: torch.Tensor, table: RopeTable) -> bool:
     head_dim, dtype = heads.shape[2], heads.dtype
-    rows = heads.stride()[1:] == (head_dim, 1) and table.cos.is_contiguous() and table.sin.is_contiguous()
+    rows = heads.stride(2) == 1 and table.cos.is_contiguous() and table.sin.is_contiguous()
     return rows and table.cos.dtype == dtype and dtype in _FLOATS and head_dim % 16 == 0
 
 
@@ -286,6 +318,13 @@ def _routes(
 ) -> bool:
     bias = correction_bias is None or correction_bias.dtype == torch.float32
     return bias and routing_rule(config) is not None
+
+
+def _multiplies_heads(rows: torch.Tensor, weight: torch.Tensor) -> bool:
+    latent_dim = weight.shape[2]
+    whole = rows.stride(2) == 1 and weight.stride()[1:] == (latent_dim, 1) and latent_dim % 16 == 0
+    same = rows.dtype == weight.dtype and rows.dtype in _FLOATS
+    return whole and same and rows.shape[0] <= MOST_HEAD_ROWS
 
 
 def _is_single(hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
@@ -323,6 +362,8 @@ def implementations(threads: _kernels.DenseThreads) -> Mapping[str, Implementati
         "silu_and_mul": Implementation(kernels.silu_and_mul, _gates),
         "apply_rope": Implementation(kernels.apply_rope, _applies_rope),
         "rotate_and_append": Implementation(kernels.rotate_and_append, _rotates),
+        "absorb_query": Implementation(kernels.absorb_query, _multiplies_heads),
+        "project_values": Implementation(kernels.project_values, _multiplies_heads),
         "route": Implementation(kernels.route, _routes),
         "linear": Implementation(kernels.linear, _is_single),
         "add_norm_route": Implementation(kernels.add_norm_route, _adds_and_routes),

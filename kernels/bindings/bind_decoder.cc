@@ -24,7 +24,7 @@ using namespace dense;
 // A matrix and the addresses of its bias and of the order of its product's columns, 0: none.
 using GivenProjection = std::tuple<std::shared_ptr<DenseMatrix>, uintptr_t, uintptr_t>;
 using MaybeProjection = std::optional<GivenProjection>;
-using GivenMixer = std::variant<AttentionWeights, DeltaWeights>;
+using GivenMixer = std::variant<AttentionWeights, LatentWeights, DeltaWeights>;
 // Addresses of begins and ends, or of cosines and sines with their width and whether pairs are neighbours.
 using GivenSight = std::pair<uintptr_t, uintptr_t>;
 using GivenRotation = std::tuple<uintptr_t, uintptr_t, uint32_t, bool>;
@@ -53,6 +53,34 @@ void bind_mixers(py::module_& m) {
            py::arg("norms_are_full_width"), py::arg("norm_eps"),
            py::arg("sinks"), py::arg("pages"), py::arg("page_size"), py::arg("num_heads"), py::arg("num_kv_heads"),
            py::arg("head_dim"), py::arg("scale"), py::arg("rotation"), py::arg("sight"));
+  py::class_<LatentWeights>(m, "LatentWeights")
+      .def(py::init([](const GivenProjection& narrow, const GivenProjection& query, const GivenProjection& output,
+                       const std::optional<NormWeights>& query_norm, const NormWeights& latent_norm, uintptr_t heads,
+                       uintptr_t sinks, uintptr_t pages, uint32_t page_size, uint32_t num_heads, uint32_t latent_dim,
+                       uint32_t nope_dim, uint32_t rope_dim, uint32_t value_dim, float scale,
+                       std::optional<uint32_t> rotation, uint32_t sight) {
+             return LatentWeights{projection(narrow),
+                                  projection(query),
+                                  projection(output),
+                                  query_norm.value_or(NormWeights{}),
+                                  latent_norm,
+                                  pointer<void>(heads),
+                                  pointer<float>(sinks),
+                                  pointer<void>(pages),
+                                  page_size,
+                                  num_heads,
+                                  latent_dim,
+                                  nope_dim,
+                                  rope_dim,
+                                  value_dim,
+                                  scale,
+                                  rotation,
+                                  sight};
+           }),
+           py::kw_only(), py::arg("narrow"), py::arg("query"), py::arg("output"), py::arg("query_norm"),
+           py::arg("latent_norm"), py::arg("heads"), py::arg("sinks"), py::arg("pages"), py::arg("page_size"),
+           py::arg("num_heads"), py::arg("latent_dim"), py::arg("nope_dim"), py::arg("rope_dim"), py::arg("value_dim"),
+           py::arg("scale"), py::arg("rotation"), py::arg("sight"));
   py::class_<DeltaWeights>(m, "DeltaWeights")
       .def(py::init([](const GivenProjection& input, const GivenProjection& output, uintptr_t taps, uintptr_t bias,
                        uint32_t width, uintptr_t a_log, uintptr_t dt_bias, uintptr_t norm, float norm_eps,

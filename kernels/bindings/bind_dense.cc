@@ -10,6 +10,7 @@
 #include "kernels/bindings/released_gil.h"
 #include "kernels/bindings/source_arrays.h"
 #include "kernels/dense/dense_matrix.h"
+#include "kernels/dense/latent_attention.h"
 #include "kernels/dense/prompt_attention.h"
 #include "kernels/dense/recurrent.h"
 #include "kernels/dense/row_ops.h"
@@ -76,19 +77,43 @@ void rotate_and_append(DenseThreads& threads, bool is_bfloat16, uintptr_t heads,
                        uint32_t rotary_dim, bool interleaved, uintptr_t values, size_t values_stride, uintptr_t slots,
                        uintptr_t slot_mapping, uint32_t num_rows) {
   const ReleasedGil release;
-  const dense::RotateWork first{is_bfloat16, weights_are_bfloat16, pointer<void>(heads), pointer<void>(query_weight),
-                                pointer<void>(key_weight), pointer<void>(cosine), pointer<void>(sine), nullptr, eps,
-                                num_heads, num_query_heads, head_dim, rotary_dim, interleaved};
+  const dense::RotateWork first{is_bfloat16,
+                                weights_are_bfloat16,
+                                pointer<void>(heads),
+                                pointer<void>(query_weight),
+                                pointer<void>(key_weight),
+                                pointer<void>(cosine),
+                                pointer<void>(sine),
+                                nullptr,
+                                eps,
+                                num_heads,
+                                num_query_heads,
+                                head_dim,
+                                head_dim,
+                                rotary_dim,
+                                interleaved};
   dense::rotate_and_append(threads, {first, heads_stride, num_rows, pointer<void>(values), values_stride,
                                      pointer<void>(slots), pointer<int64_t>(slot_mapping)});
 }
 
 void rotate(DenseThreads& threads, bool is_bfloat16, uintptr_t heads, size_t heads_stride, uint32_t num_heads,
-            uint32_t head_dim, uintptr_t cosine, uintptr_t sine, uint32_t rotary_dim, bool interleaved,
-            uint32_t num_rows) {
+            uint32_t head_dim, uint32_t head_stride, uintptr_t cosine, uintptr_t sine, uint32_t rotary_dim,
+            bool interleaved, uint32_t num_rows) {
   const ReleasedGil release;
-  const dense::RotateWork first{is_bfloat16, false, pointer<void>(heads), nullptr, nullptr, pointer<void>(cosine),
-                                pointer<void>(sine), nullptr, 0.0f, num_heads, num_heads, head_dim, rotary_dim,
+  const dense::RotateWork first{is_bfloat16,
+                                false,
+                                pointer<void>(heads),
+                                nullptr,
+                                nullptr,
+                                pointer<void>(cosine),
+                                pointer<void>(sine),
+                                nullptr,
+                                0.0f,
+                                num_heads,
+                                num_heads,
+                                head_dim,
+                                head_stride,
+                                rotary_dim,
                                 interleaved};
   dense::rotate(threads, first, heads_stride, num_rows);
 }
@@ -103,6 +128,40 @@ void attend(DenseThreads& threads, bool is_bfloat16, uintptr_t query, size_t que
                 pointer<int32_t>(block_table), table_stride, pointer<int32_t>(requests),
                 pointer<int32_t>(begins), pointer<int32_t>(ends), pointer<float>(sinks),
                 pointer<void>(output), scale, num_rows, num_heads, num_kv_heads, head_dim, page_size});
+}
+
+void multiply_heads(DenseThreads& threads, bool is_bfloat16, uintptr_t rows, size_t row_stride, size_t head_stride,
+                    uintptr_t matrices, size_t matrix_stride, uintptr_t output, uint32_t num_rows, uint32_t num_heads,
+                    uint32_t matrix_rows, uint32_t latent_dim, bool is_transposed) {
+  const ReleasedGil release;
+  const auto run = is_transposed ? &dense::project_values : &dense::absorb_queries;
+  run(threads, {is_bfloat16, pointer<void>(rows), row_stride, head_stride, pointer<void>(matrices), matrix_stride,
+                pointer<void>(output), num_rows, num_heads, matrix_rows, latent_dim});
+}
+
+void attend_latents(DenseThreads& threads, bool is_bfloat16, uintptr_t query, uintptr_t query_rope,
+                    size_t rope_row_stride, size_t rope_head_stride, uintptr_t pages, uint32_t page_size,
+                    uintptr_t block_table, size_t table_stride, uintptr_t requests, uintptr_t ends, uintptr_t sinks,
+                    uintptr_t output, float scale, uint32_t num_rows, uint32_t num_heads, uint32_t latent_dim,
+                    uint32_t rope_dim) {
+  const ReleasedGil release;
+  dense::attend_latents(threads, {is_bfloat16, pointer<void>(query), pointer<void>(query_rope), rope_row_stride,
+                                  rope_head_stride, pointer<void>(pages), pointer<int32_t>(block_table), table_stride,
+                                  pointer<int32_t>(requests), pointer<int32_t>(ends), pointer<float>(sinks),
+                                  pointer<void>(output), scale, num_rows, num_heads, latent_dim, rope_dim, page_size});
+}
+
+void bind_latents(py::class_<DenseThreads, std::shared_ptr<DenseThreads>>& threads) {
+  threads
+      .def("multiply_heads", &multiply_heads, py::arg("is_bfloat16"), py::arg("rows"), py::arg("row_stride"),
+           py::arg("head_stride"), py::arg("matrices"), py::arg("matrix_stride"), py::arg("output"),
+           py::arg("num_rows"), py::arg("num_heads"), py::arg("matrix_rows"), py::arg("latent_dim"),
+           py::arg("is_transposed"))
+      .def("attend_latents", &attend_latents, py::arg("is_bfloat16"), py::arg("query"), py::arg("query_rope"),
+           py::arg("rope_row_stride"), py::arg("rope_head_stride"), py::arg("pages"), py::arg("page_size"),
+           py::arg("block_table"), py::arg("table_stride"), py::arg("requests"), py::arg("ends"), py::arg("sinks"),
+           py::arg("output"), py::arg("scale"), py::arg("num_rows"), py::arg("num_heads"), py::arg("latent_dim"),
+           py::arg("rope_dim"));
 }
 
 void route(DenseThreads& threads, uintptr_t logits, uintptr_t correction, uintptr_t valid, uintptr_t weights,
@@ -194,6 +253,7 @@ void bind_dense(py::module_& m) {
   bind_routing(m);
   py::class_<DenseThreads, std::shared_ptr<DenseThreads>> threads(m, "DenseThreads");
   bind_recurrent(threads);
+  bind_latents(threads);
   threads
       .def(py::init([](uint32_t num_threads, const std::string& isa) {
              return std::make_shared<DenseThreads>(num_threads, isa);
@@ -207,12 +267,11 @@ void bind_dense(py::module_& m) {
       .def("rotate_and_append", &rotate_and_append, py::arg("is_bfloat16"), py::arg("heads"), py::arg("heads_stride"),
            py::arg("num_heads"), py::arg("num_query_heads"), py::arg("head_dim"), py::arg("query_weight"),
            py::arg("key_weight"), py::arg("weights_are_bfloat16"), py::arg("eps"), py::arg("cosine"), py::arg("sine"),
-           py::arg("rotary_dim"),
-           py::arg("interleaved"), py::arg("values"), py::arg("values_stride"), py::arg("slots"),
+           py::arg("rotary_dim"), py::arg("interleaved"), py::arg("values"), py::arg("values_stride"), py::arg("slots"),
            py::arg("slot_mapping"), py::arg("num_rows"))
       .def("rotate", &rotate, py::arg("is_bfloat16"), py::arg("heads"), py::arg("heads_stride"), py::arg("num_heads"),
-           py::arg("head_dim"), py::arg("cosine"), py::arg("sine"), py::arg("rotary_dim"), py::arg("interleaved"),
-           py::arg("num_rows"))
+           py::arg("head_dim"), py::arg("head_stride"), py::arg("cosine"), py::arg("sine"), py::arg("rotary_dim"),
+           py::arg("interleaved"), py::arg("num_rows"))
       .def("attend", &attend, py::arg("is_bfloat16"), py::arg("query"), py::arg("query_stride"), py::arg("pages"),
            py::arg("page_size"), py::arg("block_table"), py::arg("table_stride"), py::arg("requests"),
            py::arg("begins"), py::arg("ends"), py::arg("sinks"), py::arg("output"), py::arg("scale"),
@@ -221,8 +280,8 @@ void bind_dense(py::module_& m) {
       .def("route", &route, py::arg("logits"), py::arg("correction"), py::arg("valid"), py::arg("weights"),
            py::arg("ids"), py::arg("num_rows"), py::arg("rule"))
       .def("score_experts", &score_experts, py::arg("hidden_states"), py::arg("is_bfloat16"), py::arg("num_rows"),
-           py::arg("hidden_size"), py::arg("weight"), py::arg("weight_is_bfloat16"), py::arg("bias"),
-           py::arg("logits"), py::arg("num_experts"))
+           py::arg("hidden_size"), py::arg("weight"), py::arg("weight_is_bfloat16"), py::arg("bias"), py::arg("logits"),
+           py::arg("num_experts"))
       .def_property_readonly("num_threads", [](DenseThreads& threads) { return threads.pool().size(); })
       .def_property_readonly("isa", [](const DenseThreads& threads) { return std::string(isa_name(threads.isa())); });
   py::class_<DenseMatrix, std::shared_ptr<DenseMatrix>>(m, "DenseMatrix")

@@ -6,6 +6,7 @@
 #include <utility>
 #include <variant>
 
+#include "kernels/dense/latent_attention.h"
 #include "kernels/dense/recurrent.h"
 #include "kernels/dense/row_memory.h"
 
@@ -32,6 +33,19 @@ void check_mixer(const AttentionWeights& attention, uint32_t hidden_size, size_t
   if (attention.gate.matrix == nullptr) return;
   const bool by_head = attention.gate.matrix->out_features() == attention.num_heads;
   check_shape(attention.gate, hidden_size, by_head ? attention.num_heads : heads, index, "gate");
+}
+
+void check_mixer(const LatentWeights& latent, uint32_t hidden_size, size_t index) {
+  const uint32_t stored = latent.latent_dim + latent.rope_dim;
+  const bool has_latents = latent.query_norm.weight != nullptr;
+  const uint32_t query_in = latent.query.matrix->in_features();
+  check_shape(latent.narrow, hidden_size, stored + (has_latents ? query_in : 0), index, "narrow");
+  check_shape(latent.query, has_latents ? query_in : hidden_size,
+              latent.num_heads * (latent.nope_dim + latent.rope_dim), index, "query");
+  check_shape(latent.output, latent.num_heads * latent.value_dim, hidden_size, index, "output");
+  if (latent.latent_dim % 16 == 0 && latent.rope_dim % 16 == 0) return;
+  throw std::invalid_argument("layer " + std::to_string(index) + ": latents have " + std::to_string(latent.latent_dim) +
+                              " + " + std::to_string(latent.rope_dim) + " elements; allowed: multiples of 16");
 }
 
 void check_mixer(const DeltaWeights& delta, uint32_t hidden_size, size_t index) {
@@ -114,10 +128,21 @@ void DecoderLayers::mix(const StepRows& step, const AttentionWeights& attention)
   std::byte* const projected = buffers_.projected.data();
   if (attention.norms_are_full_width) norm_full_width(step, attention, stride);
   const bool by_head = !attention.norms_are_full_width;
-  const RotateWork first{is_bfloat16_, attention.norms_are_bfloat16, projected,
-                         by_head ? attention.query_norm : nullptr, by_head ? attention.key_norm : nullptr,
-                         rotation.cosine, rotation.sine, nullptr, attention.norm_eps, rotated, attention.num_heads,
-                         head_dim, rotation.rotary_dim, rotation.interleaved};
+  const RotateWork first{is_bfloat16_,
+                         attention.norms_are_bfloat16,
+                         projected,
+                         by_head ? attention.query_norm : nullptr,
+                         by_head ? attention.key_norm : nullptr,
+                         rotation.cosine,
+                         rotation.sine,
+                         nullptr,
+                         attention.norm_eps,
+                         rotated,
+                         attention.num_heads,
+                         head_dim,
+                         head_dim,
+                         rotation.rotary_dim,
+                         rotation.interleaved};
   rotate_and_append(*threads_, {first, stride, step.num_rows, projected + size_t{rotated} * head_dim * element_bytes_,
                                 stride, attention.pages, step.slot_mapping});
   buffers_.attended.grow(size_t{step.num_rows} * attention.num_heads * head_dim * element_bytes_);
@@ -135,13 +160,13 @@ void DecoderLayers::norm_full_width(const StepRows& step, const AttentionWeights
   const uint32_t key_size = attention.num_kv_heads * attention.head_dim;
   const auto norm = [&](size_t begin, const void* weight, uint32_t size) {
     std::byte* const heads = at(buffers_.projected.data(), begin, is_bfloat16_);
-    dense::add_norm(*threads_, {is_bfloat16_, false, attention.norms_are_bfloat16, heads, nullptr, weight, heads,
-                                attention.norm_eps, size}, 1);
+    norm_rows(
+        *threads_,
+        {is_bfloat16_, false, attention.norms_are_bfloat16, heads, nullptr, weight, heads, attention.norm_eps, size},
+        stride, stride, step.num_rows);
   };
-  for (uint32_t row = 0; row < step.num_rows; ++row) {
-    norm(row * stride, attention.query_norm, query_size);
-    norm(row * stride + query_size, attention.key_norm, key_size);
-  }
+  norm(0, attention.query_norm, query_size);
+  norm(query_size, attention.key_norm, key_size);
 }
 
 // By the gates of what is attended to, where there are any.
@@ -159,6 +184,85 @@ void DecoderLayers::weigh(const StepRows& step, const AttentionWeights& attentio
   work.gates = buffers_.gates.data();
   work.num_gates = attention.gate.matrix->out_features();
   apply_gate(*threads_, work, work.num_gates, step.num_rows);
+}
+
+void DecoderLayers::mix(const StepRows& step, const LatentWeights& latent) {
+  const uint32_t heads = latent.num_heads;
+  const size_t head_size = latent.nope_dim + latent.rope_dim;
+  const size_t stride = heads * head_size;
+  const size_t absorbed_bytes = size_t{step.num_rows} * heads * latent.latent_dim * element_bytes_;
+  multiply(step, latent.narrow, buffers_.normed, buffers_.narrow);
+  project_latent_queries(step, latent);
+  append_latents(step, latent);
+  buffers_.absorbed.grow(absorbed_bytes);
+  buffers_.attended_latents.grow(absorbed_bytes);
+  buffers_.attended.grow(size_t{step.num_rows} * heads * latent.value_dim * element_bytes_);
+  const size_t matrix = size_t{latent.nope_dim + latent.value_dim} * latent.latent_dim;
+  const std::byte* const projected = buffers_.projected.data();
+  absorb_queries(*threads_, {is_bfloat16_, projected, stride, head_size, latent.heads, matrix, buffers_.absorbed.data(),
+                             step.num_rows, heads, latent.nope_dim, latent.latent_dim});
+  attend_latents(*threads_, {is_bfloat16_, buffers_.absorbed.data(), at(projected, latent.nope_dim, is_bfloat16_),
+                             stride, head_size, latent.pages, step.block_table, step.table_stride, step.requests,
+                             step.sights[latent.sight].ends, latent.sinks, buffers_.attended_latents.data(),
+                             latent.scale, step.num_rows, heads, latent.latent_dim, latent.rope_dim, latent.page_size});
+  project_values(*threads_,
+                 {is_bfloat16_, buffers_.attended_latents.data(), size_t{heads} * latent.latent_dim, latent.latent_dim,
+                  at(latent.heads, size_t{latent.nope_dim} * latent.latent_dim, is_bfloat16_), matrix,
+                  buffers_.attended.data(), step.num_rows, heads, latent.value_dim, latent.latent_dim});
+  multiply(step, latent.output, buffers_.attended, buffers_.dense);
+}
+
+// Queries of all heads, the last elements of each rotated.
+void DecoderLayers::project_latent_queries(const StepRows& step, const LatentWeights& latent) {
+  if (latent.query_norm.weight == nullptr) {
+    multiply(step, latent.query, buffers_.normed, buffers_.projected);
+  } else {
+    const uint32_t rank = latent.query.matrix->in_features();
+    buffers_.normed_narrow.grow(size_t{step.num_rows} * rank * element_bytes_);
+    const NormWeights& norm = latent.query_norm;
+    norm_rows(*threads_,
+              {is_bfloat16_, false, norm.is_bfloat16, buffers_.narrow.data(), nullptr, norm.weight,
+               buffers_.normed_narrow.data(), norm.eps, rank},
+              latent.narrow.matrix->out_features(), rank, step.num_rows);
+    multiply(step, latent.query, buffers_.normed_narrow, buffers_.projected);
+  }
+  if (!latent.rotation) return;
+  const Rotation& rotation = step.rotations[*latent.rotation];
+  const uint32_t head_size = latent.nope_dim + latent.rope_dim;
+  const RotateWork first{is_bfloat16_,
+                         false,
+                         at(buffers_.projected.data(), latent.nope_dim, is_bfloat16_),
+                         nullptr,
+                         nullptr,
+                         rotation.cosine,
+                         rotation.sine,
+                         nullptr,
+                         0.0f,
+                         latent.num_heads,
+                         latent.num_heads,
+                         latent.rope_dim,
+                         head_size,
+                         rotation.rotary_dim,
+                         rotation.interleaved};
+  rotate(*threads_, first, size_t{latent.num_heads} * head_size, step.num_rows);
+}
+
+void DecoderLayers::append_latents(const StepRows& step, const LatentWeights& latent) {
+  const size_t stride = latent.narrow.matrix->out_features();
+  const Rotation rotation = latent.rotation ? step.rotations[*latent.rotation] : Rotation{};
+  const NormWeights& norm = latent.latent_norm;
+  std::byte* const key = at(buffers_.narrow.data(), stride - latent.rope_dim, is_bfloat16_);
+  std::byte* const row = at(buffers_.narrow.data(), stride - latent.rope_dim - latent.latent_dim, is_bfloat16_);
+  dense::append_latents(
+      *threads_, {{is_bfloat16_, false, norm.is_bfloat16, row, nullptr, norm.weight, nullptr, norm.eps, 0},
+                  {is_bfloat16_, false, key, nullptr, nullptr, rotation.cosine, rotation.sine, nullptr, 0.0f, 1, 1,
+                   latent.rope_dim, latent.rope_dim, rotation.rotary_dim, rotation.interleaved},
+                  stride,
+                  step.num_rows,
+                  latent.latent_dim,
+                  latent.rope_dim,
+                  latent.pages,
+                  step.slot_mapping});
 }
 
 void DecoderLayers::mix(const StepRows& step, const DeltaWeights& delta) {

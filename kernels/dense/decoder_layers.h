@@ -1,9 +1,9 @@
 // Consecutive decoder layers whose rows are all computed alone, as in decode: one call for all of them.
 //
-// A layer is `x += mixer(norm(x)); x += ffn(norm(x))`: the mixer is grouped-query attention over paged keys and values
-// or a gated delta rule, and the other half an MLP, routed experts, or both. Its steps are those of row_ops.h,
-// recurrent.h and dense_matrix.h in the order in which the engine calls them one by one, on the same memory types, so
-// that both ways give the same bits.
+// A layer is `x += mixer(norm(x)); x += ffn(norm(x))`: the mixer is grouped-query attention over paged keys and values,
+// latent attention over paged latents or a gated delta rule, and the other half an MLP, routed experts, or both. Its
+// steps are those of row_ops.h, latent_attention.h, recurrent.h and dense_matrix.h in the order in which the engine
+// calls them one by one, on the same memory types, so that both ways give the same bits.
 #pragma once
 
 #include <cstdint>
@@ -31,7 +31,11 @@ class DecoderLayers {
   struct Buffers {
     AlignedBuffer normed;      // hidden_size
     AlignedBuffer unordered;   // columns of a product as its weight is stored
-    AlignedBuffer projected;   // queries, keys, values; what a delta rule reads
+    AlignedBuffer projected;  // queries, keys, values; queries of latents; what a delta rule reads
+    AlignedBuffer narrow;  // latents of queries and tokens, parts of keys
+    AlignedBuffer normed_narrow;  // latents of queries
+    AlignedBuffer absorbed;  // num_heads * latent_dim: queries of latents
+    AlignedBuffer attended_latents;  // likewise: what they attend to
     AlignedBuffer convolved;   // queries, keys, values of a delta rule
     AlignedBuffer attended;    // num_heads * head_dim, or what a delta rule answers
     AlignedBuffer gates;       // of what is attended to, or of an MLP
@@ -54,6 +58,9 @@ class DecoderLayers {
   void mix(const StepRows& step, const AttentionWeights& attention);
   void norm_full_width(const StepRows& step, const AttentionWeights& attention, size_t stride);
   void weigh(const StepRows& step, const AttentionWeights& attention, size_t stride);
+  void mix(const StepRows& step, const LatentWeights& latent);
+  void project_latent_queries(const StepRows& step, const LatentWeights& latent);
+  void append_latents(const StepRows& step, const LatentWeights& latent);
   void mix(const StepRows& step, const DeltaWeights& delta);
   void ask_experts(const StepRows& step, const LayerWeights& layer, RoutedExperts& experts);
   void compute_mlp(const StepRows& step, const MlpWeights& mlp);

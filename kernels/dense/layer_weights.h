@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <variant>
 #include <vector>
 
@@ -47,6 +48,27 @@ struct AttentionWeights {
   uint32_t sight;           // index of StepRows::sights
 };
 
+// Latent attention to all tokens, see latent_attention.h.
+struct LatentWeights {
+  Projection narrow;  // latents of queries, where they have any; latents; parts of keys that are rotated
+  Projection query;  // queries of all heads, from their latents or from what the layer reads
+  Projection output;
+  NormWeights query_norm;  // of latents of queries; null weight: they have none
+  NormWeights latent_norm;
+  const void* heads;  // [num_heads][nope_dim + value_dim][latent_dim]: rows of keys, then of values
+  const float* sinks;  // [num_heads]; null: none
+  void* pages;  // [pages][page_size][latent_dim + rope_dim]
+  uint32_t page_size;
+  uint32_t num_heads;
+  uint32_t latent_dim;
+  uint32_t nope_dim;  // elements of a query that carry no position
+  uint32_t rope_dim;
+  uint32_t value_dim;
+  float scale;
+  std::optional<uint32_t> rotation;  // index of StepRows::rotations; none: nothing is rotated
+  uint32_t sight;  // index of StepRows::sights
+};
+
 // The gated delta rule after a causal convolution, see recurrent.h.
 struct DeltaWeights {
   Projection input;         // queries, keys, values; gates of values; b; a: of all heads
@@ -84,7 +106,7 @@ struct RouterWeights {
 
 struct LayerWeights {
   NormWeights input_norm;
-  std::variant<AttentionWeights, DeltaWeights> mixer;
+  std::variant<AttentionWeights, LatentWeights, DeltaWeights> mixer;
   NormWeights ffn_norm;
   MlpWeights mlp;        // of a layer with experts: those that are always active; null matrices: none
   RouterWeights router;

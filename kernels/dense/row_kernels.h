@@ -33,7 +33,7 @@ struct NormWork {
 struct RotateWork {
   bool is_bfloat16;           // heads, cosine and sine
   bool weights_are_bfloat16;
-  void* heads;                // [num_heads][head_dim]
+  void* heads;                // [num_heads][head_stride], head_dim columns
   const void* query_weight;   // [head_dim], of the first num_query_heads; null: no norm
   const void* key_weight;     // [head_dim], of the others
   const void* cosine;         // [rotary_dim]
@@ -43,6 +43,7 @@ struct RotateWork {
   uint32_t num_heads;
   uint32_t num_query_heads;
   uint32_t head_dim;          // a multiple of 16
+  uint32_t head_stride;
   uint32_t rotary_dim;
   bool interleaved;
 };
@@ -68,9 +69,10 @@ struct AttendWork {
   uint32_t begin;
   uint32_t end;
   uint32_t group;
-  uint32_t head_dim;          // a multiple of 16
+  uint32_t head_dim;          // of queries and keys, a multiple of 16
+  uint32_t value_dim;         // likewise
   float* scores;              // [group][kAttendBlock]
-  float* output;              // [group][head_dim], sum of exp(score - maximum) * value
+  float* output;              // [group][value_dim], sum of exp(score - maximum) * value
   float* maxima;              // [group]
   float* sums;                // [group], of exp(score - maximum)
 };
@@ -164,6 +166,20 @@ struct ApplyGateWork {
   uint32_t num_gates;
 };
 
+// Products of few rows with a matrix of one head. Sums are in the order of what is summed over, whatever else is
+// computed.
+struct HeadProductWork {
+  bool is_bfloat16;           // matrix and output
+  const void* matrix;         // [matrix_rows][matrix_stride], matrix_columns read
+  size_t matrix_stride;
+  const float* rows;          // [num_rows][matrix_rows]; transposed: [num_rows][matrix_columns]
+  void* output;               // [num_rows][output_stride]
+  size_t output_stride;
+  uint32_t num_rows;
+  uint32_t matrix_rows;
+  uint32_t matrix_columns;    // a multiple of 16
+};
+
 struct RowKernels {
   void (*add_norm)(const NormWork& work);
   void (*rotate)(const RotateWork& work);
@@ -176,6 +192,9 @@ struct RowKernels {
   void (*update_delta)(const DeltaWork& work);
   void (*gated_norm)(const GatedNormWork& work);
   void (*apply_gate)(const ApplyGateWork& work);
+  // output = rows x matrix, and rows x matrix^T.
+  void (*head_product)(const HeadProductWork& work);
+  void (*transposed_head_product)(const HeadProductWork& work);
 };
 
 const RowKernels& row_kernels_scalar();

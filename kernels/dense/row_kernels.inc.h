@@ -147,7 +147,7 @@ template <class Type, class Weight>
 void rotate_typed(const RotateWork& work) {
   float* const values = work.scratch;
   for (uint32_t index = 0; index < work.num_heads; ++index) {
-    auto* const head = static_cast<typename Type::Element*>(work.heads) + size_t{index} * work.head_dim;
+    auto* const head = static_cast<typename Type::Element*>(work.heads) + size_t{index} * work.head_stride;
     const void* const given = index < work.num_query_heads ? work.query_weight : work.key_weight;
     const auto* const weight = static_cast<const typename Weight::Element*>(given);
     Vec squares = Vec::zero();
@@ -235,21 +235,35 @@ struct Slots {
   const AttendWork& work;
 };
 
+// Neighbouring positions share what is loaded of a query; a score's sum is the same for any number of them.
+template <class Type, uint32_t kHeads, uint32_t kPositions>
+void score_positions(const AttendWork& work, uint32_t first_head, uint32_t first, const size_t* slots) {
+  const float* const query = work.query + size_t{first_head} * work.head_dim;
+  const typename Type::Element* keys[kPositions];
+  Vec sums[kPositions][kHeads];
+  for (uint32_t p = 0; p < kPositions; ++p) {
+    keys[p] = reinterpret_cast<const typename Type::Element*>(work.keys + slots[first + p]);
+    for (uint32_t h = 0; h < kHeads; ++h) sums[p][h] = Vec::zero();
+  }
+  for (uint32_t d = 0; d < work.head_dim; d += Vec::kLanes) {
+    Vec values[kPositions];
+    for (uint32_t p = 0; p < kPositions; ++p) values[p] = Type::load(keys[p] + d);
+    for (uint32_t h = 0; h < kHeads; ++h) {
+      const Vec factor = Vec::load(query + size_t{h} * work.head_dim + d);
+      for (uint32_t p = 0; p < kPositions; ++p) sums[p][h] = Vec::fma(values[p], factor, sums[p][h]);
+    }
+  }
+  for (uint32_t h = 0; h < kHeads; ++h) {
+    float* const scores = work.scores + (first_head + h) * kAttendBlock + first;
+    for (uint32_t p = 0; p < kPositions; ++p) scores[p] = sum_of(sums[p][h]);
+  }
+}
+
 template <class Type, uint32_t kHeads>
 void score_heads(const AttendWork& work, uint32_t first_head, uint32_t count, const size_t* slots) {
-  const float* const query = work.query + size_t{first_head} * work.head_dim;
-  for (uint32_t i = 0; i < count; ++i) {
-    const auto* const key = reinterpret_cast<const typename Type::Element*>(work.keys + slots[i]);
-    Vec sums[kHeads];
-    for (uint32_t h = 0; h < kHeads; ++h) sums[h] = Vec::zero();
-    for (uint32_t d = 0; d < work.head_dim; d += Vec::kLanes) {
-      const Vec value = Type::load(key + d);
-      for (uint32_t h = 0; h < kHeads; ++h) {
-        sums[h] = Vec::fma(value, Vec::load(query + size_t{h} * work.head_dim + d), sums[h]);
-      }
-    }
-    for (uint32_t h = 0; h < kHeads; ++h) work.scores[(first_head + h) * kAttendBlock + i] = sum_of(sums[h]);
-  }
+  uint32_t i = 0;
+  for (; i + 2 <= count; i += 2) score_positions<Type, kHeads, 2>(work, first_head, i, slots);
+  if (i < count) score_positions<Type, kHeads, 1>(work, first_head, i, slots);
 }
 
 // Scores become exp(score - maximum); returns what sums so far are to be multiplied by.
@@ -277,11 +291,11 @@ template <class Type, uint32_t kHeads, uint32_t kVectors>
 void add_values(const AttendWork& work, uint32_t first_head, uint32_t first_column, uint32_t count,
                 const size_t* slots, const float* kept) {
   Vec sums[kHeads][kVectors];
-  float* const output = work.output + size_t{first_head} * work.head_dim + first_column;
+  float* const output = work.output + size_t{first_head} * work.value_dim + first_column;
   const float* const weights = work.scores + size_t{first_head} * kAttendBlock;
   for (uint32_t h = 0; h < kHeads; ++h) {
     for (uint32_t v = 0; v < kVectors; ++v) {
-      sums[h][v] = Vec::mul(Vec::load(output + size_t{h} * work.head_dim + v * Vec::kLanes), Vec::broadcast(kept[h]));
+      sums[h][v] = Vec::mul(Vec::load(output + size_t{h} * work.value_dim + v * Vec::kLanes), Vec::broadcast(kept[h]));
     }
   }
   for (uint32_t i = 0; i < count; ++i) {
@@ -294,7 +308,7 @@ void add_values(const AttendWork& work, uint32_t first_head, uint32_t first_colu
     }
   }
   for (uint32_t h = 0; h < kHeads; ++h) {
-    for (uint32_t v = 0; v < kVectors; ++v) sums[h][v].store(output + size_t{h} * work.head_dim + v * Vec::kLanes);
+    for (uint32_t v = 0; v < kVectors; ++v) sums[h][v].store(output + size_t{h} * work.value_dim + v * Vec::kLanes);
   }
 }
 
@@ -305,10 +319,10 @@ void attend_heads(const AttendWork& work, uint32_t head, uint32_t count, const s
   for (uint32_t h = 0; h < kHeads; ++h) kept[h] = soften(work, head + h, count);
   constexpr uint32_t kColumns = kVectorsTogether * Vec::kLanes;
   uint32_t column = 0;
-  for (; column + kColumns <= work.head_dim; column += kColumns) {
+  for (; column + kColumns <= work.value_dim; column += kColumns) {
     add_values<Type, kHeads, kVectorsTogether>(work, head, column, count, slots, kept);
   }
-  for (; column < work.head_dim; column += Vec::kLanes) {
+  for (; column < work.value_dim; column += Vec::kLanes) {
     add_values<Type, kHeads, 1>(work, head, column, count, slots, kept);
   }
 }
@@ -321,7 +335,7 @@ void attend_typed(const AttendWork& work) {
     work.maxima[h] = -__builtin_inff();
     work.sums[h] = 0.0f;
   }
-  __builtin_memset(work.output, 0, size_t{work.group} * work.head_dim * sizeof(float));
+  __builtin_memset(work.output, 0, size_t{work.group} * work.value_dim * sizeof(float));
   for (uint32_t begin = work.begin; begin < work.end; begin += kAttendBlock) {
     const uint32_t count = work.end - begin < kAttendBlock ? work.end - begin : kAttendBlock;
     for (uint32_t i = 0; i < count; ++i) slots[i] = slot_of(begin + i);
@@ -339,7 +353,8 @@ void attend(const AttendWork& work) {
 }
 
 #include "kernels/dense/attention_tiles.inc.h"
+#include "kernels/dense/latent_kernels.inc.h"
 #include "kernels/dense/recurrent_kernels.inc.h"
 
-constexpr RowKernels kKernels{add_norm, rotate,   gate,         attend,     attend_tile,
-                              dot,      convolve, update_delta, gated_norm, apply_gate};
+constexpr RowKernels kKernels{add_norm, rotate,       gate,       attend,     attend_tile,  dot,
+                              convolve, update_delta, gated_norm, apply_gate, head_product, transposed_head_product};

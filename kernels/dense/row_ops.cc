@@ -1,11 +1,10 @@
 #include "kernels/dense/row_ops.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
-#include <limits>
 #include <mutex>
 
+#include "kernels/dense/attention_parts.h"
 #include "kernels/dense/row_memory.h"
 
 namespace moebius::dense {
@@ -22,6 +21,16 @@ void add_norm(DenseThreads& threads, const NormWork& first, uint32_t num_rows) {
   });
 }
 
+void norm_rows(DenseThreads& threads, const NormWork& first, size_t stride, size_t output_stride, uint32_t num_rows) {
+  const RowKernels& kernels = threads.row_kernels();
+  for_rows(threads, num_rows, first.size, [&](uint32_t row, uint32_t) {
+    NormWork work = first;
+    work.residual = at(first.residual, row * stride, first.is_bfloat16);
+    work.output = at(first.output, row * output_stride, first.is_bfloat16);
+    kernels.add_norm(work);
+  });
+}
+
 void gate(DenseThreads& threads, const GateWork& first, uint32_t num_rows) {
   const RowKernels& kernels = threads.row_kernels();
   for_rows(threads, num_rows, 4 * size_t{first.size}, [&](uint32_t row, uint32_t) {
@@ -31,8 +40,6 @@ void gate(DenseThreads& threads, const GateWork& first, uint32_t num_rows) {
     kernels.gate(work);
   });
 }
-
-namespace {
 
 void rotate_row(DenseThreads& threads, const RotateWork& first, size_t heads_stride, uint32_t row, uint32_t worker) {
   AlignedBuffer& scratch = threads.scratch(worker).result;
@@ -44,8 +51,6 @@ void rotate_row(DenseThreads& threads, const RotateWork& first, size_t heads_str
   work.scratch = scratch.as<float>();
   threads.row_kernels().rotate(work);
 }
-
-}  // namespace
 
 void rotate(DenseThreads& threads, const RotateWork& first, size_t heads_stride, uint32_t num_rows) {
   for_rows(threads, num_rows, 2 * size_t{first.num_heads} * first.head_dim, [&](uint32_t row, uint32_t worker) {
@@ -74,22 +79,6 @@ namespace {
 // Positions of a part of a sequence. Always the same, so that a row's bits depend on no other row or thread.
 constexpr uint32_t kPartPositions = 512;
 
-// Results of one part of a sequence, for the query heads of one key head: [group] maxima, [group] sums,
-// [group][head_dim] outputs.
-class Partial {
- public:
-  Partial(float* memory, uint32_t group) : memory_(memory), group_(group) {}
-  static size_t floats(uint32_t group, uint32_t head_dim) { return size_t{group} * (head_dim + 2); }
-
-  float* maxima() const { return memory_; }
-  float* sums() const { return memory_ + group_; }
-  float* output() const { return memory_ + size_t{2} * group_; }
-
- private:
-  float* memory_;
-  uint32_t group_;
-};
-
 class AttentionRun {
  public:
   AttentionRun(DenseThreads& threads, const Attention& call)
@@ -110,9 +99,9 @@ class AttentionRun {
   }
 
  private:
-  Partial partial(uint32_t pair, uint32_t split) const {
-    const size_t index = size_t{pair} * splits_ + split;
-    return {threads_.shared().as<float>() + index * partial_floats_, group_};
+  RowParts parts(uint32_t pair) const {
+    float* const memory = threads_.shared().as<float>() + size_t{pair} * splits_ * partial_floats_;
+    return {memory, splits_of(pair / call_.num_kv_heads), group_, call_.head_dim};
   }
 
   void attend_part(uint32_t task, uint32_t worker) {
@@ -126,7 +115,7 @@ class AttentionRun {
     AlignedBuffer& scratch = threads_.scratch(worker).result;
     const size_t query_floats = size_t{group_} * call_.head_dim;
     scratch.grow((query_floats + size_t{group_} * kAttendBlock) * sizeof(float));
-    const Partial result = partial(pair, split);
+    const Partial result = parts(pair).part(split);
     const size_t head_bytes = call_.head_dim * element_bytes(call_.is_bfloat16);
     const auto* const keys = static_cast<const std::byte*>(call_.pages) + head * head_bytes;
     read_query(row, head, scratch.as<float>());
@@ -134,8 +123,8 @@ class AttentionRun {
                                    2 * call_.num_kv_heads * head_bytes,
                                    call_.block_table + call_.requests[row] * call_.table_stride, call_.page_size,
                                    begin + split * kPartPositions, std::min(begin + (split + 1) * kPartPositions, end),
-                                   group_, call_.head_dim, scratch.as<float>() + query_floats, result.output(),
-                                   result.maxima(), result.sums()});
+                                   group_, call_.head_dim, call_.head_dim, scratch.as<float>() + query_floats,
+                                   result.output(), result.maxima(), result.sums()});
   }
 
   uint32_t splits_of(uint32_t row) const {
@@ -145,44 +134,20 @@ class AttentionRun {
   void read_query(uint32_t row, uint32_t head, float* target) const {
     const size_t count = size_t{group_} * call_.head_dim;
     const std::byte* const source = at(call_.query, row * call_.query_stride + head * count, call_.is_bfloat16);
-    if (call_.is_bfloat16) {
-      threads_.vectors().bfloat16_to_float32(reinterpret_cast<const uint16_t*>(source), target, count);
-    } else {
-      std::memcpy(target, source, count * sizeof(float));
-    }
+    read_floats(threads_, call_.is_bfloat16, source, target, count);
     for (size_t i = 0; i < count; ++i) target[i] *= call_.scale;
   }
 
-  // The softmax over all parts of a sequence and the sink, whose exponential has no value.
   void join(uint32_t pair, uint32_t worker) {
     const uint32_t row = pair / call_.num_kv_heads;
     const uint32_t first = pair % call_.num_kv_heads * group_;
     AlignedBuffer& scratch = threads_.scratch(worker).result;
     scratch.grow(call_.head_dim * sizeof(float));
-    for (uint32_t h = 0; h < group_; ++h) join_head(pair, row, first + h, h, scratch.as<float>());
-  }
-
-  void join_head(uint32_t pair, uint32_t row, uint32_t head, uint32_t h, float* sum) {
-    float maximum = call_.sinks == nullptr ? -std::numeric_limits<float>::infinity() : call_.sinks[head];
-    for (uint32_t split = 0; split < splits_of(row); ++split) {
-      const float own = partial(pair, split).maxima()[h];
-      maximum = own > maximum || std::isnan(own) ? own : maximum;
-    }
-    float total = call_.sinks == nullptr ? 0.0f : std::exp(call_.sinks[head] - maximum);
-    std::fill_n(sum, call_.head_dim, 0.0f);
-    for (uint32_t split = 0; split < splits_of(row); ++split) {
-      const Partial part = partial(pair, split);
-      const float share = std::exp(part.maxima()[h] - maximum);
-      const float* const output = part.output() + size_t{h} * call_.head_dim;
-      total += part.sums()[h] * share;
-      for (uint32_t d = 0; d < call_.head_dim; ++d) sum[d] += output[d] * share;
-    }
-    for (uint32_t d = 0; d < call_.head_dim; ++d) sum[d] /= total;
-    const size_t place = (size_t{row} * call_.num_heads + head) * call_.head_dim;
-    if (call_.is_bfloat16) {
-      threads_.vectors().float32_to_bfloat16(sum, static_cast<uint16_t*>(call_.output) + place, call_.head_dim);
-    } else {
-      std::memcpy(static_cast<float*>(call_.output) + place, sum, call_.head_dim * sizeof(float));
+    for (uint32_t h = 0; h < group_; ++h) {
+      join_parts(parts(pair), h, call_.sinks == nullptr ? nullptr : call_.sinks + first + h, scratch.as<float>());
+      const size_t place = (size_t{row} * call_.num_heads + first + h) * call_.head_dim;
+      write_floats(threads_, call_.is_bfloat16, scratch.as<float>(), at(call_.output, place, call_.is_bfloat16),
+                   call_.head_dim);
     }
   }
 

@@ -14,11 +14,16 @@ namespace moebius::dense {
 // residual += update and its norm, see NormWork, which describes the first row.
 void add_norm(DenseThreads& threads, const NormWork& first, uint32_t num_rows);
 
+// The norm alone of rows `stride` apart, see NormWork, which describes the first row and has no update.
+void norm_rows(DenseThreads& threads, const NormWork& first, size_t stride, size_t output_stride, uint32_t num_rows);
+
 // See GateWork, which describes the first row.
 void gate(DenseThreads& threads, const GateWork& first, uint32_t num_rows);
 
 // Rotates heads in place, see RotateWork, which describes the first row; its scratch is not read.
 void rotate(DenseThreads& threads, const RotateWork& first, size_t heads_stride, uint32_t num_rows);
+// The same of one row, by a worker of a call that runs already.
+void rotate_row(DenseThreads& threads, const RotateWork& first, size_t heads_stride, uint32_t row, uint32_t worker);
 
 // Rotates queries and keys in place (RotateWork describes the first row), then stores keys and values in slots.
 struct RotateAppend {

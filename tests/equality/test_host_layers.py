@@ -1,7 +1,8 @@
 """Invariant: on a CPU, layers of a decode step that one call computes have the bits of calls one by one.
 
-Also keys and values in the cache, and states; for families that differ in norms, biases, gates, windows,
-rotation, recurrences and routers, with one row, several and draft tokens, and at every instruction-set level.
+Also keys and values in the cache, latents and states; for families that differ in norms, biases, gates,
+windows, rotation, recurrences and routers, with one row, several and draft tokens, and at every
+instruction-set level.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -26,9 +28,10 @@ from moebius.kernels import supported_isas
 from moebius.mailbox import Mailbox, MailboxGeometry
 from moebius.models.config import DTypeName, ModelOverrides
 from moebius.models.read import read_geometry
-from tests.helpers.gguf_models import GgufFile, cached_gguf_files
+from tests.helpers.gguf_models import cached_gguf_files
 from tests.helpers.mailbox import served_mailbox
 from tests.helpers.paged_runner import Decoding, PagedRunner, load_runner
+from tests.helpers.tiny_models import TinyModel, write_tiny_model
 
 PROMPT = [3, 17, 200, 5, 99, 42, 42, 8, 150, 23, 61, 2]
 NAMES = (
@@ -40,7 +43,38 @@ NAMES = (
     "qwen3_5_moe",  # The same with an output projection that no format holds as it is stored.
     "laguna",  # Gates of heads.
     "minimax_m2",  # Norms over all heads together.
+    "deepseek_v3",  # Latent attention with YaRN's temperature.
+    "deepseek_v3_whole_kv_b",  # The same without latents of queries.
+    "kimi_linear",  # Latent attention that does not rotate, between layers that are called one by one.
 )
+# Of runs that end before the last layer.
+ENDS = {"kimi_linear": 2}
+# Published as safetensors in bfloat16: what no GGUF file of the tests is written of.
+PUBLISHED = {
+    # GLM-4.7-Flash, heads that are no multiple of what threads take together.
+    "glm4_moe_lite": TinyModel(
+        "glm4_moe_lite",
+        {
+            "num_attention_heads": 10,
+            "num_key_value_heads": 10,
+            "hidden_size": 64,
+            "moe_intermediate_size": 32,
+            "head_dim": 16,
+            "q_lora_rank": 48,
+            "kv_lora_rank": 80,
+            "qk_nope_head_dim": 24,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 40,
+            "num_mtp_layers": 0,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 4,
+            "n_shared_experts": 1,
+            "routed_scaling_factor": 1.8,
+            "norm_topk_prob": True,
+            "attention_bias": True,
+        },
+    ),
+}
 # Those with kernels of rows of their own, and what this machine takes.
 LEVELS = dict.fromkeys(
     [isa for isa in supported_isas() if isa in ("avx2", "avx512")] + [supported_isas()[-1]]
@@ -48,8 +82,19 @@ LEVELS = dict.fromkeys(
 
 
 @pytest.fixture(scope="module")
-def gguf(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], GgufFile]:
-    return cached_gguf_files(tmp_path_factory.mktemp("gguf"))
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`name -> file or directory`, each written once."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    files = cached_gguf_files(root)
+
+    @cache
+    def made(name: str) -> Path:
+        if name not in PUBLISHED:
+            return files(name).path
+        write_tiny_model(PUBLISHED[name], root / name, seed=7).bfloat16().save_pretrained(root / name)
+        return root / name
+
+    return made
 
 
 @pytest.fixture(params=LEVELS)
@@ -64,16 +109,16 @@ def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 @contextmanager
-def running(file: GgufFile, dtype: DTypeName) -> Iterator[tuple[PagedRunner, Mailbox]]:
+def running(checkpoint: Path, dtype: DTypeName) -> Iterator[tuple[PagedRunner, Mailbox]]:
     """A runner whose experts echo."""
-    model = read_geometry(file.path)
+    model = read_geometry(checkpoint)
     sizes = model.num_layers, model.hidden_size, model.top_k
     with served_mailbox(MailboxGeometry(*sizes, num_slots=2, max_rows=8, num_servers=2, dtype=dtype)) as box:
         client = CheckedExperts(MailboxExpertClient(box, model, deadline_ms=60_000))
         client.wait_ready(60)
         yield (
             load_runner(
-                file.path, experts=client, form="packed", overrides=ModelOverrides(dtype=dtype), page_size=16
+                checkpoint, experts=client, form="packed", overrides=ModelOverrides(dtype=dtype), page_size=16
             ),
             box,
         )
@@ -102,9 +147,9 @@ def draft_rows(runner: PagedRunner, sequence: Decoding, count: int) -> ForwardIn
 
 @pytest.mark.usefixtures("level")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *PUBLISHED])
 def test_one_call_gives_the_bits_of_many(
-    name: str, dtype: DTypeName, gguf: Callable[[str], GgufFile], monkeypatch: pytest.MonkeyPatch
+    name: str, dtype: DTypeName, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lengths: list[int] = []
     whole = HostLayers.forward
@@ -114,7 +159,7 @@ def test_one_call_gives_the_bits_of_many(
         lengths.append(layers.end if done else 0)
         return done
 
-    with running(gguf(name), dtype) as (runner, _):
+    with running(checkpoint(name), dtype) as (runner, _):
         sequences = [runner.prefill(PROMPT[:length])[0] for length in (3, 12, 7)]
         for number, sequence in enumerate(sequences):
             sequence.tokens += [9 + number, 77, 31]
@@ -130,15 +175,15 @@ def test_one_call_gives_the_bits_of_many(
             assert all(map(torch.equal, found_written, expected_written))
             assert (client.stats().calls - calls) % 2 == 0, "either way counts the same layers"
         # Once a step: the layers are one run.
-        assert lengths == [runner.model.config.num_decoder_layers] * 3
+        assert lengths == [ENDS.get(name, runner.model.config.num_decoder_layers)] * 3
 
 
 @pytest.mark.usefixtures("level")
 def test_a_lost_server_ends_the_step_which_may_be_run_again(
-    gguf: Callable[[str], GgufFile], tmp_path: Path
+    checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """A server that is lost raises what `collect` does: the engine waits for it and replays the step."""
-    with running(gguf("mixtral"), "float32") as (runner, box):
+    with running(checkpoint("mixtral"), "float32") as (runner, box):
         sequence, _ = runner.prefill(PROMPT)
         sequence.tokens.append(5)
         inputs = runner.inputs([(sequence, 1)])

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_service.attention.mla.base import MlaAttentionBackend, absorb_query, project_values
+from gpu_service.attention.mla.base import MlaAttentionBackend
 from gpu_service.attention.registry import MLA_BACKENDS
 from gpu_service.cache.fp8 import E4M3
+from gpu_service.ops.latent import absorb_query, project_values
 from tests.helpers.attention_cases import Shape, as_capturable, refill
 from tests.helpers.gpu_capture import capture
 from tests.helpers.mla_cases import (

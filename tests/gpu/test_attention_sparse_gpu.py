@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gpu_service.attention.mla.base import MlaAttentionBackend, absorb_query, project_values
+from gpu_service.attention.mla.base import MlaAttentionBackend
 from gpu_service.attention.mla.triton_backend import TritonMlaAttention
 from gpu_service.attention.registry import MLA_BACKENDS, choose_backend
+from gpu_service.ops.latent import absorb_query, project_values
 from tests.helpers.attention_cases import Shape, as_capturable, refill
 from tests.helpers.gpu_capture import capture
 from tests.helpers.mla_cases import (

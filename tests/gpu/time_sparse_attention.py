@@ -11,8 +11,9 @@ from dataclasses import replace
 
 import torch
 
-from gpu_service.attention.mla.base import IndexDimensions, absorb_query
+from gpu_service.attention.mla.base import IndexDimensions
 from gpu_service.attention.mla.triton_backend import TritonMlaAttention
+from gpu_service.ops.latent import absorb_query
 from tests.gpu.time_attention import device_us
 from tests.helpers.attention_cases import Shape
 from tests.helpers.mla_cases import DEEPSEEK, LAYER, make_mla_case

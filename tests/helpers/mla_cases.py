@@ -11,12 +11,11 @@ from gpu_service.attention.mla.base import (
     IndexDimensions,
     MlaAttentionBackend,
     MlaDimensions,
-    absorb_query,
-    project_values,
     up_project,
 )
 from gpu_service.cache.kv_cache import MlaCache
 from gpu_service.core.step import ForwardInputs
+from gpu_service.ops.latent import absorb_query, project_values
 from tests.helpers.attention_cases import Shape, make_inputs
 from tests.helpers.layer_values import latent_layers
 

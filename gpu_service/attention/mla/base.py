@@ -1,8 +1,6 @@
-"""The contract of a backend for multi-head latent attention, and the way from heads to latents and back.
+"""The contract of a backend for multi-head latent attention.
 
-Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1.2. With c the latent of a token, W_k and W_v a head's
-projections: q · (W_k c) = (W_k^T q) · c, and sum(p W_v c) = W_v sum(p c). So both projections can be applied
-to one query instead of to every key ("absorbed").
+Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1.2; `ops.latent` has the algebra.
 """
 
 from __future__ import annotations
@@ -18,18 +16,6 @@ from gpu_service.attention.base import PlannedAttention
 from gpu_service.cache.kv_cache import MlaCache
 from gpu_service.core.step import ForwardInputs
 from gpu_service.ops.linear import linear, widened
-
-
-def absorb_query(query_nope: torch.Tensor, key_weight: torch.Tensor) -> torch.Tensor:
-    """Returns `[T, H, nope_dim]` through `[H, nope_dim, latent_dim]`: `[T, H, latent_dim]`."""
-    query, weight = widened(query_nope, key_weight)
-    return torch.bmm(query.transpose(0, 1), weight).transpose(0, 1).to(query_nope.dtype)
-
-
-def project_values(attended: torch.Tensor, value_weight: torch.Tensor) -> torch.Tensor:
-    """Returns `[T, H, latent_dim]` through `[H, value_dim, latent_dim]`: `[T, H, value_dim]`."""
-    latents, weight = widened(attended, value_weight)
-    return torch.bmm(latents.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1).to(attended.dtype)
 
 
 def up_project(
@@ -82,7 +68,7 @@ class MlaAttentionBackend(PlannedAttention):
     """Attention over a paged cache of latents; one of the forwards is called once per layer.
 
     Absorbed, every head's queries are carried into the latent space, where all heads share one key (the
-    latent and the rotated part) and one value (the latent); the module has the algebra.
+    latent and the rotated part) and one value (the latent); `ops.latent` has the algebra.
 
     Of a model with sparse attention, a layer's `select` says which tokens each query attends to, and
     `forward` is given that selection: int32 `[T, index.selected]`, positions within the row's own request,

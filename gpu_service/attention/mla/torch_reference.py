@@ -6,6 +6,7 @@ leaves scores as they are and its 8-bit GEMMs approximate them; as in transforme
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -103,9 +104,13 @@ class TorchMlaAttention(MlaAttentionBackend):
         self.non_absorbed = self._writes_keys_out(inputs)
         starts, table = inputs.query_start_loc, inputs.block_table.long()
         self._spans = [
-            self._span(slice(starts[i], starts[i + 1]), kv_len, table[i])
-            for i, kv_len in enumerate(inputs.seq_lens)
+            self._span(slice(starts[i], starts[i + 1]), inputs.seq_lens[i], table[i])
+            for i in self._gathered(inputs)
         ]
+
+    def _gathered(self, inputs: ForwardInputs) -> Sequence[int]:
+        """Returns the requests that `_attend` computes: all of them."""
+        return range(len(inputs.seq_lens))
 
     def _span(self, rows: slice, kv_len: int, pages: torch.Tensor) -> _Span:
         num_new, mask = rows.stop - rows.start, None

@@ -8,12 +8,14 @@ import pytest
 import torch
 
 import tests.helpers.triton_interpreter  # noqa: F401
-from gpu_service.attention.mla.base import MlaAttentionBackend
+from gpu_service.attention.mla.base import IndexDimensions, MlaAttentionBackend
+from gpu_service.attention.mla.cpu_backend import CpuMlaAttention
 from gpu_service.attention.mla.torch_reference import TorchMlaAttention
 from gpu_service.attention.mla.triton_backend import TritonMlaAttention
 from gpu_service.attention.registry import MLA_BACKENDS, choose_backend
 from gpu_service.cache.fp8 import E4M3
 from gpu_service.cache.kv_cache import MlaCache
+from moebius.errors import UserError
 from tests.helpers.attention_cases import MIXTURES, as_capturable, refill
 from tests.helpers.layer_values import latent_layers
 from tests.helpers.mla_cases import (
@@ -87,6 +89,36 @@ def test_keys_are_written_out_only_where_nothing_earlier_is_attended_to(name: st
     assert not backend.non_absorbed, "what is stored must not depend on how a prompt was cut"
 
 
+# Sizes that fill vectors, as the CPU's kernels have them.
+WHOLE = replace(TINY, latent_dim=32, rope_dim=16)
+
+
+@pytest.mark.parametrize("page_size", [4, 16])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("mixture", sorted(STEPS))
+def test_a_cpu_computes_short_chunks_by_its_kernels(mixture: str, sinks: bool, page_size: int) -> None:
+    """Alone, and with longer chunks in the same step, whose rows torch computes."""
+    dimensions = replace(WHOLE, has_sinks=sinks)
+    case = make_mla_case(dimensions, STEPS[mixture], page_size)
+    expected = naive_mla(case)
+    output = run_absorbed(case, CpuMlaAttention(dimensions, case.cache))
+    torch.testing.assert_close(output.double(), expected, rtol=0, atol=MLA_FLOAT32)
+
+
+def test_lone_rows_are_those_of_steps_without_a_prompt() -> None:
+    case = make_mla_case(WHOLE, [(9, 1), (6, 3)])
+    attention = CpuMlaAttention(WHOLE, case.cache)
+    attention.plan(case.inputs)
+    rows = attention.lone_rows(None, None)
+    assert rows is not None
+    assert [part.tolist() for part in rows] == [[0, 1, 1, 1], [0, 0, 0, 0], [10, 7, 8, 9]]
+    for shape in ([(9, 1), (0, 40)], [(0, 5)]):
+        case = make_mla_case(WHOLE, shape)
+        attention.cache = case.cache
+        attention.plan(case.inputs)
+        assert attention.lone_rows(None, None) is None
+
+
 def test_a_captured_step_follows_its_refilled_tensors() -> None:
     case = make_mla_case(TINY, [(0, 1)] * 3, spare_pages=60)
     attention = TritonMlaAttention(TINY, case.cache, min_split=16)
@@ -120,6 +152,21 @@ def test_cleared_pages_hold_nothing() -> None:
     assert output.isfinite().all()
 
 
-def test_a_cpu_gets_the_reference() -> None:
-    case = make_mla_case(TINY, [(4, 1)])
-    assert isinstance(choose_backend(MLA_BACKENDS, TINY, case.cache, torch.device("cpu")), TorchMlaAttention)
+def test_a_cpu_gets_its_kernels_where_they_can() -> None:
+    """Else the reference; the kernel's own name is refused with what it cannot do."""
+    device = torch.device("cpu")
+    case = make_mla_case(WHOLE, [(4, 1)])
+    assert type(choose_backend(MLA_BACKENDS, WHOLE, case.cache, device)) is CpuMlaAttention
+    assert type(choose_backend(MLA_BACKENDS, WHOLE, case.cache, device, "torch")) is TorchMlaAttention
+    chooses = replace(WHOLE, index=IndexDimensions(7, 10, 6))
+    left = {
+        r"24 \+ 8 elements; allowed: multiples of 16": make_mla_case(TINY, [(4, 1)]),
+        "float8_e4m3fn; allowed: float32, bfloat16": make_mla_case(WHOLE, [(4, 1)], storage_dtype=E4M3),
+        "float16; allowed: float32, bfloat16": make_mla_case(WHOLE, [(4, 1)], dtype=torch.float16),
+        "an indexer chooses": make_mla_case(chooses, [(4, 1)]),
+    }
+    for reason, case in left.items():
+        found = choose_backend(MLA_BACKENDS, case.dimensions, case.cache, device)
+        assert type(found) is TorchMlaAttention
+        with pytest.raises(UserError, match=reason):
+            choose_backend(MLA_BACKENDS, case.dimensions, case.cache, device, "cpu")
