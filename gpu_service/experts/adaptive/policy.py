@@ -44,11 +44,10 @@ class Exchanges:
 def price_beside_fetching(copy_price: float, fetched: float) -> float:
     """Returns what a copy costs where decode steps fetch experts that they lack, in choices.
 
-    A choice that a fetch slot holds takes no time, resident or not. `fetched`: the share of such choices among
-    those of no resident, of late; only the others are saved by a copy. The share counts twice, because the
-    choices by which a newcomer is ahead are the latest ones, which fetch slots hold more often than the rest:
-    in simulation (`moebius bench replay --fetch-slots 32`) exchanges then cost no routing more than 2 %,
-    counted once up to 6 %.
+    A choice that a fetch slot holds takes no time, resident or not. `fetched`: the share of such choices
+    among those of no resident, of late; only the others are saved by a copy. The share counts twice, because
+    the choices by which a newcomer is ahead are the latest ones, which fetch slots hold more often than the
+    rest: docs/benchmarks.md has what `moebius bench replay --fetch-slots 32` says of it.
     """
     return copy_price / max(_LEAST_LEFT, 1.0 - fetched) ** 2
 

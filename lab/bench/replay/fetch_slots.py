@@ -47,7 +47,9 @@ class FetchSlots:
     def _give_to_link(
         self, pairs: NDArray[np.float64], missing: NDArray[np.bool_]
     ) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-        """Returns the experts that servers read, `[layers, num_experts]`, and how many are copied, `[layers]`."""
+        """Returns the experts that servers read, `[layers, num_experts]`, and how many are copied,
+        `[layers]`.
+        """
         layers = np.arange(len(pairs))
         newcomers = np.where(missing, self._scores, -1.0)
         leavers = np.where(self._held & (pairs == 0), self._scores, np.inf)
