@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from app.cli_options import JsonFile
 from moebius.errors import UserError
+
+if TYPE_CHECKING:
+    from lab.bench.replay.routing import RandomRouting
 
 Trace = Annotated[
     Path | None,
@@ -61,21 +64,14 @@ def replay(
     """Placement strategies on the same choices of experts, simulated. Hit rates, copies, time."""
     from app.cli_options import parse_counts
     from lab.bench.placement import parse_ratios
-    from lab.bench.replay.routing import RandomRouting, random_routing, recorded_routing
+    from lab.bench.replay.routing import random_routing, recorded_routing
     from lab.bench.replay.run import ReplayOptions, run
     from lab.bench.replay.strategies import Costs
-    from lab.bench.speculation import parse_percents
-    from lab.random_model.topics import Topics
-    from lab.random_model.values import parse_skew
 
     if top_k > experts:
         raise UserError(f"--top-k: {top_k} is not allowed; allowed: 1 to {experts}, the number of --experts")
     if trace is None:
-        exponents = tuple(map(parse_skew, skew.split(",")))
-        routers = [
-            RandomRouting(layers, experts, top_k, exponents, Topics(percent, topic_tokens), changes + 1, seed)
-            for percent in parse_percents(overlap, "--overlap")
-        ]
+        routers = _routers((layers, experts, top_k), skew, overlap, topic_tokens, changes + 1, seed)
         routings = [random_routing(each, steps) for each in routers]
     else:
         routings = [recorded_routing(trace)]
@@ -89,3 +85,19 @@ def replay(
         cpu_gbs * 1e9, link_gbs * 1e9, int(expert_mb * 1e6), layer_us * 1e-6, copy_reads, fetch_slots
     )
     run(options, costs, json_file)
+
+
+def _routers(
+    sizes: tuple[int, int, int], skew: str, overlap: str, topic_tokens: int, phases: int, seed: int
+) -> list[RandomRouting]:
+    """`sizes`: layers, experts and the choices of a token. Raises UserError naming an option."""
+    from lab.bench.replay.routing import RandomRouting
+    from lab.bench.speculation import parse_percents
+    from lab.random_model.topics import Topics
+    from lab.random_model.values import parse_skew
+
+    exponents = tuple(map(parse_skew, skew.split(",")))
+    return [
+        RandomRouting(*sizes, exponents, Topics(percent, topic_tokens), phases, seed)
+        for percent in parse_percents(overlap, "--overlap")
+    ]
