@@ -1,12 +1,16 @@
 """Which missing experts of a layer a step copies: the contract of the kernels, and their reference on a host.
 
 A step has `rows` choices of each expert. Of the experts that are in no slot, one after another is given to
-the link, the most chosen of late first, as long as the layer is done sooner for it:
+the link, the most chosen of late first, as long as the layer is done sooner for it, or later by less than
+what later steps save:
 
     max(server_seconds * pairs left to servers, link_seconds * experts copied)
+        - server_seconds * (choices of late of who comes, less those of this step and of who leaves)
 
-An expert that is copied takes an empty slot, or that of the least chosen of late among those that the step
-does not need. It is computed in its slot in this step already, and stays until another takes the slot.
+What an expert was chosen of late, with a half-life of tokens, it is taken to be chosen again before another
+takes its slot. An expert that is copied takes an empty slot, or that of the least chosen of late among those
+that the step does not need. It is computed in its slot in this step already, and stays until another takes
+the slot.
 """
 
 from __future__ import annotations
@@ -82,8 +86,12 @@ class TorchFetchKernels(FetchKernels):
         occupied = int((slot_of_expert >= 0).sum())
         while left > 0:
             best, leaver, has_room = int(candidates.argmax()), int(leavers.argmin()), occupied < layer.count
+            if candidates[best] <= 0 or not (has_room or np.isfinite(leavers[leaver])):
+                break
             then = max((left - rows[best]) * server_seconds, np.float32(len(coming) // 2 + 1) * link_seconds)
-            if candidates[best] <= 0 or not (has_room or np.isfinite(leavers[leaver])) or not then < now:
+            lost = np.float32(0) if has_room else leavers[leaver]
+            gained = max(candidates[best] - np.float32(rows[best]) - lost, np.float32(0))
+            if not then < now + gained * server_seconds:
                 break
             slot = occupied if has_room else int(slot_of_expert[leaver])
             if has_room:

@@ -58,7 +58,9 @@ def choose(  # type: ignore[no-untyped-def]
         best, leaver, has_room = tl.argmax(candidates, 0), tl.argmin(leavers, 0), occupied < NUM_SLOTS
         own = tl.sum(tl.where(expert == best, rows, 0), 0).to(tl.float32)
         then = tl.maximum((left - own) * server_seconds, (copied + 1).to(tl.float32) * link_seconds)
-        is_open = (tl.max(candidates, 0) > 0) & (has_room | (tl.min(leavers, 0) < _NEVER)) & (then < now)
+        most, least = tl.max(candidates, 0), tl.min(leavers, 0)
+        gained = tl.maximum(most - own - tl.where(has_room, 0.0, least), 0.0)
+        is_open = (most > 0) & (has_room | (least < _NEVER)) & (then < now + gained * server_seconds)
         if is_open:
             leaves = (expert == leaver) & (occupied >= NUM_SLOTS)
             place = tl.where(has_room, occupied, tl.sum(tl.where(leaves, slot, 0), 0))

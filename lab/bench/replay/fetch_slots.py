@@ -58,10 +58,11 @@ class FetchSlots:
         goes_on = left > 0
         while goes_on.any():
             best, leaver, has_room = newcomers.argmax(axis=1), leavers.argmin(axis=1), occupied < self._count
-            own = pairs[layers, best]
+            own, most, least = pairs[layers, best], newcomers.max(axis=1), leavers.min(axis=1)
             then = np.maximum((left - own) * self._read_s, (copied + 1) * self._copy_s)
-            goes_on &= (newcomers.max(axis=1) > 0) & (has_room | np.isfinite(leavers.min(axis=1)))
-            goes_on &= then < now
+            goes_on &= (most > 0) & (has_room | np.isfinite(least))
+            gained = np.maximum(most - own - np.where(has_room, 0.0, least), 0.0)
+            goes_on &= then < now + gained * self._read_s
             taken, full = np.flatnonzero(goes_on), np.flatnonzero(goes_on & ~has_room)
             self._held[full, leaver[full]], leavers[full, leaver[full]] = False, np.inf
             self._held[taken, best[taken]], newcomers[taken, best[taken]] = True, -1.0
