@@ -43,17 +43,15 @@ def choose(  # type: ignore[no-untyped-def]
     slot = tl.load(slot_of_expert + expert, mask=is_expert, other=-1)
     score = tl.load(scores + expert, mask=is_expert, other=0.0) * kept + rows.to(tl.float32)
     tl.store(scores + expert, score, mask=is_expert)
-    address = tl.load(addresses + expert, mask=is_expert, other=0)
     server_seconds, link_seconds = tl.load(prices), tl.load(prices + 1)
 
     is_missing = (rows > 0) & (slot < 0)
-    candidates = tl.where(is_missing & (address != 0), score, -1.0)
+    is_there = tl.load(addresses + expert, mask=is_missing, other=0) != 0
+    candidates = tl.where(is_there, score, -1.0)
     leavers = tl.where((slot >= 0) & (rows == 0), score, _NEVER)
     left = tl.sum(tl.where(is_missing, rows, 0), 0).to(tl.float32)
     occupied = tl.sum((slot >= 0).to(tl.int32), 0)
-    now = left * server_seconds
-    copied = occupied - occupied
-    is_open = left > 0
+    now, copied, is_open = left * server_seconds, occupied - occupied, left > 0
     while is_open:
         best, leaver, has_room = tl.argmax(candidates, 0), tl.argmin(leavers, 0), occupied < NUM_SLOTS
         own = tl.sum(tl.where(expert == best, rows, 0), 0).to(tl.float32)
@@ -62,15 +60,15 @@ def choose(  # type: ignore[no-untyped-def]
         gained = tl.maximum(most - own - tl.where(has_room, 0.0, least), 0.0)
         is_open = (most > 0) & (has_room | (least < _NEVER)) & (then < now + gained * server_seconds)
         if is_open:
-            leaves = (expert == leaver) & (occupied >= NUM_SLOTS)
+            leaves = (expert == leaver) & ~has_room
             place = tl.where(has_room, occupied, tl.sum(tl.where(leaves, slot, 0), 0))
             slot = tl.where(expert == best, place, tl.where(leaves, -1, slot))
             leavers = tl.where(leaves, _NEVER, leavers)
             candidates = tl.where(expert == best, -1.0, candidates)
             tl.store(coming + 1 + 2 * copied, best)
             tl.store(coming + 2 + 2 * copied, place)
-            left, now = left - own, then
-            occupied, copied = occupied + has_room.to(tl.int32), copied + 1
+            left, now, copied = left - own, then, copied + 1
+            occupied += has_room.to(tl.int32)
     tl.store(coming, copied)
     tl.store(slot_of_expert + expert, slot, mask=is_expert)
 
