@@ -191,6 +191,8 @@ class SlotExchanges:
 
     def _copyable(self, wanted: Sequence[Wanted]) -> list[Wanted]:
         """Returns what can be copied at once; the others are packed first."""
+        if not wanted:
+            return []
         source = None if self._streamer is None else self._streamer.source
         segments = None if source is None else source.segments()
         if self._streamer is not None and segments is None:

@@ -102,10 +102,9 @@ class AdaptivePlacement:
         # Whether copies run beside the step that is being launched; None: those of earlier ones may.
         self.has_copies: bool | None = False
         self._layers = tuple(resident.slots)
-        # What slots held when `ResidentExperts.version` was the first.
-        self._held: tuple[int, NDArray[np.bool_]] | None = None
+        self._rows = {layer: row for row, layer in enumerate(self._layers)}
         self._bytes_each = max(found.kind.expert_bytes for found in resident.slots.values())
-        self._num_experts, top_k = resident.geometry.num_experts, resident.geometry.top_k
+        top_k = resident.geometry.top_k
         slots = [found.backed + found.slots_elsewhere for found in resident.slots.values()]
         self._decision = PlacementDecision(self._layers, slots, self.resident_mask(), top_k, known)
         # Of decoded tokens: choices by expert and token, and how many there are in a second.
@@ -193,20 +192,9 @@ class AdaptivePlacement:
 
         Only by the thread that launches steps.
         """
-        if self._held is None or self._held[0] != self._resident.version:
-            self._held = self._resident.version, self._held_now()
-        mask = self._held[1].copy()
-        rows = {layer: row for row, layer in enumerate(self._layers)}
+        mask = self._resident.held.copy()
         for layer, expert in self._exchanges.under_way:
-            mask[rows[layer], expert] = True
-        return mask
-
-    def _held_now(self) -> NDArray[np.bool_]:
-        mask = np.zeros((len(self._layers), self._num_experts), np.bool_)
-        for row, layer in enumerate(self._layers):
-            slots = self._resident.slots[layer]
-            mask[row, [expert for expert in slots.expert_of_slot if expert >= 0]] = True
-            mask[row, list(slots.elsewhere)] = True
+            mask[self._rows[layer], expert] = True
         return mask
 
     def figures(self) -> PlacementFigures:

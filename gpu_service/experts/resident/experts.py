@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
+import numpy as np
 import structlog
 import torch
+from numpy.typing import NDArray
 
 from gpu_service.device.virtual_memory import PhysicalPool, VirtualRange
 from gpu_service.experts.local_client import EXPERT_ACTIVATIONS
@@ -323,6 +325,9 @@ class ResidentExperts:
         self._rows = {layer: row for row, layer in enumerate(self._slots)}
         self._maps = torch.stack([found.slot_of_expert for found in self._slots.values()])
         self._flat_maps = self._maps.view(-1)
+        # What is in a slot here or on another rank, as the maps have it after the latest `remap`: bool
+        # [layers with slots, num_experts].
+        self.held: NDArray[np.bool_] = (self._maps != -1).cpu().numpy()
         for row, found in enumerate(self._slots.values()):
             found.slot_of_expert = self._maps[row]
 
@@ -438,6 +443,9 @@ class ResidentExperts:
                 if expert >= 0:
                     places.append(self._rows[there.layer] * width + expert)
                     values.append(slot)
+        flags = self.held.reshape(-1)
+        for place, value in zip(places, values, strict=True):
+            flags[place] = value != -1
         if len(places) <= _WRITTEN_ONE_BY_ONE:
             for place, value in zip(places, values, strict=True):
                 self._write_map(place, value)
@@ -459,8 +467,10 @@ class ResidentExperts:
 
     def check_integrity(self) -> None:
         """Raises AssertionError when a map names a wrong slot. Reads the device: at idle only."""
-        for layer, slots in self._slots.items():
+        for row, (layer, slots) in enumerate(self._slots.items()):
             check_slots(layer, slots)
+            mapped = (slots.slot_of_expert != -1).cpu().numpy()
+            assert (self.held[row] == mapped).all(), f"layer {layer}: what is held differs from its map"
 
     def packed(self, layer: int, expert: int) -> torch.Tensor:
         """uint8 `[expert_bytes]`, read and packed by the calling thread. Raises CheckpointError."""
