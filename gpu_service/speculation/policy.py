@@ -15,10 +15,7 @@ up is tried again now and then.
 
 from __future__ import annotations
 
-import json
-import sys
-from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
@@ -29,55 +26,7 @@ from gpu_service.core.step import Batch
 from gpu_service.speculation.acceptance import KEPT_OF_ALL, AcceptanceRates, DraftSource
 from gpu_service.speculation.drafter import HostDrafter
 from gpu_service.speculation.rest import DrafterRest
-
-# Captured graphs make stairs of what rows cost: a step of 9 runs the graph of 16, which took twice as long
-# as that of 8 on one H200. With times of 9 to 16 taken as one, 9 looked half as dear.
-_MEASURED_ALONE = 64
-
-
-def bucket(rows: int) -> int:
-    """Returns rows of steps that are measured as one: each number up to 64, then multiples of 8."""
-    return rows if rows <= _MEASURED_ALONE else -(-rows // 8) * 8
-
-
-class StepCosts:
-    """Seconds of decode steps by rows, between two known numbers of rows linear."""
-
-    def __init__(self) -> None:
-        self._plain: Mapping[int, float] = {}
-        self._verifying: list[tuple[int, float]] = []
-        self.is_measured = False
-
-    def update(self, plain: Mapping[int, float], verifying: Mapping[int, float]) -> None:
-        """Takes the seconds measured of steps without drafts, and with, by `bucket`."""
-        self._plain = plain
-        self._verifying = sorted({**plain, **verifying}.items())
-        self.is_measured = True
-
-    def plain(self, rows: int) -> float | None:
-        """Returns the time of a step without drafts; None: it has to be measured first."""
-        return self._plain.get(bucket(rows)) if self.is_measured else 1.0
-
-    def verifying(self, rows: int) -> float:
-        """Returns the time of a step with drafts; more rows than were ever tried cost as much as those."""
-        if not self._verifying:
-            return 1.0
-        at = bisect_left(self._verifying, (rows, 0.0))
-        if at == len(self._verifying):
-            return self._verifying[-1][1]
-        above, seconds = self._verifying[at]
-        if at == 0 or above == rows:
-            return seconds
-        below, less = self._verifying[at - 1]
-        return less + (seconds - less) * (rows - below) / (above - below)
-
-    def most_rows(self, rows: int) -> int:
-        """Returns what may be tried: twice what was. `rows`: of requests alone."""
-        if not self.is_measured:
-            return sys.maxsize
-        tried = self._verifying[-1][0] if self._verifying else rows
-        return 2 * max(rows, tried)
-
+from gpu_service.speculation.step_costs import StepCosts
 
 class Outputs(Protocol):
     """What a step with drafts does to the outputs of its requests: the scheduler."""
@@ -130,8 +79,7 @@ class Speculation:
 
     def read(self, message: str) -> None:
         """Applies what `DraftPace.message` wrote. Raises ValueError for anything else."""
-        plain, verifying = ({int(rows): s for rows, s in table.items()} for table in json.loads(message))
-        self.costs.update(plain, verifying)
+        self.costs.read(message)
 
     def waits(self, running: Sequence[Request]) -> bool:
         """Returns whether no step is to be planned before the one in flight is committed."""
@@ -321,7 +269,7 @@ class Speculation:
         tokens, best, taken = float(rows), rows / plain, 0
         for number, (gain, _, _) in enumerate(gains, 1):
             tokens -= gain
-            rate = tokens / self.costs.verifying(rows + number)
+            rate = tokens / self.costs.verifying(rows, number)
             if rate > best:
                 best, taken = rate, number
         for _, _, index in gains[:taken]:
