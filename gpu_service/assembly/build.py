@@ -34,6 +34,7 @@ from gpu_service.assembly.process import prepare_process
 from gpu_service.assembly.rank_plan import has_room_to_stream, make_kv_memory
 from gpu_service.assembly.speculation import (
     check_speculation,
+    make_choice_samples,
     make_draft_pace,
     make_drafter,
     make_speculation,
@@ -181,6 +182,7 @@ def _assemble(
         placement=adaptive,
         fetcher=fetcher,
     )
+    runner.samples = make_choice_samples(config.gpu, moe, limits, device)
     steps, lane = _step_runners(config, runner, stream, lane_stream, limits, group, memory, undo)
     withdraw = (lambda: None) if fetcher is None else fetcher.withdraw
     open_streamer(config, streaming, streamer, experts, stream, dtype, undo, fingerprint, withdraw)

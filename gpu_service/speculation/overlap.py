@@ -39,6 +39,8 @@ _LEAST_CHOICES = 0.05
 # A row may share less with the one before it than with others.
 _MOST_NEW = 1.5
 _BISECTIONS = 30
+# Where so large a share of the choices has moved from one place to another, what was known is no guide.
+_MOVED = 0.25
 
 
 class ExpertPlace(IntEnum):
@@ -53,12 +55,14 @@ class PlaceOverlap(NamedTuple):
     """What rows choose at one place, and share; filled by `ExpertOverlap.observe`."""
 
     per_row: float  # k
-    shared: float  # c, in [0, 1]
-    new: float = 1.0  # v, in [0, _MOST_NEW]
+    # c, in [0, 1], and v, in [0, _MOST_NEW]; None: not seen yet, and taken for 0 and 1.
+    shared: float | None = None
+    new: float | None = None
 
     def distinct(self, requests: float, drafts: float) -> float:
         """Returns the distinct experts of a layer, of `requests` rows and `drafts` further ones."""
-        return self.per_row * _independent(requests + self.new * drafts, self.shared)
+        new = 1.0 if self.new is None else self.new
+        return self.per_row * _independent(requests + new * drafts, self.shared or 0.0)
 
 
 @dataclass(slots=True)
@@ -80,11 +84,13 @@ class ExpertOverlap:
         firsts = np.cumsum([0, *counts[:-1]])
         everything, missing, served = choices >= 0
         masks = (everything & ~missing, missing & ~served, served)
+        pairs, rows = float(max(1, everything.sum())), choices.shape[1] * choices.shape[2]
         before = self.places or (None,) * len(ExpertPlace)
-        self.places = tuple(
-            _observed(known, choices[0], mask, firsts, len(counts))
-            for known, mask in zip(before, masks, strict=True)
-        )
+        found = []
+        for known, mask in zip(before, masks, strict=True):
+            has_moved = known is not None and abs(mask.sum() - known.per_row * rows) > _MOVED * pairs
+            found.append(_observed(None if has_moved else known, choices[0], mask, firsts, len(counts)))
+        self.places = tuple(found)
 
 
 def _observed(
@@ -109,16 +115,15 @@ def _observed(
         independent = _rows_of(_count(ids, mask) / (layers * per_row), shared or 0.0)
         new = min(_MOST_NEW, max(0.0, (independent - requests) / drafts))
     if known is None:
-        return PlaceOverlap(per_row, shared or 0.0, 1.0 if new is None else new)
-    return PlaceOverlap(
-        _mean(known.per_row, per_row),
-        _mean(known.shared, shared),
-        _mean(known.new, new),
-    )
+        return PlaceOverlap(per_row, shared, new)
+    choices = known.per_row + _NEWEST * (per_row - known.per_row)
+    return PlaceOverlap(choices, _mean(known.shared, shared), _mean(known.new, new))
 
 
-def _mean(known: float, newest: float | None) -> float:
-    return known if newest is None else known + _NEWEST * (newest - known)
+def _mean(known: float | None, newest: float | None) -> float | None:
+    if known is None or newest is None:
+        return known if newest is None else newest
+    return known + _NEWEST * (newest - known)
 
 
 def _count(ids: Choices, mask: NDArray[np.bool_]) -> int:
@@ -133,7 +138,7 @@ def _independent(rows: float, shared: float) -> float:
     """Returns distinct choices of independent rows, in choices of one row."""
     if shared < 1e-9:
         return rows
-    return (1.0 - (1.0 - min(1.0, shared)) ** rows) / shared
+    return float((1.0 - (1.0 - min(1.0, shared)) ** rows) / shared)
 
 
 def _shared_of(rows: int, share: float) -> float:
@@ -153,4 +158,6 @@ def _rows_of(distinct: float, shared: float) -> float:
     if shared < 1e-9:
         return distinct
     left = 1.0 - min(1.0, shared) * distinct
-    return math.inf if left <= 0 or shared >= 1 else math.log(left) / math.log1p(-shared)
+    if left <= 0 or shared >= 1:
+        return math.inf
+    return math.log(left) / math.log1p(-shared)

@@ -1,4 +1,4 @@
-"""The first rank's clock for `policy.py`: how long decode steps take, by what they do, with drafts and without.
+"""The first rank's clock for `policy.py`: how long decode steps take, by what they do, with and without drafts.
 
 Measured from commit to commit, as clients see it: a step without drafts overlaps with its neighbours, one
 with drafts does not. Only steps in which every request decodes count. Some of them come with the experts that
@@ -112,6 +112,8 @@ class DraftPace:
         before, self._sampled = self._sampled, None
         if choices is None or not batch.is_uniform_decode or choices.shape[2] != batch.num_tokens:
             return
+        if not (choices[0] >= 0).any():
+            return
         if self.overlap.places is None:
             # What steps did so far is not known.
             self._fitted.clear()
@@ -149,6 +151,8 @@ class DraftPace:
             known.measured(seconds, done, self._steps)
 
     def _fit(self) -> None:
+        if self.overlap.places is None:
+            return
         ages = {key: self._steps - known.step for key, known in self._fitted.items()}
         self._fitted = {key: known for key, known in self._fitted.items() if ages[key] <= _REMEMBERED}
         found = fit(

@@ -36,6 +36,10 @@ class DrafterRest:
         self._left -= 1
         return True
 
+    def ends(self) -> None:
+        """Drafts pay again: the drafter runs from the next step on."""
+        self._left, self._next = 0, _FIRST
+
     def planned(self, has_drafts: bool) -> None:
         """A step was planned in which the drafter does not rest; `has_drafts`: it verifies or brings some."""
         self._steps += 1

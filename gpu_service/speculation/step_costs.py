@@ -2,7 +2,7 @@
 
 A step's time is taken to be linear in what it does,
 
-    fixed + (with drafts) lost overlap + rows * per row + sum over places (distinct experts * per expert)
+    fixed + (with drafts) lost overlap + sum over places (distinct experts * per expert)
 
 with the distinct experts that `overlap.py` expects of its rows at present. The coefficients are fitted to
 times that were measured (`pace.py`). Captured graphs make stairs of what rows cost, which no line fits: so a
@@ -18,8 +18,8 @@ from __future__ import annotations
 import json
 import sys
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,8 +42,8 @@ _OUTLIER = 0.1
 _LEAST = 1e-7
 
 Features = NDArray[np.float64]
-"""float64 `[6]`: 1, whether drafts are verified, rows, and distinct experts of a layer by place."""
-NUM_FEATURES = 3 + len(ExpertPlace)
+"""float64 `[5]`: 1, whether drafts are verified, and distinct experts of a layer by place."""
+NUM_FEATURES = 2 + len(ExpertPlace)
 
 
 def bucket(rows: int) -> int:
@@ -53,8 +53,7 @@ def bucket(rows: int) -> int:
 
 def features(overlap: ExpertOverlap, requests: int, drafts: int) -> Features:
     """Returns what a step does; with `drafts` 0 one that verifies none."""
-    rows = float(requests + drafts)
-    return np.array([1.0, float(drafts > 0), rows, *overlap.distinct(requests, drafts)])
+    return np.array([1.0, float(drafts > 0), *overlap.distinct(requests, drafts)])
 
 
 class MeasuredStep(NamedTuple):
@@ -101,9 +100,7 @@ def _nonnegative(matrix: Features, weights: Features, begin: Features) -> Featur
 class StepModel:
     """What a step should take at the present overlap and placement."""
 
-    def __init__(
-        self, coefficients: Sequence[float], overlap: Sequence[Sequence[float]] | None = None
-    ) -> None:
+    def __init__(self, coefficients: Sequence[float], overlap: Iterable[Iterable[Any]] | None = None) -> None:
         """`coefficients`: as `fit` returns; `overlap`: those of `ExpertOverlap.places`, or None."""
         self.coefficients = tuple(coefficients)
         places = None if overlap is None else tuple(PlaceOverlap(*place) for place in overlap)
@@ -115,12 +112,10 @@ class StepModel:
 
     def of(self, requests: int, drafts: int) -> float:
         """Returns the time of a step of so many requests and draft tokens."""
-        fixed, verifies, row, *experts = self.coefficients
-        seconds = fixed + row * (requests + drafts) + (verifies if drafts else 0.0)
-        if any(experts):
-            distinct = self.overlap.distinct(requests, drafts)
-            seconds += sum(each * count for each, count in zip(experts, distinct, strict=True))
-        return max(_LEAST, seconds)
+        fixed, verifies, *experts = self.coefficients
+        distinct = self.overlap.distinct(requests, drafts)
+        chosen = sum(each * count for each, count in zip(experts, distinct, strict=True))
+        return max(_LEAST, fixed + (verifies if drafts else 0.0) + chosen)
 
 
 class StepCosts:
@@ -132,6 +127,8 @@ class StepCosts:
         self._model: StepModel | None = None
         self._modelled: dict[tuple[int, int], float] = {}
         self.is_measured = False
+        # Of what is known: another one after each `update`.
+        self.version = 0
 
     def update(
         self, plain: Mapping[int, float], verifying: Mapping[int, float], model: StepModel | None = None
@@ -141,6 +138,7 @@ class StepCosts:
         self._plain, self._model, self._modelled = plain, model, {}
         self._verifying = sorted({**plain, **verifying}.items())
         self.is_measured = True
+        self.version += 1
 
     def plain(self, rows: int) -> float | None:
         """Returns the time of a step without drafts; None: it has to be measured first."""
@@ -165,8 +163,8 @@ class StepCosts:
     def read(self, message: str) -> None:
         """Takes the costs of another rank. Raises ValueError for what `to_message` did not write."""
         plain, verifying, parts = json.loads(message)
-        tables = ({int(rows): factor for rows, factor in table.items()} for table in (plain, verifying))
-        self.update(*tables, None if parts is None else StepModel(*parts))
+        model = None if parts is None else StepModel(*parts)
+        self.update(_by_rows(plain), _by_rows(verifying), model)
 
     def _model_of(self, requests: int, drafts: int) -> float:
         if self._model is None:
@@ -192,3 +190,7 @@ class StepCosts:
             return sys.maxsize
         tried = self._verifying[-1][0] if self._verifying else rows
         return 2 * max(rows, tried)
+
+
+def _by_rows(table: Mapping[str, float]) -> dict[int, float]:
+    return {int(rows): factor for rows, factor in table.items()}

@@ -207,5 +207,3 @@ class SimulatedEngine:
 
 def _tokens(requests: list[Request]) -> int:
     return sum(len(request.output_token_ids) for request in requests)
-
-
