@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-# Draft tokens of all requests together that count, beside a request's own.
-_PRIOR = 4.0
+# Draft tokens of all requests together that count, beside a request's own: texts differ more than layers.
+_PRIOR = (4.0, 16.0)
 # What remains, after a token, of what is known of a request's draft tokens, and of all requests'.
 _KEPT, _KEPT_OF_ALL = 0.98, 0.998
 # Accepted draft tokens after which none would be wrong never are for sure.
@@ -72,7 +72,6 @@ class RequestRates:
 
     def rates(self, source: DraftSource, usual: list[float]) -> list[float]:
         """Returns the accepted share by place; where little is known of the request, about the `usual`."""
-        # As many draft tokens of all as `_PRIOR` says.
-        known = _PRIOR * usual[0]
+        known = _PRIOR[source] * usual[0]
         factor = (known + self._accepted[source]) / (known + self._expected[source])
         return [min(_SUREST, factor * rate) for rate in usual]

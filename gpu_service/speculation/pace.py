@@ -1,4 +1,4 @@
-"""The first rank's clock for `policy.py`: how long decode steps take, by what they do, with and without drafts.
+"""The first rank's clock for `policy.py`: what decode steps take, by what they do, with and without drafts.
 
 Measured from commit to commit, as clients see it: a step without drafts overlaps with its neighbours, one
 with drafts does not. Only steps in which every request decodes count. Some of them come with the experts that

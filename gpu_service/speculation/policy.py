@@ -7,7 +7,8 @@ So the drafts of a step are taken in the order of what they give, as many as max
     (R + what the drafts give) / seconds of a step of R requests and as many drafts
 
 against R / seconds of a step without drafts, which overlaps with others. Seconds are those that the first
-rank measured (`pace.py`, `step_costs.py`) and sent to all; before it has, rows cost nothing. A host drafter also proposes
+rank measured (`pace.py`, `step_costs.py`) and sent to all; before it has, rows cost nothing. A host
+drafter also proposes
 tokens that steps without drafts sample anyway, which are compared with them. What is known wears off: a
 request's share with every token, towards the usual one of all, which itself rises slowly; so what was given
 up is tried again now and then.
@@ -30,8 +31,8 @@ from gpu_service.speculation.drafter import HostDrafter
 from gpu_service.speculation.rest import DrafterRest
 from gpu_service.speculation.step_costs import StepCosts
 
-# By what factor drafts have to be better than none for a drafter to be woken.
-_WAKES = 1.03
+# By what factor drafts have to be better than none for a drafter to be woken, or not to rest.
+_WELL = 1.03
 
 
 class Outputs(Protocol):
@@ -152,7 +153,8 @@ class Speculation:
                 if ahead:
                     foresee(request, inflight - 1 + ahead)
             if self.costs.is_measured:
-                self._rest.planned(bool(batch.num_drafts) or _has_drafts_of_layers(batch))
+                has_drafts = bool(batch.num_drafts) or _has_drafts_of_layers(batch)
+                self._rest.planned(has_drafts, lambda: self._pays(len(expected), self._usual_gains))
                 # What a step takes without drafts is measured without the drafter.
                 batch.runs_drafter = self.costs.plain(len(expected)) is not None
         if batch.drafts or batch.num_drafts:
@@ -285,9 +287,15 @@ class Speculation:
             counts[index] += 1
         return counts
 
-    def _pays(self, rows: int) -> bool:
-        """Returns whether drafts are worth it that are accepted as often as before the drafter rested."""
-        return any(self._choose([self._usual] * rows, rows, _WAKES))
+    @property
+    def _usual_gains(self) -> list[float]:
+        """Returns the tokens that each draft of a device drafter gives, for all requests together."""
+        return _products(self._of_all.rates(DraftSource.LAYERS))
+
+    def _pays(self, rows: int, gains: Sequence[float]) -> bool:
+        """Returns whether drafts that give that many tokens each are well worth it in a step of `rows`
+        requests."""
+        return any(self._choose([gains] * rows, rows, _WELL))
 
     def _rests(self, rows: int) -> bool:
         """Returns whether a device drafter rests in a step of that many requests, planned now.
@@ -300,11 +308,11 @@ class Speculation:
             self._situation = None
         elif self._situation is None:
             self._situation = situation
-            self._usual = _products(self._of_all.rates(DraftSource.LAYERS))
-            self._paid = self._pays(rows)
+            self._usual = self._usual_gains
+            self._paid = self._pays(rows, self._usual)
         elif self._situation != situation:
             self._situation, paid = situation, self._paid
-            self._paid = self._pays(rows)
+            self._paid = self._pays(rows, self._usual)
             if self._paid and not paid:
                 self._rest.ends()
         return self._rest.counts_down()
