@@ -185,8 +185,8 @@ class StepCosts:
         return less + (factor - less) * (rows - below) / (above - below)
 
     def most_rows(self, rows: int) -> int:
-        """Returns what may be tried: twice what was. `rows`: of requests alone."""
-        if not self.is_measured:
+        """Returns what may be tried: twice what was, unless there is a model. `rows`: of requests alone."""
+        if not self.is_measured or self._model is not None:
             return sys.maxsize
         tried = self._verifying[-1][0] if self._verifying else rows
         return 2 * max(rows, tried)

@@ -69,6 +69,5 @@ def test_the_length_follows_load_placement_and_overlap(rate: Rate) -> None:
         engine.decode(streams, 0.0, 100)
         speeds = fixed_speeds(overlap, resident, streams, rate)
         speed = mean_speed(engine, streams, 3)
-        print(rate, (streams, overlap, resident), speed / max(speeds), speed / speeds[0])
-        assert speed >= 0.9 * max(speeds)
-        assert speed >= 0.97 * speeds[0]
+        assert speed >= 0.95 * max(speeds)
+        assert speed >= 0.98 * speeds[0]
