@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -31,8 +32,11 @@ from gpu_service.speculation.step_costs import (
 _NEWEST, _MOST = 0.25, 2.0
 # Changes of a time that are not worth a message to all ranks.
 _REPORTED_CHANGE = 0.05
-# Of a first few times the shortest counts: any of them may have compiled or loaded something.
+# Of the first few times of a number of rows the shortest counts: any of them may have compiled or loaded
+# something. Where it was forgotten and is measured again, the median does.
 _FIRST = 4
+# With a model so many times that are as it says count beside those that were measured.
+_AS_MODELLED = 1.0
 # How often a step without drafts has to be measured before others are compared with it.
 _TRUSTED = 3
 # Decode steps after which a time that was not measured again is forgotten, so that it is. That of steps
@@ -51,12 +55,16 @@ class _Time:
     seconds: float
     done: Features
     step: int  # of all decode steps: when it was last measured
+    is_again: bool = False
     count: int = 0
+    first: list[tuple[float, Features]] = field(default_factory=list)
 
     def measured(self, seconds: float, done: Features, step: int) -> None:
         self.count += 1
         if self.count <= _FIRST:
-            self.seconds, self.done = min((self.seconds, self.done), (seconds, done), key=lambda t: t[0])
+            self.first.append((seconds, done))
+            self.first.sort(key=lambda measured: measured[0])
+            self.seconds, self.done = self.first[(self.count - 1) // 2 if self.is_again else 0]
         else:
             self.seconds += _NEWEST * (min(seconds, _MOST * self.seconds) - self.seconds)
             self.done = self.done + _NEWEST * (done - self.done)
@@ -74,6 +82,8 @@ class DraftPace:
         # Of steps without drafts and with, by rows.
         self._plain: _Times = {}
         self._verifying: _Times = {}
+        # Of which there ever were times, by whether drafts were verified, and rows.
+        self._known: set[tuple[bool, int]] = set()
         # After how many steps those without drafts are forgotten next, by rows.
         self._lasts: dict[int, int] = {}
         self.overlap = ExpertOverlap()
@@ -144,10 +154,10 @@ class DraftPace:
         served = float(experts[ExpertPlace.SERVED] / max(experts.sum(), 1e-9))
         key = verifies, rows, round(_QUARTERS * served)
         times = self._verifying if verifies else self._plain
-        for known in (
-            times.setdefault(rows, _Time(seconds, done, self._steps)),
-            self._fitted.setdefault(key, _Time(seconds, done, self._steps)),
-        ):
+        is_again = (verifies, rows) in self._known
+        self._known.add((verifies, rows))
+        new = partial(_Time, seconds, done, self._steps)
+        for known in times.setdefault(rows, new(is_again)), self._fitted.setdefault(key, new()):
             known.measured(seconds, done, self._steps)
 
     def _fit(self) -> None:
@@ -187,11 +197,16 @@ class DraftPace:
 
 def _factors(times: _Times, model: StepModel | None, least: int) -> dict[int, float]:
     """Returns seconds over those of the model, of times that were measured often enough."""
-    return {
-        rows: known.seconds if model is None else known.seconds / model.seconds(known.done)
-        for rows, known in times.items()
-        if known.count >= least
-    }
+    found = {rows: known for rows, known in times.items() if known.count >= least}
+    if model is None:
+        return {rows: known.seconds for rows, known in found.items()}
+    return {rows: _factor(known, model) for rows, known in found.items()}
+
+
+def _factor(known: _Time, model: StepModel) -> float:
+    """Returns seconds over those of the model, closer to 1 where few were measured."""
+    factor = known.seconds / model.seconds(known.done)
+    return 1.0 + (factor - 1.0) * known.count / (known.count + _AS_MODELLED)
 
 
 def _follows(batch: Batch, before: Batch) -> bool:

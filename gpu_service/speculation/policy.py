@@ -31,8 +31,10 @@ from gpu_service.speculation.drafter import HostDrafter
 from gpu_service.speculation.rest import DrafterRest
 from gpu_service.speculation.step_costs import StepCosts
 
-# By what factor drafts have to be better than none for a drafter to be woken, or not to rest.
-_WELL = 1.03
+# By what factor drafts have to be better than none to be verified, where costs are measured: what looks equal
+# is not, since a drafter takes time in steps that verify none of its drafts, too. For a drafter to be woken,
+# or not to rest, by the second.
+_BETTER, _WELL = 1.01, 1.03
 
 
 class Outputs(Protocol):
@@ -263,7 +265,7 @@ class Speculation:
         goes_on = drafts and request.drafts_source == DraftSource.TEXT and text >= layers
         return [] if goes_on else self._gains(request, DraftSource.LAYERS, self._room(request, 1))
 
-    def _choose(self, offers: Sequence[Sequence[float]], rows: int, margin: float = 1.0) -> list[int]:
+    def _choose(self, offers: Sequence[Sequence[float]], rows: int, margin: float = _BETTER) -> list[int]:
         """Returns how many of its drafts each request gets in a step of `rows` rows without them.
 
         `offers`: of each request's drafts the tokens that they give, none more than the one before; `margin`:
@@ -277,6 +279,7 @@ class Speculation:
         gains = sorted(
             (-gain, place, index) for index, own in enumerate(offers) for place, gain in enumerate(own)
         )[:most]
+        margin = margin if self.costs.is_measured else 1.0
         tokens, best, taken = float(rows), margin * rows / plain, 0
         for number, (gain, _, _) in enumerate(gains, 1):
             tokens -= gain

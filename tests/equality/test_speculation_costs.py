@@ -1,4 +1,4 @@
-"""Guards that an assembled engine counts what rows choose, and where it is: lengths of drafts follow from it."""
+"""Guards that an assembled engine counts what rows choose, by place: lengths of drafts follow from it."""
 
 from __future__ import annotations
 

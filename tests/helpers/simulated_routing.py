@@ -22,6 +22,8 @@ _EXPERTS, _TOP_K, _LAYERS = 128, 8, 4
 # Steps whose choices are known: two that follow one another of so many, as a model runner samples them.
 SAMPLED_EVERY = 8
 
+# Rows of captured graphs.
+_GRAPHS = (1, 2, 4, 8, *range(16, 65, 8))
 Chosen = NDArray[np.int32]
 """int32 `[layers, top_k]`: a row's experts."""
 
@@ -33,6 +35,8 @@ class PlaceCosts:
     fixed: float = 2.7e-3
     resident: float = 0.05e-3
     served: float = 1.0e-3
+    # Of each row of the captured graph that a step runs.
+    graph_row: float = 0.0
 
 
 class RoutedMachine:
@@ -70,7 +74,9 @@ class RoutedMachine:
             distinct[layer, rows[layer].ravel()] = True
         residents = distinct[:, : self._num_residents].sum() / _LAYERS
         served = distinct.sum() / _LAYERS - residents
-        return self.costs.fixed + residents * self.costs.resident + served * self.costs.served
+        size = next(size for size in _GRAPHS if size >= rows.shape[1])
+        fixed = self.costs.fixed + size * self.costs.graph_row
+        return fixed + residents * self.costs.resident + served * self.costs.served
 
     def committed(self, batch: Batch, results: Sequence[RowResult]) -> NDArray[np.int32] | None:
         """Returns the choices of a step that is sampled, int32 `[3, layers, rows, top_k]`: all, those that
