@@ -1,7 +1,8 @@
 """What decode rows choose in a few layers, now and then, for the host to count what they share.
 
 Layers write what they are about to compute into memory that stays, in captured graphs, too: a copy of some
-kilobytes. Of most steps nobody reads it; that of a sampled step is downloaded with its tokens.
+kilobytes. Most steps' choices are written over unread; those of a sampled step are downloaded with its
+tokens.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from gpu_service.core.step import ForwardInputs
 
 # Layers that are sampled, at most: of one row of 8 experts each 32 choices.
 _LAYERS = 4
-# Of so many decode steps two that follow each other are sampled: rows of the same requests in both are those
-# of one step with accepted draft tokens.
+# Of this number of decode steps two that follow each other are sampled: rows of the same requests in both are
+# those of one step with accepted draft tokens.
 SAMPLED_EVERY = 8
 
 

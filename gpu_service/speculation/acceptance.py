@@ -63,7 +63,7 @@ class RequestRates:
     def add(
         self, source: DraftSource, verified: int, accepted: int, num_tokens: int, usual: list[float]
     ) -> None:
-        """As `PlaceRates.add`; `usual`: its rates of this source before."""
+        """Counts the same as `PlaceRates.add`; `usual`: its rates of this source before."""
         kept = _KEPT**num_tokens
         self._accepted = [kept * count for count in self._accepted]
         self._expected = [kept * count for count in self._expected]

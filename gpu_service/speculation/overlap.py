@@ -39,7 +39,7 @@ _LEAST_CHOICES = 0.05
 # A row may share less with the one before it than with others.
 _MOST_NEW = 1.5
 _BISECTIONS = 30
-# Where so large a share of the choices has moved from one place to another, what was known is no guide.
+# Where that large a share of the choices has moved from one place to another, what was known is no guide.
 _MOVED = 0.25
 
 
@@ -154,7 +154,7 @@ def _shared_of(rows: int, share: float) -> float:
 
 
 def _rows_of(distinct: float, shared: float) -> float:
-    """Returns the number of independent rows with so many distinct choices, in choices of one row."""
+    """Returns the number of independent rows with that many distinct choices, in choices of one row."""
     if shared < 1e-9:
         return distinct
     left = 1.0 - min(1.0, shared) * distinct

@@ -35,15 +35,15 @@ _REPORTED_CHANGE = 0.05
 # Of the first few times of a number of rows the shortest counts: any of them may have compiled or loaded
 # something. Where it was forgotten and is measured again, the median does.
 _FIRST = 4
-# With a model so many times that are as it says count beside those that were measured.
+# With a model, this number of times that are as it says count beside those that were measured.
 _AS_MODELLED = 1.0
 # How often a step without drafts has to be measured before others are compared with it.
 _TRUSTED = 3
 # Decode steps after which a time that was not measured again is forgotten, so that it is. That of steps
 # without drafts at first sooner, each time later: drafts that always are worth it leave none to measure.
 _FORGOTTEN, _FORGOTTEN_AT_FIRST = 512, 64
-# The model is fitted after so many decode steps, to times that are believed half as much after so many, and
-# no more after so many. Steps count as alike where they leave the same quarter of their experts to servers.
+# Decode steps after which the model is fitted again, a time that it is fitted to counts half, and one is
+# dropped. Steps count as alike where they leave the same quarter of their experts to servers.
 _FITTED_EVERY, _HALF_LIFE, _REMEMBERED, _QUARTERS = 8, 512, 4096, 4
 # A model by which a measured step should have taken less than this, or more than its inverse, of what it took
 # is of no use.
@@ -217,7 +217,7 @@ def _follows(batch: Batch, before: Batch) -> bool:
 
 
 def _are_close(costs: StepCosts, reported: StepCosts, requests: int) -> bool:
-    """Returns whether both say about the same of the steps that may come next, of so many requests."""
+    """Returns whether both say about the same of the steps of `requests` that may come next."""
     drafts = {1, 2, 3, requests, 2 * requests, 3 * requests}
     pairs = [(costs.verifying(requests, count), reported.verifying(requests, count)) for count in drafts]
     plain, before = costs.plain(requests), reported.plain(requests)

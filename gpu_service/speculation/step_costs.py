@@ -111,7 +111,7 @@ class StepModel:
         return max(_LEAST, float(np.dot(self.coefficients, done)))
 
     def of(self, requests: int, drafts: int) -> float:
-        """Returns the time of a step of so many requests and draft tokens."""
+        """Returns the time of a step of these numbers of requests and draft tokens."""
         fixed, verifies, *experts = self.coefficients
         distinct = self.overlap.distinct(requests, drafts)
         chosen = sum(each * count for each, count in zip(experts, distinct, strict=True))

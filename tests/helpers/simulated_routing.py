@@ -19,7 +19,7 @@ from gpu_service.core.results import RowResult
 from gpu_service.core.step import Batch
 
 _EXPERTS, _TOP_K, _LAYERS = 128, 8, 4
-# Steps whose choices are known: two that follow one another of so many, as a model runner samples them.
+# Steps whose choices are known: two that follow one another of this number, as a model runner samples them.
 SAMPLED_EVERY = 8
 
 # Rows of captured graphs.

@@ -16,7 +16,7 @@ _EXPERTS, _TOP_K, _MOST_ROWS = 10, 2, 4
 
 
 class Rows:
-    """As much of a step's inputs as is asked for."""
+    """The part of a step's inputs that is asked for."""
 
     def __init__(self, rows: int, is_uniform_decode: bool = True) -> None:
         self.query_start_loc = list(range(rows + 1))

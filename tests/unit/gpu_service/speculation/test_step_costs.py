@@ -1,4 +1,4 @@
-"""Guards the model of a step's time: what experts cost is found, followed, and told to all ranks."""
+"""Guards the model of a step's time: what experts cost is found, followed, and known to all ranks."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_all_times_follow_where_experts_move() -> None:
 
 
 def test_drafts_of_one_request_are_cheaper_than_rows_of_others() -> None:
-    """As many rows cost less where they share experts, by which one stream's drafts are chosen."""
+    """Equally many rows cost less where they share experts, by which one stream's drafts are chosen."""
     costs = StepCosts()
     costs.update({1: 1.0}, {4: 1.0}, StepModel(_TRUE, overlap(0.0, new=0.5).places))
     assert costs.verifying(1, 3) < 0.8 * costs.verifying(3, 1)
