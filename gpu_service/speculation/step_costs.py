@@ -16,6 +16,7 @@ Before there is a model the times themselves are the factors, and the model says
 from __future__ import annotations
 
 import json
+import operator
 import sys
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,7 +36,9 @@ _ENOUGH_KINDS = 3
 # which by itself would explain one whole time.
 _SHRINKING = 0.01
 # Rounds of the fit: of coordinate descent, and of weights that make outliers count less.
-_DESCENTS, _REWEIGHTED = 60, 3
+_DESCENTS, _REWEIGHTED = 100, 3
+# Coefficients whose shares of a step's time change by less are found.
+_SETTLED = 1e-5
 # Relative errors from which on a time counts less.
 _OUTLIER = 0.1
 # Of its time a step takes at least that much by any model.
@@ -89,12 +92,17 @@ def _nonnegative(matrix: Features, weights: Features, begin: Features) -> Featur
     """Minimises the weighted squares of `matrix @ found - 1`, and of `found` a little."""
     gram = (matrix * weights[:, None]).T @ matrix + _SHRINKING**2 * weights.sum() * np.eye(len(begin))
     target = matrix.T @ weights
-    found = begin.copy()
+    # Plain numbers: so few of them cost less than calls of numpy.
+    rows, targets, found = gram.tolist(), target.tolist(), begin.tolist()
     for _ in range(_DESCENTS):
-        for index in range(len(found)):
-            rest = float(gram[index] @ found) - gram[index, index] * found[index]
-            found[index] = max(0.0, (target[index] - rest) / gram[index, index])
-    return found
+        moved = 0.0
+        for index, row in enumerate(rows):
+            rest = sum(map(operator.mul, row, found)) - row[index] * found[index]
+            now = max(0.0, (targets[index] - rest) / row[index])
+            moved, found[index] = max(moved, abs(now - found[index])), now
+        if moved < _SETTLED:
+            break
+    return np.array(found)
 
 
 class StepModel:
