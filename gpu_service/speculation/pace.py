@@ -44,7 +44,7 @@ _TRUSTED = 3
 _FORGOTTEN, _FORGOTTEN_AT_FIRST = 512, 64
 # Decode steps after which the model is fitted again, a time that it is fitted to counts half, and one is
 # dropped. Steps count as alike where they leave the same quarter of their experts to servers.
-_FITTED_EVERY, _HALF_LIFE, _REMEMBERED, _QUARTERS = 16, 512, 4096, 4
+_FITTED_EVERY, _HALF_LIFE, _REMEMBERED, _QUARTERS = 8, 512, 4096, 4
 # A model by which a measured step should have taken less than this, or more than its inverse, of what it took
 # is of no use.
 _LEAST_FACTOR = 0.5
