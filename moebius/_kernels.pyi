@@ -496,6 +496,7 @@ class DecoderLayers:
         sights: Sequence[tuple[int, int]],
         state_reads: int,
         state_writes: int,
+        noted: Sequence[tuple[int, int]] = (),
     ) -> None: ...
 
 # --- weight formats (kernels/bindings/bind_format.cc) -----------------------------------------------------

@@ -34,6 +34,7 @@ from gpu_service.assembly.process import prepare_process
 from gpu_service.assembly.rank_plan import has_room_to_stream, make_kv_memory
 from gpu_service.assembly.speculation import (
     check_speculation,
+    make_choice_samples,
     make_draft_pace,
     make_drafter,
     make_speculation,
@@ -181,7 +182,7 @@ def _assemble(
         placement=adaptive,
         fetcher=fetcher,
     )
-    steps, lane = _step_runners(config, runner, stream, lane_stream, limits, group, memory, undo)
+    steps, lane = _step_runners(config, runner, moe, stream, lane_stream, limits, group, memory, undo)
     withdraw = (lambda: None) if fetcher is None else fetcher.withdraw
     open_streamer(config, streaming, streamer, experts, stream, dtype, undo, fingerprint, withdraw)
     if fetcher is not None:
@@ -217,6 +218,7 @@ def _shaped_model(
 def _step_runners(
     config: MoebiusConfig,
     runner: ModelRunner,
+    moe: RankMoe | None,
     stream: DeviceStream,
     lane_stream: DeviceStream | None,
     limits: SchedulerLimits,
@@ -231,6 +233,7 @@ def _step_runners(
     if runner.experts is None and runner.model.model.deferral is not None:
         _log.warning("defer_experts changes answers and saves no time: no layer asks an expert server")
     vocab_size = runner.model.config.vocab_size
+    runner.samples = make_choice_samples(config.gpu, moe, limits, stream.device)
     runner.drafter = make_drafter(config.gpu, runner, memory.drafting, limits, group.parallel)
     steps = make_step_runner(config, runner, stream, limits, vocab_size, group.parallel)
     undo.callback(steps.close)

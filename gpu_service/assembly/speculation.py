@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import torch
+
 from gpu_service.assembly.steps import drafts_attention
 from gpu_service.core.parallel import ParallelContext
 from gpu_service.core.request import SchedulerLimits
 from gpu_service.engine.model_runner import ModelRunner
+from gpu_service.experts.choice_samples import ChoiceSamples
+from gpu_service.experts.costs import RankMoe
 from gpu_service.models.common import CausalLM
 from gpu_service.speculation.draft_model import DraftModel, ModelDrafter
 from gpu_service.speculation.drafter import DeviceDrafter
@@ -48,6 +52,19 @@ def make_drafter(
     if not model.config.num_draft_layers:
         return None
     return MtpDrafter(model, runner.token_pool, parallel, attention)
+
+
+def make_choice_samples(
+    gpu: GpuConfig, moe: RankMoe | None, limits: SchedulerLimits, device: torch.device
+) -> ChoiceSamples | None:
+    """Returns what samples the rows' experts, by which drafts are chosen; None: nothing is chosen by them."""
+    if moe is None or gpu.speculative_method == "off" or not gpu.adaptive_drafts:
+        return None
+    geometry = moe.geometry
+    layers = [layer for layer in moe.layers if layer in geometry.passed_layers]
+    if not layers:
+        return None
+    return ChoiceSamples(layers, geometry.num_experts, geometry.top_k, limits.max_rows, device)
 
 
 def make_speculation(gpu: GpuConfig, limits: SchedulerLimits, runner: ModelRunner) -> Speculation | None:

@@ -42,7 +42,7 @@ class RowResult:
 
 @dataclass(slots=True)
 class StepResult:
-    """Host values of one step; filled by `to_result`, the last two by the step runner."""
+    """Host values of one step; filled by `to_result`, `num_replays` and `seconds` by the step runner."""
 
     # In batch order; none where `token_ids` says it all.
     rows: list[RowResult] = field(default_factory=list)
@@ -56,5 +56,8 @@ class StepResult:
     predicted_seconds: float | None = None
     num_replays: int = 0
     seconds: float = 0.0
+    # int32 [3, L, T, K] of a step that is sampled: the experts that its rows chose in some layers, those of
+    # them that are not resident, and those left to servers; -1 elsewhere.
+    choices: npt.NDArray[np.int32] | None = None
     # Of nearly all steps: the token of each request, of which nothing else came.
     token_ids: list[int] | None = None

@@ -22,6 +22,7 @@ from gpu_service.core.step import Feature, ForwardInputs, PooledRows, PromptLogp
 from gpu_service.engine.sampler import Logprobs, Sampler, StepOutputs, token_logprobs
 from gpu_service.engine.step_runner import StepRunner
 from gpu_service.experts.adaptive.placement import AdaptivePlacement
+from gpu_service.experts.choice_samples import ChoiceSamples
 from gpu_service.experts.client import ExpertClient, ExpertUnavailable
 from gpu_service.experts.fetching.fetcher import MOST_ROWS, ExpertFetcher
 from gpu_service.experts.fetching.step import FetchedStep
@@ -116,6 +117,8 @@ class ModelRunner:
         self.placement = placement
         # None: decode steps copy no experts.
         self.fetcher = fetcher
+        # None: no policy asks what rows choose; set before any step.
+        self.samples: ChoiceSamples | None = None
         # As `ForwardContext` says; set by who launches the steps.
         self.between_layers: Callable[[], None] | None = None
 
@@ -199,6 +202,8 @@ class ModelRunner:
             sampled = self.sample(plan, outputs.logits)
             outputs.token_ids, outputs.finite = sampled.token_ids, sampled.finite
             outputs.logprobs = sampled.logprobs
+        # Before the drafter's own rows.
+        outputs.choices = None if self.samples is None else self.samples.take(plan)
         if self.drafter is not None and plan.runs_drafter:
             outputs.drafts = self._draft(self.drafter, plan, outputs, outputs.token_ids)
         outputs.logits = outputs.hidden_states = outputs.replay_first_pass = None
@@ -259,6 +264,7 @@ class ModelRunner:
             resident=self.resident,
             streamed=streamed,
             recorder=None if recorder is None or recorder.mode is None else recorder,
+            samples=self.samples,
             states=self.states,
             first_overflow=self._no_overflow(inputs) if self.notes_overflow else None,
             between_layers=self.between_layers,

@@ -60,7 +60,8 @@ class Pacing:
         if self._lane is not None:
             self._lane.committed(step.batch, lane_is_open)
         if self._drafts is not None:
-            self._drafts.committed(step.batch, step.overlaps)
+            choices = None if result is None else result.choices
+            self._drafts.committed(step.batch, step.overlaps, choices)
 
     def messages(self, streamed_tokens: Callable[[], int]) -> Iterator[tuple[str, str]]:
         """Yields the operations, with their arguments, by which all ranks learn what is new.

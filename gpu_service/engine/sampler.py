@@ -70,6 +70,8 @@ class StepOutputs:
     has_copies: bool | None = False
     # What a device drafter proposes for each request that samples; None: it proposes nothing.
     drafts: Annotated[Tensor | None, TensorField("Q K", int64)] = None
+    # Of a step that is sampled, see `ChoiceSamples.take`.
+    choices: Annotated[Tensor | None, TensorField("3 L T K", int32)] = None
     # Runs the drafter's first pass, once the tokens are in the token pool; None: no graph has it.
     replay_first_pass: Callable[[], FirstPass] | None = None
 
@@ -83,6 +85,9 @@ def to_result(plan: StepPlan, outputs: StepOutputs) -> StepResult:
     predicted = None if streamed is None else streamed.predicted_seconds
     is_streamed = streamed is not None and streamed.is_planned
     result = StepResult(is_streamed=is_streamed, has_copies=outputs.has_copies, predicted_seconds=predicted)
+    if outputs.choices is not None:
+        # The memory is another step's soon.
+        result.choices = outputs.choices.numpy().copy()
     if _is_plain(plan, outputs):
         assert outputs.token_ids is not None
         result.token_ids = outputs.token_ids.tolist()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from gpu_service.experts.choice_samples import ChoiceSamples
 from gpu_service.experts.client import ExpertCall, ExpertClient
 from gpu_service.experts.resident.experts import ResidentExperts, Share
 from gpu_service.experts.streaming.step import StreamedExperts
@@ -59,14 +60,15 @@ def ask_experts(
     resident: ResidentExperts | None,
     streamed: StreamedExperts | None = None,
     parts: Sequence[torch.Tensor] | None = None,
+    samples: ChoiceSamples | None = None,
 ) -> AskedExperts:
     """Hands the expert servers their share of `[T, H]` rows, int32 `[T, K]` ids and float32 weights.
 
     What is returned computes the resident and the streamed share and collects: it adds all to a partial sum
     `[T, H]` (None: zeros), each chosen expert of each row once. Of several ranks each has only its part of
     the sum. `parts`: the ids in several tensors, each with a sum of its own and servers asked in this order.
-    Raises what the expert client and `streamed` raise, and RuntimeError when servers are needed and
-    there is no client.
+    `samples` is given what the rows choose. Raises what the expert client and `streamed` raise, and
+    RuntimeError when servers are needed and there is no client.
     """
     share = Share.NONE if resident is None else resident.share(layer_id)
     streams = Share.NONE if streamed is None else streamed.share(layer_id)
@@ -75,14 +77,18 @@ def ask_experts(
         fetch: tuple[Collect, ...] = (_only_partial,) * len(divided)
         if resident is not None and share is Share.SOME:
             resident.note(layer_id, topk_ids)
+        if samples is not None:
+            samples.note(layer_id, topk_ids, None if share is Share.ALL else topk_ids, None)
     elif experts is None:
         raise RuntimeError(f"layer {layer_id} routes to experts, but the context has no client")
     else:
-        served = topk_ids
+        served = missing = topk_ids
         if resident is not None and share is not Share.NONE:
-            served = resident.cpu_ids(layer_id, served)
+            served = missing = resident.cpu_ids(layer_id, served)
         if streamed is not None and streams is not Share.NONE:
             served = streamed.cpu_ids(layer_id, served)
+        if samples is not None:
+            samples.note(layer_id, topk_ids, missing, served)
         asked = [served] if parts is None else [served.masked_fill(ids < 0, -1) for ids in divided]
         fetch = tuple(_submit(layer_id, hidden_states, ids, topk_weights, experts) for ids in asked)
     here = resident if share is not Share.NONE else None

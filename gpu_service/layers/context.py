@@ -11,6 +11,7 @@ from gpu_service.attention.registry import Attention
 from gpu_service.cache.kv_cache import PagedCache
 from gpu_service.cache.state_cache import StateSlots
 from gpu_service.core.step import ForwardInputs
+from gpu_service.experts.choice_samples import ChoiceSamples
 from gpu_service.experts.client import ExpertClient
 from gpu_service.experts.recorder import ExpertRecorder
 from gpu_service.experts.resident.experts import ResidentExperts
@@ -34,6 +35,8 @@ class ForwardContext:
     streamed: StreamedExperts | None = None
     # None: nothing can be recorded of routing.
     recorder: ExpertRecorder | None = None
+    # None: what rows choose is not sampled.
+    samples: ChoiceSamples | None = None
     # None: the model has no linear attention.
     states: StateSlots | None = None
     # Of each row the first layer after which it was not finite, int32 [T], by the model. None: it is not

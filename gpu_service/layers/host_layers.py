@@ -19,7 +19,7 @@ from gpu_service.cache.state_cache import StateSlots
 from gpu_service.layers.context import ForwardContext
 from gpu_service.layers.decoder import DecoderLayer, ResidualStream
 from gpu_service.layers.host_mixer import HostPlaces, Sight
-from gpu_service.layers.moe import MoE
+from gpu_service.layers.moe import MoE, Router
 from gpu_service.ops.host_kernels import MOST_SCORED_ROWS
 from gpu_service.ops.rope import RopeTable
 from moebius import _kernels
@@ -41,6 +41,8 @@ class HostLayers:
         self._sights, self._attention, self._dtype = list(sights), attention, attention.paged_cache.dtype
         self._has_states = any(_keeps_state(layer) for layer in layers)
         self._moes = [layer.mlp for layer in layers if isinstance(layer.mlp, MoE)]
+        # Layers with routed experts, and experts of a row there.
+        self._routed = [(moe.layer_id, moe.gate.top_k) for moe in self._moes if isinstance(moe.gate, Router)]
         # Sums over experts are float32.
         self._update_dtype = torch.float32 if isinstance(layers[-1].mlp, MoE) else self._dtype
         norm = layers[0].post_attention_layernorm
@@ -82,8 +84,10 @@ class HostLayers:
     ) -> None:
         inputs, residual = context.inputs, stream.sum()
         slots = (inputs.state_reads, inputs.state_writes) if self._has_states else (None, None)
+        reads, writes = (0 if part is None else part.data_ptr() for part in slots)
         update = torch.empty(residual.shape, dtype=self._update_dtype)
         tables = [(t.cos.data_ptr(), t.sin.data_ptr(), t.cos.shape[-1], t.interleaved) for t in ropes]
+        noted = self._noted(context, residual.shape[0])
         self._kernel.run(
             experts,
             residual.data_ptr(),
@@ -95,9 +99,21 @@ class HostLayers:
             seen[0].requests.data_ptr() if seen else 0,
             tables,
             [(rows.begins.data_ptr(), rows.ends.data_ptr()) for rows in seen],
-            *(0 if part is None else part.data_ptr() for part in slots),
+            reads,
+            writes,
+            noted,
         )
+        if context.samples is not None:
+            for layer, _ in noted:
+                context.samples.serve(layer, residual.shape[0])
         stream.add(update)
+
+    def _noted(self, context: ForwardContext, rows: int) -> list[tuple[int, int]]:
+        """Returns the layers whose choices are sampled, with where they are copied to."""
+        if context.samples is None:
+            return []
+        found = [(layer, context.samples.address(layer, rows, top_k)) for layer, top_k in self._routed]
+        return [(layer, address) for layer, address in found if address is not None]
 
 
 def _keeps_state(layer: DecoderLayer) -> bool:

@@ -116,6 +116,7 @@ class Router(nn.Module):
         self.tid2eid = own.optional("tid2eid")
         self.expert_scales = own.optional("expert_scales")
         self._config = config
+        self.top_k = config.top_k
         # As `host_weights` gives it away.
         self._wide_bias: torch.Tensor | None = None
 
@@ -359,7 +360,9 @@ class MoE(nn.Module):
         if context.deferral is not None:
             parts = context.deferral.split(self.layer_id, topk_ids, topk_weights)
         devices = context.experts, context.resident, context.streamed
-        return ask_experts(self.layer_id, expert_inputs, topk_ids, topk_weights, *devices, parts)
+        return ask_experts(
+            *(self.layer_id, expert_inputs, topk_ids, topk_weights, *devices, parts), samples=context.samples
+        )
 
     def _expert_inputs(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Returns what routed experts are given of `[T, H]`: that, or its projection into their space."""

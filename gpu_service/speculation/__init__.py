@@ -29,10 +29,11 @@ next step. It may fail with ExpertUnavailable: then there are none.
 With both (`ngram+mtp`, `ngram+draft_model`) each request's step verifies the drafts of the one that is
 accepted more often.
 
-**How many are worth it** (`policy.py`) follows from how often a request's drafts were accepted, and from what
-steps of as many rows took; the latter is measured by the first rank (`pace.py`), which tells all ranks at
-one place. A device drafter itself is left out of steps where its drafts do not pay (`rest.py`). All else is
-decided from tokens alone, so that ranks decide alike.
+**How many are worth it** (`policy.py`) follows from how often drafts are accepted, by place and request
+(`acceptance.py`), and from what steps take: the first rank measures that (`pace.py`), counts how many
+distinct experts rows of one request and of several choose (`overlap.py`), fits what these cost where they are
+(`step_costs.py`), and sends it to all ranks at one place. A device drafter itself is left out of steps where
+its drafts do not pay (`rest.py`). All else is decided from tokens alone, so that ranks decide alike.
 
 What a row samples may depend on the drafts before it other than through the model: penalties count them
 (`PenaltyRows.preceding_drafts`), and a constraint's mask is that of a copy which has accepted them

@@ -1,13 +1,14 @@
 """Chooses how many draft tokens of which requests a step verifies, alike on every rank.
 
 A step of R requests gives R tokens, and each verified draft one more if it and all before it are accepted.
-With the acceptance rate `a` of a request's latest drafts, its j-th draft gives `a ** j` tokens. So the drafts
-of a step are taken in the order of what they give, as many as make the most tokens per second of
+The j-th draft of a request gives the product of the acceptance rates of its first j places (`acceptance.py`).
+So the drafts of a step are taken in the order of what they give, as many as maximise tokens per second,
 
-    (R + what the drafts give) / seconds of a step of R + drafts rows
+    (R + what the drafts give) / seconds of a step of R requests and as many drafts
 
 against R / seconds of a step without drafts, which overlaps with others. Seconds are those that the first
-rank measured (`pace.py`) and sent to all; before it has, rows cost nothing. A host drafter also proposes
+rank measured (`pace.py`, `step_costs.py`) and sent to all; before it has, rows cost nothing. A host
+drafter also proposes
 tokens that steps without drafts sample anyway, which are compared with them. What is known wears off: a
 request's share with every token, towards the usual one of all, which itself rises slowly; so what was given
 up is tried again now and then.
@@ -15,10 +16,9 @@ up is tried again now and then.
 
 from __future__ import annotations
 
-import json
-import sys
-from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+import operator
+from collections.abc import Callable, Sequence
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
@@ -26,57 +26,15 @@ from gpu_service.cache.request_cache import RequestCache
 from gpu_service.core.request import FinishReason, Request, SchedulerLimits
 from gpu_service.core.results import RowResult
 from gpu_service.core.step import Batch
-from gpu_service.speculation.acceptance import KEPT_OF_ALL, AcceptanceRates, DraftSource
+from gpu_service.speculation.acceptance import DraftSource, PlaceRates, RequestRates
 from gpu_service.speculation.drafter import HostDrafter
 from gpu_service.speculation.rest import DrafterRest
+from gpu_service.speculation.step_costs import StepCosts
 
-# Captured graphs make stairs of what rows cost: a step of 9 runs the graph of 16, which took twice as long
-# as that of 8 on one H200. With times of 9 to 16 taken as one, 9 looked half as dear.
-_MEASURED_ALONE = 64
-
-
-def bucket(rows: int) -> int:
-    """Returns rows of steps that are measured as one: each number up to 64, then multiples of 8."""
-    return rows if rows <= _MEASURED_ALONE else -(-rows // 8) * 8
-
-
-class StepCosts:
-    """Seconds of decode steps by rows, between two known numbers of rows linear."""
-
-    def __init__(self) -> None:
-        self._plain: Mapping[int, float] = {}
-        self._verifying: list[tuple[int, float]] = []
-        self.is_measured = False
-
-    def update(self, plain: Mapping[int, float], verifying: Mapping[int, float]) -> None:
-        """Takes the seconds measured of steps without drafts, and with, by `bucket`."""
-        self._plain = plain
-        self._verifying = sorted({**plain, **verifying}.items())
-        self.is_measured = True
-
-    def plain(self, rows: int) -> float | None:
-        """Returns the time of a step without drafts; None: it has to be measured first."""
-        return self._plain.get(bucket(rows)) if self.is_measured else 1.0
-
-    def verifying(self, rows: int) -> float:
-        """Returns the time of a step with drafts; more rows than were ever tried cost as much as those."""
-        if not self._verifying:
-            return 1.0
-        at = bisect_left(self._verifying, (rows, 0.0))
-        if at == len(self._verifying):
-            return self._verifying[-1][1]
-        above, seconds = self._verifying[at]
-        if at == 0 or above == rows:
-            return seconds
-        below, less = self._verifying[at - 1]
-        return less + (seconds - less) * (rows - below) / (above - below)
-
-    def most_rows(self, rows: int) -> int:
-        """Returns what may be tried: twice what was. `rows`: of requests alone."""
-        if not self.is_measured:
-            return sys.maxsize
-        tried = self._verifying[-1][0] if self._verifying else rows
-        return 2 * max(rows, tried)
+# By what factor drafts have to be better than none to be verified, where costs are measured: what looks equal
+# is not, since a drafter takes time in steps that verify none of its drafts, too. For a drafter to be woken,
+# or not to rest, by the second.
+_BETTER, _WELL = 1.01, 1.03
 
 
 class Outputs(Protocol):
@@ -121,17 +79,20 @@ class Speculation:
         self._most_drafts = num_drafts
         self._drafter = drafter
         self._has_device_drafter = has_device_drafter
-        # Of a device drafter.
+        # Of a device drafter; while it rests, what its drafts would give, the requests and costs that it was
+        # last decided by, and whether drafts would have paid with these.
         self._rest = DrafterRest()
+        self._usual: list[float] = []
+        self._situation: tuple[int, int] | None = None
+        self._paid = False
         # The step in flight that others of its lane wait for: it has drafts, or brings some.
         self._awaited: Batch | None = None
-        self._of_all = AcceptanceRates(KEPT_OF_ALL)
-        self._rates: WeakKeyDictionary[Request, AcceptanceRates] = WeakKeyDictionary()
+        self._of_all = PlaceRates(num_drafts)
+        self._rates: WeakKeyDictionary[Request, RequestRates] = WeakKeyDictionary()
 
     def read(self, message: str) -> None:
         """Applies what `DraftPace.message` wrote. Raises ValueError for anything else."""
-        plain, verifying = ({int(rows): s for rows, s in table.items()} for table in json.loads(message))
-        self.costs.update(plain, verifying)
+        self.costs.read(message)
 
     def waits(self, running: Sequence[Request]) -> bool:
         """Returns whether no step is to be planned before the one in flight is committed."""
@@ -145,8 +106,8 @@ class Speculation:
         # The token in flight is the first that is proposed; those after it are worth waiting for it, or not.
         for request in in_flight:
             request.drafts, request.drafts_source = self._from_text(request, 1), DraftSource.TEXT
-        offers = [(self._rate(request, DraftSource.TEXT), len(request.drafts) - 1) for request in in_flight]
-        return any(self._choose(offers, len(running), first=2))  # accepted only if that token is, too
+        offers = [self._gains(request, DraftSource.TEXT, len(request.drafts))[1:] for request in in_flight]
+        return any(self._choose(offers, len(running)))  # accepted only if that token is, too
 
     def add_drafts(
         self,
@@ -162,7 +123,7 @@ class Speculation:
         """
         if not batch.is_uniform_decode or not all(map(_decodes, running)):
             return
-        rests = self._rest.counts_down()
+        rests = self._rests(len(batch.requests))
         if rests and self._drafter is None:
             return
         if not all(batch.samples):  # one that was preempted starts again while its latest token is in flight
@@ -172,7 +133,7 @@ class Speculation:
             for request, start in zip(batch.requests, batch.start_positions, strict=True)
         ]
         offers = [
-            (self._rate(request, DraftSource(request.drafts_source)), len(own))
+            self._gains(request, DraftSource(request.drafts_source), len(own))
             for request, own in zip(batch.requests, draft_tokens, strict=True)
         ]
         counts = self._choose(offers, len(offers))
@@ -194,7 +155,8 @@ class Speculation:
                 if ahead:
                     foresee(request, inflight - 1 + ahead)
             if self.costs.is_measured:
-                self._rest.planned(bool(batch.num_drafts) or _has_drafts_of_layers(batch))
+                has_drafts = bool(batch.num_drafts) or _has_drafts_of_layers(batch)
+                self._rest.planned(has_drafts, lambda: self._pays(len(expected), self._usual_gains))
                 # What a step takes without drafts is measured without the drafter.
                 batch.runs_drafter = self.costs.plain(len(expected)) is not None
         if batch.drafts or batch.num_drafts:
@@ -212,8 +174,9 @@ class Speculation:
         if was_proposed and request.output_token_ids:
             # `waits` proposed this very token, which costs no row.
             tried, confirmed = 1, int(request.drafts[0] == request.output_token_ids[-1])
-        for rates in (self._rates_of(request), self._of_all):
-            rates.add(source, tried, confirmed, accepted + 1)
+        own, usual = self._rates_of(request), self._of_all.rates(source)
+        own.add(source, tried, confirmed, accepted + 1, usual)
+        self._of_all.add(source, tried, confirmed, accepted + 1)
         request.accepted_draft_tokens += accepted
         request.rejected_draft_tokens += verified - accepted
         self.num_drafts += verified > 0
@@ -295,44 +258,83 @@ class Speculation:
             drafts = drafts[: request.constraint.num_allowed(drafts)]
         return drafts
 
-    def _expected(self, request: Request, drafts: Sequence[int]) -> tuple[float, int]:
+    def _expected(self, request: Request, drafts: Sequence[int]) -> list[float]:
         """Returns the offer of a device drafter for the step after one for which a request has `drafts`: none
         where those of its text are as good, which will go on."""
         layers, text = self._rate(request, DraftSource.LAYERS), self._rate(request, DraftSource.TEXT)
         goes_on = drafts and request.drafts_source == DraftSource.TEXT and text >= layers
-        return layers, 0 if goes_on else self._room(request, 1)
+        return [] if goes_on else self._gains(request, DraftSource.LAYERS, self._room(request, 1))
 
-    def _choose(self, offers: Sequence[tuple[float, int]], rows: int, first: int = 1) -> list[int]:
+    def _choose(self, offers: Sequence[Sequence[float]], rows: int, margin: float = _BETTER) -> list[int]:
         """Returns how many of its drafts each request gets in a step of `rows` rows without them.
 
-        `offers`: each one's acceptance rate and drafts; `first`: draft tokens that have to be accepted for a
-        request's first draft to be.
+        `offers`: of each request's drafts the tokens that they give, none more than the one before; `margin`:
+        by what factor drafts have to be better than none.
         """
         counts = [0] * len(offers)
         limits, plain = self._limits, self.costs.plain(rows)
         most = min(limits.max_rows, limits.max_num_batched_tokens, self.costs.most_rows(rows)) - rows
-        if plain is None or most <= 0 or not any(count > 0 for _, count in offers):
+        if plain is None or most <= 0 or not any(offers):
             return counts
         gains = sorted(
-            (-(rate**place), place, index)
-            for index, (rate, count) in enumerate(offers)
-            for place in range(first, count + first)
+            (-gain, place, index) for index, own in enumerate(offers) for place, gain in enumerate(own)
         )[:most]
-        tokens, best, taken = float(rows), rows / plain, 0
+        margin = margin if self.costs.is_measured else 1.0
+        tokens, best, taken = float(rows), margin * rows / plain, 0
         for number, (gain, _, _) in enumerate(gains, 1):
             tokens -= gain
-            rate = tokens / self.costs.verifying(rows + number)
+            rate = tokens / self.costs.verifying(rows, number)
             if rate > best:
                 best, taken = rate, number
         for _, _, index in gains[:taken]:
             counts[index] += 1
         return counts
 
-    def _rate(self, request: Request, source: DraftSource) -> float:
-        return self._rates_of(request).rate(source, self._of_all)
+    @property
+    def _usual_gains(self) -> list[float]:
+        """Returns the tokens that each draft of a device drafter gives, for all requests together."""
+        return _products(self._of_all.rates(DraftSource.LAYERS))
 
-    def _rates_of(self, request: Request) -> AcceptanceRates:
-        return self._rates.setdefault(request, AcceptanceRates())
+    def _pays(self, rows: int, gains: Sequence[float]) -> bool:
+        """Returns whether drafts that give that many tokens each are well worth it in a step of `rows`
+        requests."""
+        return any(self._choose([gains] * rows, rows, _WELL))
+
+    def _rests(self, rows: int) -> bool:
+        """Returns whether a device drafter rests in a step of that many requests, planned now.
+
+        A rest ends early where draft tokens pay now and did not when it began: with other requests, or other
+        costs.
+        """
+        situation = rows, self.costs.version
+        if not self._rest.is_on:
+            self._situation = None
+        elif self._situation is None:
+            self._situation = situation
+            self._usual = self._usual_gains
+            self._paid = self._pays(rows, self._usual)
+        elif self._situation != situation:
+            self._situation, paid = situation, self._paid
+            self._paid = self._pays(rows, self._usual)
+            if self._paid and not paid:
+                self._rest.ends()
+        return self._rest.counts_down()
+
+    def _gains(self, request: Request, source: DraftSource, count: int) -> list[float]:
+        """Returns the tokens that each of a request's first drafts gives on average."""
+        rates = self._rates_of(request).rates(source, self._of_all.rates(source))
+        return _products(rates[:count])
+
+    def _rate(self, request: Request, source: DraftSource) -> float:
+        """Returns the accepted share of a request's first drafts."""
+        return self._rates_of(request).rates(source, self._of_all.rates(source))[0]
+
+    def _rates_of(self, request: Request) -> RequestRates:
+        return self._rates.setdefault(request, RequestRates())
+
+
+def _products(rates: Sequence[float]) -> list[float]:
+    return list(itertools.accumulate(rates, operator.mul))
 
 
 def _has_drafts_of_layers(batch: Batch) -> bool:

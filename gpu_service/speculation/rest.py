@@ -10,6 +10,8 @@ Counts decode steps and nothing else, so ranks decide alike.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 # Decode steps after which it is decided, and of these those with drafts that are enough to go on.
 _WINDOW, _ENOUGH = 64, 4
 # Decode steps of a rest, the first time and at most.
@@ -36,13 +38,19 @@ class DrafterRest:
         self._left -= 1
         return True
 
-    def planned(self, has_drafts: bool) -> None:
-        """A step was planned in which the drafter does not rest; `has_drafts`: it verifies or brings some."""
+    def ends(self) -> None:
+        """Drafts pay again: the drafter runs from the next step on."""
+        self._left, self._next = 0, _FIRST
+
+    def planned(self, has_drafts: bool, pays: Callable[[], bool] = lambda: False) -> None:
+        """A step was planned in which the drafter does not rest; `has_drafts`: it verifies or brings some;
+        `pays`: whether those of usual requests would be worth it, though the present ones' are not.
+        """
         self._steps += 1
         self._with_drafts += has_drafts
         if self._steps < _WINDOW:
             return
-        if self._with_drafts >= _ENOUGH:
+        if self._with_drafts >= _ENOUGH or pays():
             self._next = _FIRST
         else:
             self._left, self._next = self._next, min(2 * self._next, _MOST)

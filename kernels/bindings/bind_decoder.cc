@@ -131,14 +131,15 @@ void bind_weights(py::module_& m) {
 void run(DecoderLayers& layers, RoutedExperts* experts, uintptr_t residual, uintptr_t update, uint32_t num_rows,
          uintptr_t slot_mapping, uintptr_t block_table, size_t table_stride, uintptr_t requests,
          const std::vector<GivenRotation>& rotations, const std::vector<GivenSight>& sights, uintptr_t state_reads,
-         uintptr_t state_writes) {
+         uintptr_t state_writes, const std::vector<std::pair<uint32_t, uintptr_t>>& noted) {
   StepRows step{num_rows, pointer<void>(residual), pointer<void>(update), pointer<int64_t>(slot_mapping),
                 pointer<int32_t>(block_table), table_stride, pointer<int32_t>(requests), {}, {},
-                pointer<int64_t>(state_reads), pointer<int64_t>(state_writes)};
+                pointer<int64_t>(state_reads), pointer<int64_t>(state_writes), {}};
   for (const auto& [cosine, sine, rotary_dim, interleaved] : rotations) {
     step.rotations.push_back({pointer<void>(cosine), pointer<void>(sine), rotary_dim, interleaved});
   }
   for (const auto& [begins, ends] : sights) step.sights.push_back({pointer<int32_t>(begins), pointer<int32_t>(ends)});
+  for (const auto& [layer, ids] : noted) step.noted.push_back({layer, pointer<int32_t>(ids)});
   const ReleasedGil release;
   layers.run(step, experts);
 }
@@ -163,7 +164,8 @@ void bind_decoder(py::module_& m) {
            py::arg("is_bfloat16"), py::arg("hidden_size"), py::arg("layers"))
       .def("run", &run, py::arg("experts"), py::arg("residual"), py::arg("update"), py::arg("num_rows"),
            py::arg("slot_mapping"), py::arg("block_table"), py::arg("table_stride"), py::arg("requests"),
-           py::arg("rotations"), py::arg("sights"), py::arg("state_reads"), py::arg("state_writes"));
+           py::arg("rotations"), py::arg("sights"), py::arg("state_reads"), py::arg("state_writes"),
+           py::arg("noted") = std::vector<std::pair<uint32_t, uintptr_t>>{});
 }
 
 }  // namespace moebius

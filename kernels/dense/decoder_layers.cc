@@ -299,6 +299,9 @@ void DecoderLayers::ask_experts(const StepRows& step, const LayerWeights& layer,
   const Routing routing{router.rule, buffers_.logits.as<float>(), router.correction, nullptr,
                         buffers_.weights.as<float>(), buffers_.ids.as<int32_t>(), step.num_rows};
   route(*threads_, routing);
+  for (const NotedChoices& noted : step.noted) {
+    if (noted.layer == layer.layer) std::memcpy(noted.ids, routing.ids, chosen * sizeof(int32_t));
+  }
   experts.begin({layer.layer, step.num_rows, float_type(is_bfloat16_), buffers_.normed.data(), routing.ids,
                  routing.weights, routing.top_k});
 }

@@ -126,6 +126,12 @@ struct Sight {
   const int32_t* ends;    // [num_rows], the position after the last one
 };
 
+// Where the experts that a layer's rows choose are copied to.
+struct NotedChoices {
+  uint32_t layer;  // as `LayerWeights` has it
+  int32_t* ids;    // [num_rows][top_k]
+};
+
 // The rows of one step. Those of one request follow each other.
 struct StepRows {
   uint32_t num_rows;
@@ -139,6 +145,7 @@ struct StepRows {
   std::vector<Sight> sights;
   const int64_t* state_reads;   // [num_rows], slots of states before a row and after it; other slots
   const int64_t* state_writes;
+  std::vector<NotedChoices> noted;
 };
 
 }  // namespace moebius::dense

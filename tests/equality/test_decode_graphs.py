@@ -18,11 +18,12 @@ import pytest
 import torch
 
 from gpu_service.core.request import Request, SamplingParams
-from gpu_service.core.step import StepPlan
+from gpu_service.core.step import ForwardInputs, StepPlan
 from gpu_service.device.graphs import graph_sizes
 from gpu_service.device.stream import DeviceEvent, HostDeviceStream
 from gpu_service.engine.decode_graphs import DecodeGraph, DecodeGraphs
 from gpu_service.engine.model_runner import ModelRunner
+from gpu_service.experts.choice_samples import ChoiceSamples
 from gpu_service.experts.client import ExpertUnavailable
 from gpu_service.experts.fetching.step import FetchedStep
 from gpu_service.models.common import CausalLM
@@ -112,6 +113,34 @@ def test_replayed_equals_eager(tiny: Tiny, params: dict[str, Any], monkeypatch: 
     assert {(5, 6), (3, 4), (2, 2), (1, 1)} <= set(replayed)
     if params == SAMPLED:
         assert all(len(request.output_logprobs) == len(request.output_token_ids) for request in wanted)
+
+
+def test_replays_sample_the_choices_of_eager_steps(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What rows choose is read from a replayed step as from an eager one: its own rows, no padding."""
+    routers = {number: layer.router for number, layer in tiny[0].config.routed.items()}
+    top_k = next(iter(routers.values())).top_k
+    original, take = ModelRunner.__init__, ChoiceSamples.take
+    taken: list[torch.Tensor] = []
+
+    def made(runner: ModelRunner, *arguments: Any, **options: Any) -> None:
+        original(runner, *arguments, **options)
+        runner.samples = ChoiceSamples(list(routers), 1 << 20, top_k, 8, HOST)
+
+    def noted(samples: ChoiceSamples, inputs: ForwardInputs) -> torch.Tensor | None:
+        found = take(samples, inputs)
+        if found is not None:
+            taken.append(found)
+        return found
+
+    monkeypatch.setattr(ModelRunner, "__init__", made)
+    monkeypatch.setattr(ChoiceSamples, "take", noted)
+    run(tiny, Setup(), requests(5, GREEDY))
+    eager, taken = taken, []
+    run(tiny, Setup(largest_graph=6), requests(5, GREEDY))
+    assert len(eager) == len(taken) > 3
+    assert all(map(torch.equal, eager, taken))
+    assert {found.shape[2] for found in taken} & {3, 5}, "sizes that graphs pad"
+    assert all(bool((found[0] >= 0).all()) for found in taken)
 
 
 @pytest.mark.parametrize("tiny", [("qwen3_moe", 7)], indirect=True, ids=lambda p: str(p[0]))

@@ -1,8 +1,8 @@
 """Invariant: on a CPU, layers of a decode step that one call computes have the bits of calls one by one.
 
-Also keys and values in the cache, latents and states; for families that differ in norms, biases, gates,
-windows, rotation, recurrences and routers, with one row, several and draft tokens, and at every
-instruction-set level.
+Also keys and values in the cache, latents, states, and choices that are sampled; for families that differ in
+norms, biases, gates, windows, rotation, recurrences and routers, with one row, several and draft tokens, and
+at every instruction-set level.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 
 from gpu_service.core.depths import make_depths
 from gpu_service.core.step import ForwardInputs
+from gpu_service.experts.choice_samples import ChoiceSamples
 from gpu_service.experts.client import ExpertUnavailable
 from gpu_service.experts.mailbox_client import MailboxExpertClient
 from gpu_service.experts.servers import CheckedExperts
@@ -129,8 +130,17 @@ def taken(runner: PagedRunner, inputs: ForwardInputs) -> tuple[torch.Tensor, lis
     states = [] if runner.states is None else runner.states.tensors()
     for state in states:
         state[inputs.state_writes] = 7
+    runner.samples = samples = samples_of(runner)
     logits = runner.compute(inputs)
-    return logits, [written.clone() for written in (*runner.kv_cache.page_tensors(), *states)]
+    chosen = samples.take(inputs)
+    assert chosen is not None, "the first step is sampled"
+    return logits, [written.clone() for written in (*runner.kv_cache.page_tensors(), *states)] + [chosen]
+
+
+def samples_of(runner: PagedRunner) -> ChoiceSamples:
+    """Returns new samples of a model's layers."""
+    layers = {number: layer.router for number, layer in runner.model.config.routed.items()}
+    return ChoiceSamples(list(layers), 1 << 20, next(iter(layers.values())).top_k, 8, torch.device("cpu"))
 
 
 def draft_rows(runner: PagedRunner, sequence: Decoding, count: int) -> ForwardInputs:
@@ -173,6 +183,7 @@ def test_one_call_gives_the_bits_of_many(
             found, found_written = taken(runner, inputs)
             assert torch.equal(found, expected)
             assert all(map(torch.equal, found_written, expected_written))
+            assert bool((found_written[-1][0] >= 0).any())
             assert (client.stats().calls - calls) % 2 == 0, "either way counts the same layers"
         # Once a step: the layers are one run.
         assert lengths == [ENDS.get(name, runner.model.config.num_decoder_layers)] * 3

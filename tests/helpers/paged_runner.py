@@ -13,6 +13,7 @@ from gpu_service.attention.registry import make_attention
 from gpu_service.cache.kv_cache import make_cache
 from gpu_service.cache.state_cache import make_states
 from gpu_service.core.step import ForwardInputs
+from gpu_service.experts.choice_samples import ChoiceSamples
 from gpu_service.layers.context import ForwardContext
 from gpu_service.loader.load import DenseForm, load_weights
 from gpu_service.models.common import CausalLM
@@ -54,6 +55,8 @@ class PagedRunner:
         self.states = make_states(model.config.layers, _NUM_STATES, model.dtype)
         self._unused_states = iter(range(1, _NUM_STATES))
         self.experts = experts
+        # None: what rows choose is not sampled.
+        self.samples: ChoiceSamples | None = None
         self._free = [page for start in (1, 2, 3) for page in range(start, num_pages, 3)]
 
     @torch.inference_mode()
@@ -68,7 +71,9 @@ class PagedRunner:
     def compute(self, inputs: ForwardInputs) -> torch.Tensor:
         """Returns the logits `[T, V]` of a step's rows."""
         self.attention.plan(inputs)
-        context = ForwardContext(inputs, self.kv_cache, self.attention, self.experts, states=self.states)
+        states, samples = self.states, self.samples
+        parts = inputs, self.kv_cache, self.attention, self.experts
+        context = ForwardContext(*parts, states=states, samples=samples)
         return self.model.compute_logits(self.model(context)[inputs.logits_indices])
 
     def inputs(self, work: Sequence[tuple[Decoding, int]]) -> ForwardInputs:

@@ -110,7 +110,7 @@ class OwnRows:
 
 def _context(experts: Any) -> Any:
     inputs = SimpleNamespace(valid_rows=None)
-    absent = dict.fromkeys(("recorder", "resident", "streamed", "deferral"))
+    absent = dict.fromkeys(("recorder", "resident", "streamed", "samples", "deferral"))
     return SimpleNamespace(inputs=inputs, experts=experts, **absent)
 
 

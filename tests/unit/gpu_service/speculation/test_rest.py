@@ -35,3 +35,16 @@ def test_it_does_not_rest_where_drafts_are_chosen() -> None:
     assert rest.is_on
     before = sum(rest.counts_down() for _ in range(1 << 14))
     assert before == 256
+
+
+def test_it_does_not_rest_where_usual_drafts_pay_and_ends_where_they_do_again() -> None:
+    """Requests whose drafts happen not to be chosen are no reason to rest; a rest that is ended is over."""
+    rest = DrafterRest()
+    for _ in range(1000):
+        assert not rest.counts_down()
+        rest.planned(has_drafts=False, pays=lambda: True)
+    run(rest, 64)
+    assert rest.is_on
+    rest.ends()
+    assert not rest.is_on
+    assert not rest.counts_down()

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpu_service.core.request import Request
 from gpu_service.core.step import Batch
 from gpu_service.speculation.acceptance import DraftSource
 from gpu_service.speculation.ngram import NGramDrafter, NGramIndex
 from gpu_service.speculation.pace import DraftPace
-from gpu_service.speculation.policy import Speculation, StepCosts, bucket
+from gpu_service.speculation.policy import Speculation
 from tests.helpers.drafters import FixedDrafter
 from tests.helpers.engine_harness import Knobs, build_scheduler, make_request, prompt_of
 from tests.unit.gpu_service.scheduler.test_scheduler import results
@@ -85,9 +86,19 @@ def speculation(num_drafts: int = 3, **tables: dict[int, float]) -> Speculation:
     return scheduler.speculation
 
 
+def gains(share: float) -> list[float]:
+    """Returns what three drafts give that are accepted alike often."""
+    return [share, share**2, share**3]
+
+
+def expected(policy: Speculation, request: Request) -> list[int]:
+    """Returns the drafts of a request alone, by what is known of it."""
+    return policy._choose([policy._gains(request, DraftSource.TEXT, 3)], 1)
+
+
 def chosen(policy: Speculation, *shares: float) -> list[int]:
     """Returns the drafts of requests in one step, each with three, of which the given share is accepted."""
-    return policy._choose([(share, 3) for share in shares], len(shares))
+    return policy._choose([gains(share) for share in shares], len(shares))
 
 
 @pytest.mark.parametrize(
@@ -126,19 +137,19 @@ def test_a_share_follows_the_latest_drafts_and_is_forgotten() -> None:
     """Wrong drafts are given up; with tokens that had none the request is tried again."""
     policy = speculation(plain={1: 1.0}, verifying={2: 1.3, 4: 1.9})
     request = make_request("r", prompt_of(1, 5))
-    assert policy._choose([(policy._rate(request, DraftSource.TEXT), 3)], 1) == [3]
+    assert expected(policy, request) == [3]
     for _ in range(10):
         policy.committed(request, 3, 0)
-    assert policy._choose([(policy._rate(request, DraftSource.TEXT), 3)], 1) == [0]
+    assert expected(policy, request) == [0]
     tokens = 0
-    while policy._choose([(policy._rate(request, DraftSource.TEXT), 3)], 1) == [0]:
+    while expected(policy, request) == [0]:
         policy.committed(request, 0, 0)
         tokens += 1
         assert tokens < 1500
     assert tokens > 50
     for _ in range(40):
         policy.committed(request, 3, 3)
-    assert policy._choose([(policy._rate(request, DraftSource.TEXT), 3)], 1) == [3]
+    assert expected(policy, request) == [3]
     assert (policy.num_drafts, policy.num_verified, policy.num_accepted) == (50, 150, 120)
 
 
@@ -237,7 +248,7 @@ def test_steps_are_measured_from_commit_to_commit_and_forgotten() -> None:
     commit(decode(1), 9.0)
     commit(decode(1), 1.0)
     commit(decode(1, 3), 2.0, overlaps=False)
-    assert json.loads(pace.message() or "") == [{}, {"4": 2.0}], "two steps say too little"
+    assert json.loads(pace.message() or "") == [{}, {"4": 2.0}, None], "two steps say too little"
     commit(decode(1), 3.0)
     commit(decode(1, num_drafts=3), 7.0)
     commit(decode(2), 7.0, overlaps=False)
@@ -246,10 +257,10 @@ def test_steps_are_measured_from_commit_to_commit_and_forgotten() -> None:
     commit(prompt, 9.0)
     message = pace.message()
     assert message is not None
-    assert json.loads(message) == [{"1": 1.0}, {"4": 2.0}]
+    assert json.loads(message) == [{"1": 1.0}, {"1": 1.0, "4": 2.0}, None]
     policy.read(message)
     assert (policy.costs.plain(1), policy.costs.plain(2)) == (1.0, None)
-    assert policy.costs.verifying(4) == 2.0
+    assert policy.costs.verifying(1, 3) == 2.0
     assert pace.message() is None, "nothing is new"
     commit(decode(1), 1.0)
     commit(decode(1), 100.0)  # a pause
@@ -262,7 +273,7 @@ def test_steps_are_measured_from_commit_to_commit_and_forgotten() -> None:
         commit(decode(3), 1.0)
     policy.read(pace.message() or "")
     assert (policy.costs.plain(1), policy.costs.plain(3)) == (None, 1.0)
-    assert policy.costs.verifying(4) == 1.0
+    assert policy.costs.verifying(1, 3) == 1.0
 
 
 def test_steps_without_drafts_are_measured_again_soon_and_then_later() -> None:
@@ -281,15 +292,6 @@ def test_steps_without_drafts_are_measured_again_soon_and_then_later() -> None:
             commit(decode(1), overlaps=True)
         forgotten = [commit(decode(1, 1), overlaps=False) for _ in range(lasts + 1)]
         assert forgotten.index(True) == lasts
-
-
-def test_costs_between_known_rows_are_linear_and_those_beyond_are_as_the_last() -> None:
-    """Optimistic where nothing was tried, so that it is tried; many rows are measured together."""
-    costs = StepCosts()
-    costs.update({1: 1.0, 8: 3.0}, {4: 2.5})
-    assert [costs.verifying(rows) for rows in (1, 2, 4, 6, 8, 30)] == [1.0, 1.5, 2.5, 2.75, 3.0, 3.0]
-    assert costs.most_rows(1) == 16
-    assert [bucket(rows) for rows in (1, 9, 64, 65, 73)] == [1, 9, 64, 72, 80]
 
 
 def test_a_message_that_is_none_is_an_error() -> None:
