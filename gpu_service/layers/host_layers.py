@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import nn
 
-from gpu_service.attention.lone_rows import AttendingRows, HostAttention
+from gpu_service.attention.cpu_backend import AttendingRows, HostAttention
 from gpu_service.cache.state_cache import StateSlots
 from gpu_service.layers.context import ForwardContext
 from gpu_service.layers.decoder import DecoderLayer, ResidualStream

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from gpu_service.attention.lone_rows import AttendingRows, HostAttention, LoneRow, divide_rows
+from gpu_service.attention.cpu_backend import AttendingRows, HostAttention, LoneRow, divide_rows
 from gpu_service.attention.mla.base import MlaDimensions
 from gpu_service.attention.mla.torch_reference import TorchMlaAttention
 from gpu_service.cache.kv_cache import MlaCache
