@@ -302,10 +302,10 @@ class DenseThreads:
         qkv: int,
         qkv_stride: int,
         a: int,
+        a_stride: int,
         b: int,
-        gates_stride: int,
-        a_log: int,
-        dt_bias: int,
+        b_stride: int,
+        decay: DecayRule,
         states: int,
         reads: int,
         writes: int,
@@ -430,17 +430,26 @@ class LatentWeights:
         sight: int,
     ) -> None: ...
 
+class DecayRule:
+    def __init__(
+        self, a_log: int, dt_bias: int, is_by_element: bool = False, bound: float | None = None
+    ) -> None: ...
+
 class DeltaWeights:
     def __init__(
         self,
         *,
         input: _Projection,
+        decays: _Projection | None,
+        gates: _Projection | None,
         output: _Projection,
+        b_column: int,
+        a_column: int,
+        gate_column: int,
         taps: int,
         bias: int,
         width: int,
-        a_log: int,
-        dt_bias: int,
+        decay: DecayRule,
         norm: int,
         norm_eps: float,
         gates_are_sigmoid: bool,
@@ -450,6 +459,19 @@ class DeltaWeights:
         num_value_heads: int,
         key_dim: int,
         value_dim: int,
+    ) -> None: ...
+
+class ShortConvWeights:
+    def __init__(
+        self,
+        *,
+        input: _Projection,
+        output: _Projection,
+        taps: int,
+        bias: int,
+        width: int,
+        recent: int,
+        channels: int,
     ) -> None: ...
 
 class MlpWeights:
@@ -464,7 +486,7 @@ class LayerWeights:
     def __init__(
         self,
         input_norm: NormWeights,
-        mixer: AttentionWeights | LatentWeights | DeltaWeights,
+        mixer: AttentionWeights | LatentWeights | DeltaWeights | ShortConvWeights,
         ffn_norm: NormWeights,
         mlp: MlpWeights | None,
         router: RouterWeights | None,

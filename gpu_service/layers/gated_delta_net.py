@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from gpu_service.layers.composition import Composition
 from gpu_service.layers.context import ForwardContext
+from gpu_service.layers.delta_rule import DeltaColumns, DeltaLayer, DeltaProducts
 from gpu_service.layers.host_mixer import HostPlaces
 from gpu_service.layers.linear import Linear, RowParallelLinear, linear_attention_order
 from gpu_service.layers.norm import RMSNorm
-from gpu_service.layers.states import ConvTaps, StateLayer
-from gpu_service.ops.host_recurrent import VALUE_MULTIPLE
+from gpu_service.layers.states import ConvTaps
 from gpu_service.ops.linear_attention import gated_delta_extend, gated_delta_update
 from gpu_service.ops.norm import gated_rms_norm, sigmoid_gated_rms_norm
 from gpu_service.ops.rope import RopeTable
@@ -19,23 +20,20 @@ from moebius.models.layers import recurrent
 from moebius.models.layers.layer import Places
 
 
-class GatedDeltaNet(StateLayer):
+class GatedDeltaNet(DeltaLayer):
     """Projection, convolution, recurrence, gated norm, output."""
 
     def __init__(self, spec: recurrent.GatedDeltaNet, places: Places, made: Composition) -> None:
         super().__init__(spec, places, made)
-        own, rank = made.weights(spec.weights(made.hidden_size)), made.own(spec)
-        self._spec, self._rank, heads = spec, rank, rank.num_value_heads
+        own, rank = made.weights(spec.weights(made.hidden_size)), self._rank
+        self._spec, heads = spec, rank.num_value_heads
         self._widths = rank.conv_size, rank.value_size, heads, heads
-        order = linear_attention_order(rank) if spec.interleaved else None
+        order = linear_attention_order(made.own(spec)) if spec.interleaved else None
         self.in_proj = Linear(own.under("in_proj"), order)
         self.conv1d = ConvTaps(own.under("conv1d"))
         self.A_log, self.dt_bias = own.parameter("A_log"), own.parameter("dt_bias")
         self.norm = RMSNorm(own.under("norm"), spec.eps)
         self.out_proj = RowParallelLinear(own.under("out_proj"), made.parallel)
-        self._dtype = made.dtype
-        # As `host_weights` gives them away.
-        self._host_taps: tuple[torch.Tensor, torch.Tensor | None] | None = None
 
     def forward(
         self, hidden_states: torch.Tensor, rope: RopeTable | None, context: ForwardContext
@@ -49,38 +47,16 @@ class GatedDeltaNet(StateLayer):
         output: torch.Tensor = self.out_proj(gated(values, gate, self.norm.weight, self.norm.eps))
         return output
 
-    @property
-    def sight(self) -> None:
-        """None: the layer keeps a state, see `HostMixer`."""
-        return None
-
     def host_weights(self, places: HostPlaces) -> _kernels.DeltaWeights | None:
-        """Returns the layer as `_kernels.DecoderLayers` computes it; None: its sizes or types are other ones.
-
-        See `HostMixer`.
-        """
-        rank, projections = self._rank, (self.in_proj.projection, self.out_proj.projection)
-        assert places.states is not None, "a model with linear attention needs states"
-        recent, recurrent = places.states.of(self._state)
-        fits = rank.value_head_dim % VALUE_MULTIPLE == 0 and self.norm.weight.dtype == self._dtype
-        if projections[0] is None or projections[1] is None or not fits or recent.dtype != self._dtype:
-            return None
-        self._host_taps = taps, bias = self.conv1d.host_taps()
-        return _kernels.DeltaWeights(
-            input=projections[0],
-            output=projections[1],
-            taps=taps.data_ptr(),
-            bias=0 if bias is None else bias.data_ptr(),
-            width=taps.shape[0],
-            a_log=self.A_log.data_ptr(),
-            dt_bias=self.dt_bias.data_ptr(),
-            norm=self.norm.weight.data_ptr(),
-            norm_eps=self.norm.eps,
+        """Returns the layer for `_kernels.DecoderLayers`, see `HostMixer`."""
+        rank, none = self._rank, nn.Identity()
+        b = rank.conv_size + rank.value_size
+        return self._delta_weights(
+            places,
+            DeltaProducts(self.in_proj, none, none, self.out_proj),
+            DeltaColumns(b=b, a=b + rank.num_value_heads, gate=rank.conv_size),
+            _kernels.DecayRule(self.A_log.data_ptr(), self.dt_bias.data_ptr()),
+            self.conv1d,
+            self.norm,
             gates_are_sigmoid=self._spec.sigmoid_gates,
-            recent=recent.data_ptr(),
-            states=recurrent.data_ptr(),
-            num_key_heads=rank.num_key_heads,
-            num_value_heads=rank.num_value_heads,
-            key_dim=rank.key_head_dim,
-            value_dim=rank.value_head_dim,
         )

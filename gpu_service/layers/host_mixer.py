@@ -10,7 +10,9 @@ from moebius import _kernels
 
 # The window and the chunk of a layer that attends, see `AttentionLayer`.
 Sight = tuple[int | None, int | None]
-MixerWeights = _kernels.AttentionWeights | _kernels.LatentWeights | _kernels.DeltaWeights
+MixerWeights = (
+    _kernels.AttentionWeights | _kernels.LatentWeights | _kernels.DeltaWeights | _kernels.ShortConvWeights
+)
 
 
 class HostPlaces(NamedTuple):

@@ -7,17 +7,20 @@ from torch import nn
 
 from gpu_service.layers.composition import Composition
 from gpu_service.layers.context import ForwardContext
+from gpu_service.layers.delta_rule import DeltaColumns, DeltaLayer, DeltaProducts
+from gpu_service.layers.host_mixer import HostPlaces
 from gpu_service.layers.linear import Linear, RowParallelLinear
 from gpu_service.layers.norm import RMSNorm
-from gpu_service.layers.states import ConvTaps, StateLayer
+from gpu_service.layers.states import ConvTaps
 from gpu_service.ops.kimi_delta import kimi_delta_extend, kimi_delta_update
 from gpu_service.ops.norm import sigmoid_gated_rms_norm
 from gpu_service.ops.rope import RopeTable
+from moebius import _kernels
 from moebius.models.layers.layer import Places
 from moebius.models.layers.recurrent import KDA
 
 
-class KimiDeltaAttention(StateLayer):
+class KimiDeltaAttention(DeltaLayer):
     """Projections, convolution, recurrence, gated norm, output.
 
     Decays and gates come directly, or through a bottleneck of one head's width, which every rank computes
@@ -26,7 +29,7 @@ class KimiDeltaAttention(StateLayer):
 
     def __init__(self, spec: KDA, places: Places, made: Composition) -> None:
         super().__init__(spec, places, made)
-        own, rank = made.weights(spec.weights(made.hidden_size)), made.own(spec)
+        own, rank = made.weights(spec.weights(made.hidden_size)), self._rank
         self._decay_bound, narrow = spec.decay_bound, spec.value_head_dim
         widths = (rank.key_size, rank.value_size) if spec.direct_gates else (narrow, narrow)
         self._widths = (rank.conv_size, rank.num_value_heads, *widths)
@@ -59,3 +62,17 @@ class KimiDeltaAttention(StateLayer):
             sigmoid_gated_rms_norm(values, gate, self.o_norm.weight, self.o_norm.eps)
         )
         return output
+
+    def host_weights(self, places: HostPlaces) -> _kernels.DeltaWeights | None:
+        """Returns the layer for `_kernels.DecoderLayers`, see `HostMixer`."""
+        qkv, b, decays, _ = self._widths
+        a_log, dt_bias = self.A_log.data_ptr(), self.dt_bias.data_ptr()
+        return self._delta_weights(
+            places,
+            DeltaProducts(self.in_proj, self.f_b_proj, self.g_b_proj, self.o_proj),
+            DeltaColumns(b=qkv, a=qkv + b, gate=qkv + b + decays),
+            _kernels.DecayRule(a_log, dt_bias, is_by_element=True, bound=self._decay_bound),
+            self.conv1d,
+            self.o_norm,
+            gates_are_sigmoid=True,
+        )

@@ -9,9 +9,11 @@ import torch
 
 from gpu_service.layers.composition import Composition
 from gpu_service.layers.context import ForwardContext
+from gpu_service.layers.host_mixer import HostPlaces
 from gpu_service.layers.linear import Linear, RowParallelLinear
 from gpu_service.layers.states import ConvTaps, StateLayer
 from gpu_service.ops.rope import RopeTable
+from moebius import _kernels
 from moebius.models.layers import recurrent
 from moebius.models.layers.layer import Places
 
@@ -28,6 +30,9 @@ class ShortConv(StateLayer):
         own = made.weights(spec.weights(made.hidden_size))
         self.in_proj, self.conv = Linear(own.under("in_proj")), ConvTaps(own.under("conv"))
         self.out_proj = RowParallelLinear(own.under("out_proj"), made.parallel)
+        self._dtype = made.dtype
+        # As the call of `host_weights` reads them: kept for as long as it may.
+        self._host_taps: tuple[torch.Tensor, torch.Tensor | None] | None = None
 
     def forward(
         self, hidden_states: torch.Tensor, rope: RopeTable | None, context: ForwardContext
@@ -37,3 +42,28 @@ class ShortConv(StateLayer):
         convolved = self._states(context).convolve(b * x, self.conv, activates=False)
         output: torch.Tensor = self.out_proj(c * convolved)
         return output
+
+    @property
+    def sight(self) -> None:
+        """None: the layer keeps a state, see `HostMixer`."""
+        return None
+
+    def host_weights(self, places: HostPlaces) -> _kernels.ShortConvWeights | None:
+        """Returns the layer as `_kernels.DecoderLayers` computes it, see `HostMixer`; None: its weights or
+        types are others.
+        """
+        first, last = self.in_proj.projection, self.out_proj.projection
+        assert places.states is not None, "a model with short convolutions needs states"
+        recent = places.states.of(self._state)[0]
+        if first is None or last is None or recent.dtype != self._dtype:
+            return None
+        self._host_taps = taps, bias = self.conv.host_taps()
+        return _kernels.ShortConvWeights(
+            input=first,
+            output=last,
+            taps=taps.data_ptr(),
+            bias=0 if bias is None else bias.data_ptr(),
+            width=taps.shape[0],
+            recent=recent.data_ptr(),
+            channels=recent.shape[-1],
+        )

@@ -69,6 +69,36 @@ class HostRecurrent:
         writes: torch.Tensor,
     ) -> torch.Tensor:
         """Computes `ops.linear_attention.gated_delta_update`."""
+        decay = _kernels.DecayRule(a_log.data_ptr(), dt_bias.data_ptr())
+        return self._delta(qkv, a, b, decay, states, reads, writes)
+
+    def kimi_delta_update(
+        self,
+        qkv: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        a_log: torch.Tensor,
+        dt_bias: torch.Tensor,
+        bound: float | None,
+        states: torch.Tensor,
+        reads: torch.Tensor,
+        writes: torch.Tensor,
+    ) -> torch.Tensor:
+        """Computes `ops.kimi_delta.kimi_delta_update`."""
+        decay = _kernels.DecayRule(a_log.data_ptr(), dt_bias.data_ptr(), True, bound)
+        return self._delta(qkv, a, b, decay, states, reads, writes)
+
+    def _delta(
+        self,
+        qkv: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        decay: _kernels.DecayRule,
+        states: torch.Tensor,
+        reads: torch.Tensor,
+        writes: torch.Tensor,
+    ) -> torch.Tensor:
+        """Computes either delta rule."""
         _, heads, key_dim, value_dim = states.shape
         output = torch.empty(qkv.shape[0], heads, value_dim, dtype=qkv.dtype)
         self._threads.update_delta(
@@ -76,10 +106,10 @@ class HostRecurrent:
             qkv.data_ptr(),
             qkv.stride(0),
             a.data_ptr(),
-            b.data_ptr(),
             a.stride(0),
-            a_log.data_ptr(),
-            dt_bias.data_ptr(),
+            b.data_ptr(),
+            b.stride(0),
+            decay,
             states.data_ptr(),
             reads.data_ptr(),
             writes.data_ptr(),
@@ -151,9 +181,21 @@ def _updates(
     states: torch.Tensor,
     *_: object,
 ) -> bool:
-    gates = all(part.is_contiguous() and part.dtype == torch.float32 for part in (a_log, dt_bias, states))
-    whole = states.shape[3] % VALUE_MULTIPLE == 0 and a.stride(0) == b.stride(0)
-    return _has_rows(qkv, a, b) and gates and whole
+    constants = all(part.is_contiguous() and part.dtype == torch.float32 for part in (a_log, dt_bias, states))
+    return _has_rows(qkv, a, b) and constants and states.shape[3] % VALUE_MULTIPLE == 0
+
+
+def _updates_elements(
+    qkv: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    bound: float | None,
+    states: torch.Tensor,
+    *_: object,
+) -> bool:
+    return _updates(qkv, a, b, a_log, dt_bias, states)
 
 
 def _norms(values: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> bool:
@@ -170,6 +212,7 @@ def implementations(threads: _kernels.DenseThreads) -> Mapping[str, Implementati
     return {
         "causal_conv_update": Implementation(kernels.causal_conv_update, _convolves),
         "gated_delta_update": Implementation(kernels.gated_delta_update, _updates),
+        "kimi_delta_update": Implementation(kernels.kimi_delta_update, _updates_elements),
         "gated_rms_norm": Implementation(partial(kernels.gated_norm, False), _norms),
         "sigmoid_gated_rms_norm": Implementation(partial(kernels.gated_norm, True), _norms),
         "apply_gate": Implementation(kernels.apply_gate, _gates),

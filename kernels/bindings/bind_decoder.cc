@@ -24,7 +24,7 @@ using namespace dense;
 // A matrix and the addresses of its bias and of the order of its product's columns, 0: none.
 using GivenProjection = std::tuple<std::shared_ptr<DenseMatrix>, uintptr_t, uintptr_t>;
 using MaybeProjection = std::optional<GivenProjection>;
-using GivenMixer = std::variant<AttentionWeights, LatentWeights, DeltaWeights>;
+using GivenMixer = std::variant<AttentionWeights, LatentWeights, DeltaWeights, ShortConvWeights>;
 // Addresses of begins and ends, or of cosines and sines with their width and whether pairs are neighbours.
 using GivenSight = std::pair<uintptr_t, uintptr_t>;
 using GivenRotation = std::tuple<uintptr_t, uintptr_t, uint32_t, bool>;
@@ -82,19 +82,32 @@ void bind_mixers(py::module_& m) {
            py::arg("num_heads"), py::arg("latent_dim"), py::arg("nope_dim"), py::arg("rope_dim"), py::arg("value_dim"),
            py::arg("scale"), py::arg("rotation"), py::arg("sight"));
   py::class_<DeltaWeights>(m, "DeltaWeights")
-      .def(py::init([](const GivenProjection& input, const GivenProjection& output, uintptr_t taps, uintptr_t bias,
-                       uint32_t width, uintptr_t a_log, uintptr_t dt_bias, uintptr_t norm, float norm_eps,
-                       bool gates_are_sigmoid, uintptr_t recent, uintptr_t states, uint32_t num_key_heads,
-                       uint32_t num_value_heads, uint32_t key_dim, uint32_t value_dim) {
-             return DeltaWeights{projection(input), projection(output), pointer<float>(taps), pointer<float>(bias),
-                                 width, pointer<float>(a_log), pointer<float>(dt_bias), pointer<void>(norm), norm_eps,
-                                 gates_are_sigmoid, pointer<void>(recent), pointer<float>(states), num_key_heads,
-                                 num_value_heads, key_dim, value_dim};
+      .def(py::init([](const GivenProjection& input, const MaybeProjection& decays, const MaybeProjection& gates,
+                       const GivenProjection& output, uint32_t b_column, uint32_t a_column, uint32_t gate_column,
+                       uintptr_t taps, uintptr_t bias, uint32_t width, const DecayRule& decay, uintptr_t norm,
+                       float norm_eps, bool gates_are_sigmoid, uintptr_t recent, uintptr_t states,
+                       uint32_t num_key_heads, uint32_t num_value_heads, uint32_t key_dim, uint32_t value_dim) {
+             return DeltaWeights{projection(input), projection(decays), projection(gates), projection(output), b_column,
+                                 a_column, gate_column, pointer<float>(taps), pointer<float>(bias), width, decay,
+                                 pointer<void>(norm), norm_eps, gates_are_sigmoid, pointer<void>(recent),
+                                 pointer<float>(states), num_key_heads, num_value_heads, key_dim, value_dim};
            }),
-           py::kw_only(), py::arg("input"), py::arg("output"), py::arg("taps"), py::arg("bias"), py::arg("width"),
-           py::arg("a_log"), py::arg("dt_bias"), py::arg("norm"), py::arg("norm_eps"), py::arg("gates_are_sigmoid"),
+           py::kw_only(), py::arg("input"), py::arg("decays"), py::arg("gates"), py::arg("output"),
+           py::arg("b_column"), py::arg("a_column"), py::arg("gate_column"), py::arg("taps"), py::arg("bias"),
+           py::arg("width"), py::arg("decay"), py::arg("norm"), py::arg("norm_eps"), py::arg("gates_are_sigmoid"),
            py::arg("recent"), py::arg("states"), py::arg("num_key_heads"), py::arg("num_value_heads"),
            py::arg("key_dim"), py::arg("value_dim"));
+}
+
+void bind_short_convolution(py::module_& m) {
+  py::class_<ShortConvWeights>(m, "ShortConvWeights")
+      .def(py::init([](const GivenProjection& input, const GivenProjection& output, uintptr_t taps, uintptr_t bias,
+                       uint32_t width, uintptr_t recent, uint32_t channels) {
+             return ShortConvWeights{projection(input), projection(output), pointer<float>(taps), pointer<float>(bias),
+                                     width, pointer<void>(recent), channels};
+           }),
+           py::kw_only(), py::arg("input"), py::arg("output"), py::arg("taps"), py::arg("bias"), py::arg("width"),
+           py::arg("recent"), py::arg("channels"));
 }
 
 void bind_weights(py::module_& m) {
@@ -104,6 +117,7 @@ void bind_weights(py::module_& m) {
            }),
            py::arg("weight"), py::arg("is_bfloat16"), py::arg("eps"));
   bind_mixers(m);
+  bind_short_convolution(m);
   py::class_<MlpWeights>(m, "MlpWeights")
       .def(py::init([](const GivenProjection& gate_up, const GivenProjection& down,
                        uintptr_t output_gate) {

@@ -2,6 +2,7 @@
 #include <pybind11/stl.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -20,6 +21,7 @@ namespace py = pybind11;
 namespace moebius {
 namespace {
 
+using dense::DecayRule;
 using dense::DenseMatrix;
 using dense::DenseThreads;
 using dense::RoutingRule;
@@ -184,20 +186,20 @@ void convolve(DenseThreads& threads, bool is_bfloat16, bool activates, uintptr_t
               uint32_t num_rows, uint32_t channels, uint32_t width, uintptr_t states, uintptr_t reads,
               uintptr_t writes, uintptr_t taps, uintptr_t bias, uintptr_t output) {
   const ReleasedGil release;
-  dense::convolve(threads, {is_bfloat16, activates, pointer<void>(rows), row_stride, num_rows, channels, width,
-                            pointer<void>(states), pointer<int64_t>(reads), pointer<int64_t>(writes),
+  dense::convolve(threads, {is_bfloat16, activates, pointer<void>(rows), nullptr, nullptr, row_stride, num_rows,
+                            channels, width, pointer<void>(states), pointer<int64_t>(reads), pointer<int64_t>(writes),
                             pointer<float>(taps), pointer<float>(bias), pointer<void>(output)});
 }
 
-void update_delta(DenseThreads& threads, bool is_bfloat16, uintptr_t qkv, size_t qkv_stride, uintptr_t a, uintptr_t b,
-                  size_t gates_stride, uintptr_t a_log, uintptr_t dt_bias, uintptr_t states, uintptr_t reads,
-                  uintptr_t writes, uintptr_t output, uint32_t num_rows, uint32_t num_key_heads,
+void update_delta(DenseThreads& threads, bool is_bfloat16, uintptr_t qkv, size_t qkv_stride, uintptr_t a,
+                  size_t a_stride, uintptr_t b, size_t b_stride, const DecayRule& decay, uintptr_t states,
+                  uintptr_t reads, uintptr_t writes, uintptr_t output, uint32_t num_rows, uint32_t num_key_heads,
                   uint32_t num_value_heads, uint32_t key_dim, uint32_t value_dim) {
   const ReleasedGil release;
-  dense::update_delta(threads, {is_bfloat16, pointer<void>(qkv), qkv_stride, pointer<void>(a), pointer<void>(b),
-                                gates_stride, pointer<float>(a_log), pointer<float>(dt_bias), pointer<float>(states),
-                                pointer<int64_t>(reads), pointer<int64_t>(writes), pointer<void>(output), num_rows,
-                                num_key_heads, num_value_heads, key_dim, value_dim});
+  dense::update_delta(threads, {is_bfloat16, pointer<void>(qkv), qkv_stride, pointer<void>(a), a_stride,
+                                pointer<void>(b), b_stride, decay, pointer<float>(states), pointer<int64_t>(reads),
+                                pointer<int64_t>(writes), pointer<void>(output), num_rows, num_key_heads,
+                                num_value_heads, key_dim, value_dim});
 }
 
 void gated_norm(DenseThreads& threads, bool is_bfloat16, bool is_sigmoid, uintptr_t values, uintptr_t gates,
@@ -222,7 +224,7 @@ void bind_recurrent(py::class_<DenseThreads, std::shared_ptr<DenseThreads>>& thr
            py::arg("num_rows"), py::arg("channels"), py::arg("width"), py::arg("states"), py::arg("reads"),
            py::arg("writes"), py::arg("taps"), py::arg("bias"), py::arg("output"))
       .def("update_delta", &update_delta, py::arg("is_bfloat16"), py::arg("qkv"), py::arg("qkv_stride"), py::arg("a"),
-           py::arg("b"), py::arg("gates_stride"), py::arg("a_log"), py::arg("dt_bias"), py::arg("states"),
+           py::arg("a_stride"), py::arg("b"), py::arg("b_stride"), py::arg("decay"), py::arg("states"),
            py::arg("reads"), py::arg("writes"), py::arg("output"), py::arg("num_rows"), py::arg("num_key_heads"),
            py::arg("num_value_heads"), py::arg("key_dim"), py::arg("value_dim"))
       .def("gated_norm", &gated_norm, py::arg("is_bfloat16"), py::arg("is_sigmoid"), py::arg("values"),
@@ -252,6 +254,11 @@ void bind_routing(py::module_& m) {
 void bind_dense(py::module_& m) {
   bind_routing(m);
   py::class_<DenseThreads, std::shared_ptr<DenseThreads>> threads(m, "DenseThreads");
+  py::class_<DecayRule>(m, "DecayRule")
+      .def(py::init([](uintptr_t a_log, uintptr_t dt_bias, bool is_by_element, std::optional<float> bound) {
+             return DecayRule{is_by_element, bound.value_or(0.0f), pointer<float>(a_log), pointer<float>(dt_bias)};
+           }),
+           py::arg("a_log"), py::arg("dt_bias"), py::arg("is_by_element") = false, py::arg("bound") = std::nullopt);
   bind_recurrent(threads);
   bind_latents(threads);
   threads

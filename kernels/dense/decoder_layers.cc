@@ -7,7 +7,6 @@
 #include <variant>
 
 #include "kernels/dense/latent_attention.h"
-#include "kernels/dense/recurrent.h"
 #include "kernels/dense/row_memory.h"
 
 namespace moebius::dense {
@@ -51,8 +50,20 @@ void check_mixer(const LatentWeights& latent, uint32_t hidden_size, size_t index
 void check_mixer(const DeltaWeights& delta, uint32_t hidden_size, size_t index) {
   const uint32_t values = delta.num_value_heads * delta.value_dim;
   const uint32_t keys = delta.num_key_heads * delta.key_dim;
-  check_shape(delta.input, hidden_size, 2 * keys + 2 * values + 2 * delta.num_value_heads, index, "input");
+  const uint32_t num_decays = delta.num_value_heads * (delta.decay.is_by_element ? delta.key_dim : 1);
+  uint32_t read = 2 * keys + values + delta.num_value_heads;
+  for (const auto& [projection, columns] : {std::pair{&delta.decays, num_decays}, std::pair{&delta.gates, values}}) {
+    const bool is_direct = projection->matrix == nullptr;
+    read += is_direct ? columns : projection->matrix->in_features();
+    if (!is_direct) check_shape(*projection, projection->matrix->in_features(), columns, index, "decays or gates");
+  }
+  check_shape(delta.input, hidden_size, read, index, "input");
   check_shape(delta.output, values, hidden_size, index, "output");
+}
+
+void check_mixer(const ShortConvWeights& conv, uint32_t hidden_size, size_t index) {
+  check_shape(conv.input, hidden_size, 3 * conv.channels, index, "input");
+  check_shape(conv.output, conv.channels, hidden_size, index, "output");
 }
 
 void check_layer(const LayerWeights& layer, uint32_t hidden_size, size_t index) {
@@ -106,13 +117,18 @@ void DecoderLayers::add_norm(const StepRows& step, const NormWeights& norm, cons
 
 void DecoderLayers::multiply(const StepRows& step, const Projection& projection, const AlignedBuffer& rows,
                              AlignedBuffer& output) {
+  multiply_columns(step, projection, rows.data(), projection.matrix->in_features(), output);
+}
+
+void DecoderLayers::multiply_columns(const StepRows& step, const Projection& projection, const std::byte* columns,
+                                     size_t stride, AlignedBuffer& output) {
   DenseMatrix& matrix = *projection.matrix;
   const size_t bytes = size_t{step.num_rows} * matrix.out_features() * element_bytes_;
   output.grow(bytes);
   AlignedBuffer& product = projection.order == nullptr ? output : buffers_.unordered;
   product.grow(bytes);
-  matrix.multiply({rows.data(), matrix.in_features(), step.num_rows, float_type(is_bfloat16_), product.data(),
-                   matrix.out_features(), float_type(is_bfloat16_), projection.bias});
+  matrix.multiply({columns, stride, step.num_rows, float_type(is_bfloat16_), product.data(), matrix.out_features(),
+                   float_type(is_bfloat16_), projection.bias});
   if (projection.order == nullptr) return;
   const auto put = is_bfloat16_ ? &put_in_order<uint16_t> : &put_in_order<float>;
   put(projection.order, product, output, matrix.out_features(), step.num_rows);
@@ -264,29 +280,6 @@ void DecoderLayers::append_latents(const StepRows& step, const LatentWeights& la
                   latent.pages,
                   step.slot_mapping});
 }
-
-void DecoderLayers::mix(const StepRows& step, const DeltaWeights& delta) {
-  const uint32_t values = delta.num_value_heads * delta.value_dim;
-  const uint32_t channels = 2 * delta.num_key_heads * delta.key_dim + values;
-  const size_t stride = delta.input.matrix->out_features();
-  multiply(step, delta.input, buffers_.normed, buffers_.projected);
-  std::byte* const projected = buffers_.projected.data();
-  buffers_.convolved.grow(size_t{step.num_rows} * channels * element_bytes_);
-  buffers_.attended.grow(size_t{step.num_rows} * values * element_bytes_);
-  convolve(*threads_, {is_bfloat16_, true, projected, stride, step.num_rows, channels, delta.width, delta.recent,
-                       step.state_reads, step.state_writes, delta.taps, delta.bias, buffers_.convolved.data()});
-  const std::byte* const b = at(projected, size_t{channels} + values, is_bfloat16_);
-  const std::byte* const a = at(b, delta.num_value_heads, is_bfloat16_);
-  update_delta(*threads_, {is_bfloat16_, buffers_.convolved.data(), channels, a, b, stride, delta.a_log, delta.dt_bias,
-                           delta.states, step.state_reads, step.state_writes, buffers_.attended.data(), step.num_rows,
-                           delta.num_key_heads, delta.num_value_heads, delta.key_dim, delta.value_dim});
-  const GatedNormWork first{is_bfloat16_, delta.gates_are_sigmoid, buffers_.attended.data(),
-                            at(projected, channels, is_bfloat16_), delta.norm, buffers_.attended.data(),
-                            delta.norm_eps, delta.value_dim};
-  gated_norm(*threads_, {first, step.num_rows, delta.num_value_heads, stride});
-  multiply(step, delta.output, buffers_.attended, buffers_.dense);
-}
-
 
 void DecoderLayers::ask_experts(const StepRows& step, const LayerWeights& layer, RoutedExperts& experts) {
   const RouterWeights& router = layer.router;

@@ -36,9 +36,10 @@ class DecoderLayers {
     AlignedBuffer normed_narrow;  // latents of queries
     AlignedBuffer absorbed;  // num_heads * latent_dim: queries of latents
     AlignedBuffer attended_latents;  // likewise: what they attend to
-    AlignedBuffer convolved;   // queries, keys, values of a delta rule
+    AlignedBuffer convolved;   // queries, keys, values of a delta rule, or what a short convolution answers
     AlignedBuffer attended;    // num_heads * head_dim, or what a delta rule answers
-    AlignedBuffer gates;       // of what is attended to, or of an MLP
+    AlignedBuffer decays;      // what decays of a delta rule are made of
+    AlignedBuffer gates;       // of what is attended to or remembered, or of an MLP
     AlignedBuffer gate_up;
     AlignedBuffer activated;   // half of it
     AlignedBuffer dense;       // hidden_size: what a mixer, or an MLP, adds
@@ -46,6 +47,11 @@ class DecoderLayers {
     AlignedBuffer logits;      // num_experts, or one of an output gate; float32
     AlignedBuffer weights;     // top_k, float32
     AlignedBuffer ids;         // top_k, int32
+  };
+  // Neighbouring columns of rows.
+  struct Columns {
+    const std::byte* values;
+    size_t stride;
   };
   // What is to be added to the residual stream.
   struct Update {
@@ -55,6 +61,8 @@ class DecoderLayers {
 
   void add_norm(const StepRows& step, const NormWeights& norm, const Update& update);
   void multiply(const StepRows& step, const Projection& projection, const AlignedBuffer& rows, AlignedBuffer& output);
+  void multiply_columns(const StepRows& step, const Projection& projection, const std::byte* columns, size_t stride,
+                        AlignedBuffer& output);
   void mix(const StepRows& step, const AttentionWeights& attention);
   void norm_full_width(const StepRows& step, const AttentionWeights& attention, size_t stride);
   void weigh(const StepRows& step, const AttentionWeights& attention, size_t stride);
@@ -62,6 +70,9 @@ class DecoderLayers {
   void project_latent_queries(const StepRows& step, const LatentWeights& latent);
   void append_latents(const StepRows& step, const LatentWeights& latent);
   void mix(const StepRows& step, const DeltaWeights& delta);
+  void mix(const StepRows& step, const ShortConvWeights& conv);
+  Columns project_columns(const StepRows& step, const Projection& input, uint32_t begin, const Projection& next,
+                          AlignedBuffer& output);
   void ask_experts(const StepRows& step, const LayerWeights& layer, RoutedExperts& experts);
   void compute_mlp(const StepRows& step, const MlpWeights& mlp);
   void weigh_mlp(const StepRows& step, const void* output_gate);

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "kernels/dense/dense_matrix.h"
+#include "kernels/dense/recurrent.h"
 #include "kernels/dense/row_ops.h"
 
 namespace moebius::dense {
@@ -69,15 +70,19 @@ struct LatentWeights {
   uint32_t sight;  // index of StepRows::sights
 };
 
-// The gated delta rule after a causal convolution, see recurrent.h.
+// The gated delta rule after a causal convolution, with a decay of each head or of each element of a key, see recurrent.h.
 struct DeltaWeights {
-  Projection input;         // queries, keys, values; gates of values; b; a: of all heads
+  Projection input;         // queries, keys, values of all heads, then the columns below
+  Projection decays;        // a, from `a_column` on as many columns as it takes; null: these columns are a
+  Projection gates;         // of values, likewise
   Projection output;
+  uint32_t b_column;
+  uint32_t a_column;
+  uint32_t gate_column;
   const float* taps;        // [width][channels]
   const float* bias;        // [channels]; null: none
   uint32_t width;
-  const float* a_log;       // [num_value_heads]
-  const float* dt_bias;     // [num_value_heads]
+  DecayRule decay;
   const void* norm;         // [value_dim]
   float norm_eps;
   bool gates_are_sigmoid;   // else SiLU
@@ -87,6 +92,17 @@ struct DeltaWeights {
   uint32_t num_value_heads;
   uint32_t key_dim;
   uint32_t value_dim;
+};
+
+// A causal convolution between two gates (LFM2), see ConvolveWork.
+struct ShortConvWeights {
+  Projection input;         // gates of inputs; gates of outputs; inputs: of all channels
+  Projection output;
+  const float* taps;        // [width][channels]
+  const float* bias;        // [channels]; null: none
+  uint32_t width;
+  void* recent;             // [slots][width - 1][channels]
+  uint32_t channels;
 };
 
 // down(silu(gate) * up), times the sigmoid of one product where it has an output gate.
@@ -106,7 +122,7 @@ struct RouterWeights {
 
 struct LayerWeights {
   NormWeights input_norm;
-  std::variant<AttentionWeights, LatentWeights, DeltaWeights> mixer;
+  std::variant<AttentionWeights, LatentWeights, DeltaWeights, ShortConvWeights> mixer;
   NormWeights ffn_norm;
   MlpWeights mlp;        // of a layer with experts: those that are always active; null matrices: none
   RouterWeights router;

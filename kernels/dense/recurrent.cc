@@ -21,8 +21,23 @@ float value_at(const void* memory, size_t element, bool is_bfloat16) {
 // A straight line above 20, as torch's.
 float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
 
+// Of one head of one row: as many as a key has elements.
+void find_decays(DenseThreads& threads, const DeltaRule& call, uint32_t row, uint32_t head, float* decays) {
+  const DecayRule& rule = call.decay;
+  const float rate = std::exp(rule.a_log[head]);
+  if (!rule.is_by_element) {
+    const float step = softplus(value_at(call.a, row * call.a_stride + head, call.is_bfloat16) + rule.dt_bias[head]);
+    std::fill_n(decays, call.key_dim, std::exp(-rate * step));
+    return;
+  }
+  const size_t first = size_t{head} * call.key_dim;
+  threads.row_kernels().compute_decays({call.is_bfloat16, at(call.a, row * call.a_stride + first, call.is_bfloat16),
+                                        rule.dt_bias + first, rate, rule.bound, decays, call.key_dim});
+}
+
 // All rows of one value head, in order.
 void update_head(DenseThreads& threads, const DeltaRule& call, uint32_t head, float* scratch) {
+  float* const decays = scratch + 3 * size_t{call.key_dim};
   const uint32_t key_head = head / (call.num_value_heads / call.num_key_heads);
   const size_t key_size = size_t{call.num_key_heads} * call.key_dim;
   const size_t state_size = size_t{call.key_dim} * call.value_dim;
@@ -30,10 +45,8 @@ void update_head(DenseThreads& threads, const DeltaRule& call, uint32_t head, fl
     const size_t own = row * call.qkv_stride;
     const size_t query = own + size_t{key_head} * call.key_dim;
     const size_t value = own + 2 * key_size + size_t{head} * call.value_dim;
-    const size_t gates = row * call.gates_stride + head;
-    const float step = softplus(value_at(call.a, gates, call.is_bfloat16) + call.dt_bias[head]);
-    const float decay = std::exp(-std::exp(call.a_log[head]) * step);
-    const float beta = 1.0f / (1.0f + std::exp(-value_at(call.b, gates, call.is_bfloat16)));
+    const float beta = 1.0f / (1.0f + std::exp(-value_at(call.b, row * call.b_stride + head, call.is_bfloat16)));
+    find_decays(threads, call, row, head, decays);
     const auto state = [&](int64_t slot) {
       return call.states + (static_cast<size_t>(slot) * call.num_value_heads + head) * state_size;
     };
@@ -42,7 +55,7 @@ void update_head(DenseThreads& threads, const DeltaRule& call, uint32_t head, fl
     threads.row_kernels().update_delta({call.is_bfloat16, at(call.qkv, query, call.is_bfloat16),
                                         at(call.qkv, query + key_size, call.is_bfloat16),
                                         at(call.qkv, value, call.is_bfloat16), state(call.reads[row]),
-                                        state(call.writes[row]), output, scratch, decay, beta, call.key_dim,
+                                        state(call.writes[row]), output, scratch, decays, beta, call.key_dim,
                                         call.value_dim});
   }
 }
@@ -61,8 +74,11 @@ void convolve(DenseThreads& threads, const Convolution& call) {
       const auto recent = [&](int64_t slot) {
         return at(call.states, static_cast<size_t>(slot) * state_size + begin, is_bfloat16);
       };
-      const std::byte* const own = at(call.rows, row * call.row_stride + begin, is_bfloat16);
-      threads.row_kernels().convolve({is_bfloat16, call.activates, own, recent(call.reads[row]),
+      const auto own = [&](const void* rows) {
+        return rows == nullptr ? nullptr : at(rows, row * call.row_stride + begin, is_bfloat16);
+      };
+      threads.row_kernels().convolve({is_bfloat16, call.activates, own(call.rows), own(call.input_gates),
+                                      own(call.output_gates), recent(call.reads[row]),
                                       recent(call.writes[row]), call.taps + begin,
                                       call.bias == nullptr ? nullptr : call.bias + begin,
                                       at(call.output, size_t{row} * call.channels + begin, is_bfloat16), count,
@@ -75,7 +91,7 @@ void update_delta(DenseThreads& threads, const DeltaRule& call) {
   const std::lock_guard<std::mutex> lock(threads.call_mutex());
   threads.pool().parallel_for(call.num_value_heads, [&](uint32_t head, uint32_t worker) {
     AlignedBuffer& scratch = threads.scratch(worker).result;
-    scratch.grow(2 * size_t{call.key_dim} * sizeof(float));
+    scratch.grow(4 * size_t{call.key_dim} * sizeof(float));
     update_head(threads, call, head, scratch.as<float>());
   });
 }

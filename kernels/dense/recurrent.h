@@ -12,9 +12,11 @@ namespace moebius::dense {
 
 // A causal convolution, see ConvolveWork.
 struct Convolution {
-  bool is_bfloat16;       // rows, states and output
+  bool is_bfloat16;       // rows, gates, states and output
   bool activates;
   const void* rows;       // [num_rows][row_stride], `channels` columns
+  const void* input_gates;   // likewise; null: none
+  const void* output_gates;  // likewise
   size_t row_stride;
   uint32_t num_rows;
   uint32_t channels;
@@ -28,16 +30,24 @@ struct Convolution {
 };
 void convolve(DenseThreads& threads, const Convolution& call);
 
+// How the states of a delta rule decay: a head has one decay, or, in Kimi Delta Attention, one of each element of a key.
+struct DecayRule {
+  bool is_by_element;
+  float bound;            // as in DecayWork, of elements only
+  const float* a_log;     // [num_value_heads]
+  const float* dt_bias;   // [num_value_heads], or of all elements: [num_value_heads][key_dim]
+};
+
 // The gated delta rule, see DeltaWork. A key head serves num_value_heads / num_key_heads value heads.
 struct DeltaRule {
   bool is_bfloat16;       // all rows
   const void* qkv;        // [num_rows][qkv_stride]: queries, keys of all key heads, values of all value heads
   size_t qkv_stride;
-  const void* a;          // [num_rows][gates_stride], num_value_heads columns: of decays
-  const void* b;          // likewise: of how much of a value is taken
-  size_t gates_stride;
-  const float* a_log;     // [num_value_heads]
-  const float* dt_bias;   // [num_value_heads]
+  const void* a;          // [num_rows][a_stride], columns as dt_bias: of decays
+  size_t a_stride;
+  const void* b;          // [num_rows][b_stride], num_value_heads columns: of how much of a value is taken
+  size_t b_stride;
+  DecayRule decay;
   float* states;          // [slots][num_value_heads][key_dim][value_dim]
   const int64_t* reads;   // [num_rows], slots
   const int64_t* writes;  // [num_rows]

@@ -110,11 +110,13 @@ constexpr uint32_t kAttendLanes = 32;
 constexpr uint32_t kAttendBlock = 64;
 
 // A causal convolution of one token: output = sum over taps of input * tap, and the bias; neighbouring channels. What
-// is read and what is written are other memory.
+// is read and what is written are other memory. Products with gates are rounded, and so is what they multiply.
 struct ConvolveWork {
-  bool is_bfloat16;           // row, recent, next and output
+  bool is_bfloat16;           // row, gates, recent, next and output
   bool activates;             // by SiLU
   const void* row;            // [channels], the token's own input, of the last tap
+  const void* input_gates;    // [channels], factors of it; null: none
+  const void* output_gates;   // [channels], likewise of the output
   const void* recent;         // [width - 1][stride], the inputs before it, oldest first
   void* next;                 // [width - 1][stride], the same of the next token
   const float* taps;          // [width][stride]
@@ -123,6 +125,18 @@ struct ConvolveWork {
   uint32_t channels;
   uint32_t stride;
   uint32_t width;
+};
+
+// Decays of the rows of one head's state in Kimi Delta Attention (arXiv:2510.26692), x = steps + bias:
+// exp(-rate * softplus(x)), or, with a bound, exp(bound * sigmoid(rate * x)).
+struct DecayWork {
+  bool is_bfloat16;           // steps
+  const void* steps;          // [size]
+  const float* bias;          // [size]
+  float rate;                 // above 0
+  float bound;                // below 0; 0: there is none
+  float* decays;              // [size]
+  uint32_t size;
 };
 
 // The gated delta rule (arXiv:2412.06464) for one head of one token, see gpu_service/ops/linear_attention.py.
@@ -134,8 +148,8 @@ struct DeltaWork {
   const float* state;         // [key_dim][value_dim]
   float* next;                // [key_dim][value_dim], the state after the token; other memory
   void* output;               // [value_dim]
-  float* scratch;             // [2 * key_dim]
-  float decay;
+  float* scratch;             // [3 * key_dim]
+  const float* decays;        // [key_dim], of the rows of the state
   float beta;
   uint32_t key_dim;
   uint32_t value_dim;         // a multiple of 16
@@ -189,6 +203,7 @@ struct RowKernels {
   // sum of a[i] * b[i], b float32.
   float (*dot)(const void* a, bool is_bfloat16, const float* b, uint32_t size);
   void (*convolve)(const ConvolveWork& work);
+  void (*compute_decays)(const DecayWork& work);
   void (*update_delta)(const DeltaWork& work);
   void (*gated_norm)(const GatedNormWork& work);
   void (*apply_gate)(const ApplyGateWork& work);

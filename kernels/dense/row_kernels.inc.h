@@ -356,5 +356,6 @@ void attend(const AttendWork& work) {
 #include "kernels/dense/latent_kernels.inc.h"
 #include "kernels/dense/recurrent_kernels.inc.h"
 
-constexpr RowKernels kKernels{add_norm, rotate,       gate,       attend,     attend_tile,  dot,
-                              convolve, update_delta, gated_norm, apply_gate, head_product, transposed_head_product};
+constexpr RowKernels kKernels{add_norm,       rotate,       gate,       attend,     attend_tile,  dot,
+                              convolve,       compute_decays, update_delta, gated_norm, apply_gate,   head_product,
+                              transposed_head_product};

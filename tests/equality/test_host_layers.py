@@ -46,10 +46,11 @@ NAMES = (
     "minimax_m2",  # Norms over all heads together.
     "deepseek_v3",  # Latent attention with YaRN's temperature.
     "deepseek_v3_whole_kv_b",  # The same without latents of queries.
-    "kimi_linear",  # Latent attention that does not rotate, between layers that are called one by one.
+    "lfm2_moe",  # Short convolutions.
+    "kimi_linear",  # Decays of elements, through a bottleneck; latent attention that does not rotate.
 )
-# Of runs that end before the last layer.
-ENDS = {"kimi_linear": 2}
+# Where runs end, of models some of whose layers are called one by one (latent attention with gates).
+ENDS = {"bailing_hybrid": [1, 3]}
 # Published as safetensors in bfloat16: what no GGUF file of the tests is written of.
 PUBLISHED = {
     # GLM-4.7-Flash, heads that are no multiple of what threads take together.
@@ -73,6 +74,31 @@ PUBLISHED = {
             "routed_scaling_factor": 1.8,
             "norm_topk_prob": True,
             "attention_bias": True,
+        },
+    ),
+    # Ling 3: decays of elements with a bound, projected directly, as gates are.
+    "bailing_hybrid": TinyModel(
+        "bailing_hybrid",
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "hidden_size": 64,
+            "moe_intermediate_size": 32,
+            "head_dim": 32,
+            "q_lora_rank": None,
+            "kv_lora_rank": 64,
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 16,
+            "num_mtp_layers": 0,
+            "num_hidden_layers": 4,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "layer_group_size": 2,
+            "first_k_dense_replace": 1,
+            "kda_lower_bound": -4.0,
         },
     ),
 }
@@ -185,8 +211,8 @@ def test_one_call_gives_the_bits_of_many(
             assert all(map(torch.equal, found_written, expected_written))
             assert bool((found_written[-1][0] >= 0).any())
             assert (client.stats().calls - calls) % 2 == 0, "either way counts the same layers"
-        # Once a step: the layers are one run.
-        assert lengths == [ENDS.get(name, runner.model.config.num_decoder_layers)] * 3
+        # Once a step, unless a layer lies between that no run takes.
+        assert lengths == ENDS.get(name, [runner.model.config.num_decoder_layers]) * 3
 
 
 @pytest.mark.usefixtures("level")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_service.ops import activation, linear_attention, norm
+from gpu_service.ops import activation, kimi_delta, linear_attention, norm
 from gpu_service.ops.host_recurrent import HostRecurrent, implementations
 from moebius import _kernels
 from moebius.kernels import supported_isas
@@ -80,6 +80,41 @@ def test_gated_delta_rule(
     rows = (qkv, a, b, *constants, torch.tensor([5, 0]), torch.tensor([2, 3]))
     theirs = linear_attention.gated_delta_update.reference
     same_with_states(kernels(isa).gated_delta_update, theirs, rows, states, 5)
+
+
+@LEVELS
+@DTYPES
+@pytest.mark.parametrize("bound", [None, -5.0])
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(8, 16), (36, 48), (128, 128)])
+def test_delta_rule_with_decays_of_elements(
+    isa: str, dtype: torch.dtype, bound: float | None, key_dim: int, value_dim: int
+) -> None:
+    """Columns of decays and of changes lie in different products; decays reach from nearly 1 to nearly 0."""
+    heads = 3
+    qkv = torch.randn(2, heads * (2 * key_dim + value_dim)).to(dtype)
+    a = (torch.randn(2, heads * key_dim + 5) * 4).to(dtype)[:, 5:]
+    b = torch.randn(2, 40).to(dtype)[:, 7 : 7 + heads]
+    constants = torch.randn(heads), torch.randn(heads * key_dim) * 3, bound
+    states = torch.randn(6, heads, key_dim, value_dim)
+    rows = (qkv, a, b, *constants, torch.tensor([5, 0]), torch.tensor([2, 3]))
+    theirs = kimi_delta.kimi_delta_update.reference
+    same_with_states(kernels(isa).kimi_delta_update, theirs, rows, states, 6)
+
+
+@LEVELS
+def test_decays_of_long_memories_are_exact(isa: str) -> None:
+    """A state that nothing is added to shows its decay: also steps of 2^-20 and less are not rounded away."""
+    steps = torch.linspace(-30.0, 30.0, 61)
+    size = len(steps)
+    qkv, b, states = torch.ones(1, 2 * size + 16), torch.full((1, 1), -200.0), torch.ones(2, 1, size, 16)
+    constants = torch.zeros(1), torch.zeros(size), None
+    slots = torch.tensor([0]), torch.tensor([1])
+    kernels(isa).kimi_delta_update(qkv, steps[None], b, *constants, states, *slots)
+    wide = steps.double()
+    # What is lost of the state: of slow decays the state itself tells little.
+    expected = -torch.expm1(-torch.nn.functional.softplus(wide, threshold=100))
+    lost = 1 - states[1, 0, :, 0].double()
+    torch.testing.assert_close(lost, expected, rtol=1e-6, atol=1.2e-7)
 
 
 def test_rows_of_drafts_follow_one_another() -> None:

@@ -1,0 +1,51 @@
+// Mixers of decoder layers that keep a state of each request.
+#include "kernels/dense/decoder_layers.h"
+#include "kernels/dense/recurrent.h"
+#include "kernels/dense/row_memory.h"
+
+namespace moebius::dense {
+
+void DecoderLayers::mix(const StepRows& step, const DeltaWeights& delta) {
+  const uint32_t values = delta.num_value_heads * delta.value_dim;
+  const uint32_t channels = 2 * delta.num_key_heads * delta.key_dim + values;
+  multiply(step, delta.input, buffers_.normed, buffers_.projected);
+  const std::byte* const projected = buffers_.projected.data();
+  const size_t stride = delta.input.matrix->out_features();
+  buffers_.convolved.grow(size_t{step.num_rows} * channels * element_bytes_);
+  buffers_.attended.grow(size_t{step.num_rows} * values * element_bytes_);
+  convolve(*threads_, {is_bfloat16_, true, projected, nullptr, nullptr, stride, step.num_rows, channels, delta.width,
+                       delta.recent, step.state_reads, step.state_writes, delta.taps, delta.bias, buffers_.convolved.data()});
+  const Columns a = project_columns(step, delta.input, delta.a_column, delta.decays, buffers_.decays);
+  update_delta(*threads_, {is_bfloat16_, buffers_.convolved.data(), channels, a.values, a.stride,
+                           at(projected, delta.b_column, is_bfloat16_), stride, delta.decay, delta.states,
+                           step.state_reads, step.state_writes, buffers_.attended.data(), step.num_rows,
+                           delta.num_key_heads, delta.num_value_heads, delta.key_dim, delta.value_dim});
+  const Columns gates = project_columns(step, delta.input, delta.gate_column, delta.gates, buffers_.gates);
+  const GatedNormWork first{is_bfloat16_, delta.gates_are_sigmoid, buffers_.attended.data(), gates.values, delta.norm,
+                            buffers_.attended.data(), delta.norm_eps, delta.value_dim};
+  gated_norm(*threads_, {first, step.num_rows, delta.num_value_heads, gates.stride});
+  multiply(step, delta.output, buffers_.attended, buffers_.dense);
+}
+
+// Columns of what `input` has projected, or what `next`, where there is one, makes of them.
+DecoderLayers::Columns DecoderLayers::project_columns(const StepRows& step, const Projection& input, uint32_t begin,
+                                                      const Projection& next, AlignedBuffer& output) {
+  const size_t stride = input.matrix->out_features();
+  const std::byte* const columns = at(buffers_.projected.data(), begin, is_bfloat16_);
+  if (next.matrix == nullptr) return {columns, stride};
+  multiply_columns(step, next, columns, stride, output);
+  return {output.data(), next.matrix->out_features()};
+}
+
+void DecoderLayers::mix(const StepRows& step, const ShortConvWeights& conv) {
+  multiply(step, conv.input, buffers_.normed, buffers_.projected);
+  const std::byte* const gates = buffers_.projected.data();
+  buffers_.convolved.grow(size_t{step.num_rows} * conv.channels * element_bytes_);
+  convolve(*threads_, {is_bfloat16_, false, at(gates, 2 * size_t{conv.channels}, is_bfloat16_), gates,
+                       at(gates, conv.channels, is_bfloat16_), conv.input.matrix->out_features(), step.num_rows,
+                       conv.channels, conv.width, conv.recent, step.state_reads, step.state_writes, conv.taps,
+                       conv.bias, buffers_.convolved.data()});
+  multiply(step, conv.output, buffers_.convolved, buffers_.dense);
+}
+
+}  // namespace moebius::dense
