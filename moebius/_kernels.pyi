@@ -316,6 +316,37 @@ class DenseThreads:
         key_dim: int,
         value_dim: int,
     ) -> None: ...
+    def update_state_space(
+        self,
+        is_bfloat16: bool,
+        xbc: int,
+        xbc_stride: int,
+        dt: int,
+        dt_stride: int,
+        step: StepRule,
+        states: int,
+        reads: int,
+        writes: int,
+        output: int,
+        num_rows: int,
+        num_groups: int,
+        num_heads: int,
+        state_dim: int,
+        head_dim: int,
+    ) -> None: ...
+    def gated_group_norm(
+        self,
+        is_bfloat16: bool,
+        values: int,
+        gates: int,
+        gates_stride: int,
+        weight: int,
+        output: int,
+        eps: float,
+        size: int,
+        num_groups: int,
+        num_rows: int,
+    ) -> None: ...
     def gated_norm(
         self,
         is_bfloat16: bool,
@@ -403,7 +434,7 @@ class AttentionWeights:
         num_kv_heads: int,
         head_dim: int,
         scale: float,
-        rotation: int,
+        rotation: int | None,
         sight: int,
     ) -> None: ...
 
@@ -474,8 +505,33 @@ class ShortConvWeights:
         channels: int,
     ) -> None: ...
 
+class StepRule:
+    def __init__(self, a_log: int, dt_bias: int, skip: int) -> None: ...
+
+class StateSpaceWeights:
+    def __init__(
+        self,
+        *,
+        input: _Projection,
+        output: _Projection,
+        taps: int,
+        bias: int,
+        width: int,
+        step: StepRule,
+        norm: int,
+        norm_eps: float,
+        recent: int,
+        states: int,
+        num_groups: int,
+        num_heads: int,
+        state_dim: int,
+        head_dim: int,
+    ) -> None: ...
+
 class MlpWeights:
-    def __init__(self, gate_up: _Projection, down: _Projection, output_gate: int) -> None: ...
+    def __init__(
+        self, gate_up: _Projection, down: _Projection, output_gate: int, is_squared_relu: bool = False
+    ) -> None: ...
 
 class RouterWeights:
     def __init__(
@@ -485,9 +541,9 @@ class RouterWeights:
 class LayerWeights:
     def __init__(
         self,
-        input_norm: NormWeights,
-        mixer: AttentionWeights | LatentWeights | DeltaWeights | ShortConvWeights,
-        ffn_norm: NormWeights,
+        input_norm: NormWeights | None,
+        mixer: AttentionWeights | LatentWeights | DeltaWeights | ShortConvWeights | StateSpaceWeights | None,
+        ffn_norm: NormWeights | None,
         mlp: MlpWeights | None,
         router: RouterWeights | None,
         layer: int,

@@ -219,8 +219,11 @@ class GQAttention(nn.Module):
         gate = None if self.g_proj is None else self.g_proj.projection
         plain_values = spec.value_dim == spec.head_dim and spec.value_scale == 1.0 and not spec.value_norm
         is_plain = plain_values and spec.blocks is None and not spec.keys_are_values
-        rotates = spec.rope is not None and not spec.rope.query_growth
-        if not rotates or places.rotation is None or norms is None or not is_plain:
+        if norms is None or not is_plain or spec.query_growth is not None:
+            return None
+        # Norms without a rotation after them are another op's, whose sums have another order.
+        alone = spec.rope is None and (self.q_norm is not None or self.k_norm is not None)
+        if alone or (spec.rope is not None and (spec.rope.query_growth or places.rotation is None)):
             return None
         if self.g_proj is not None and gate is None:
             return None
@@ -249,7 +252,7 @@ class GQAttention(nn.Module):
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             scale=spec.scale,
-            rotation=places.rotation,
+            rotation=None if spec.rope is None else places.rotation,
             sight=places.sight,
         )
 

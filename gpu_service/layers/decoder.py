@@ -217,7 +217,7 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, layer: Layer, parts: LayerParts, made: Composition) -> None:
         super().__init__()
-        residual, self._dtype = layer.residual, made.dtype
+        residual, self._dtype, self.hidden_size = layer.residual, made.dtype, made.hidden_size
         assert isinstance(residual, Sequential)
         assert layer.mixer is not None
         own = made.weights(residual.weights(layer.norm, made.hidden_size))
@@ -237,6 +237,11 @@ class DecoderLayer(nn.Module):
         self._scale = residual.scale
 
     @property
+    def block(self) -> nn.Module:
+        """The layer's MLP or experts."""
+        return self.mlp
+
+    @property
     def host_mixer(self) -> HostMixer | None:
         """The layer's mixer, if one call may compute it with its neighbours."""
         mixer = self._modules[self._attention_name]
@@ -251,16 +256,11 @@ class DecoderLayer(nn.Module):
             return None
         if mixer is None or not all(isinstance(norm, RMSNorm) for norm in norms):
             return None
-        mixes = mixer.host_weights(places)
-        dense, router, layer_id = None, None, 0
-        if isinstance(mlp, MoE) and (found := mlp.host_weights()) is not None:
-            (dense, router), layer_id = found, mlp.layer_id
-        elif isinstance(mlp, MLP):
-            dense = mlp.host_weights()
-        if mixes is None or (dense is None and router is None):
+        mixes, block = mixer.host_weights(places), _host_block(mlp)
+        if mixes is None or block is None:
             return None
         first, second = (norm.host_weights() for norm in norms if isinstance(norm, RMSNorm))
-        return _kernels.LayerWeights(first, mixes, second, dense, router, layer_id)
+        return _kernels.LayerWeights(first, mixes, second, *block)
 
     def forward(
         self, stream: ResidualStream, rope: RopeTable | None, context: ForwardContext
@@ -289,22 +289,57 @@ class DecoderLayer(nn.Module):
         return normed if self._scale == 1.0 else normed.mul_(self._scale)
 
 
+def _host_block(
+    block: nn.Module,
+) -> tuple[_kernels.MlpWeights | None, _kernels.RouterWeights | None, int] | None:
+    """Returns an MLP, or experts and those that are always active, as `_kernels.LayerWeights` ends with them;
+    None: it is another kind.
+    """
+    if isinstance(block, MoE):
+        found = block.host_weights()
+        return None if found is None else (*found, block.layer_id)
+    dense = block.host_weights() if isinstance(block, MLP) else None
+    return None if dense is None else (dense, None, 0)
+
+
 class SingleLayer(nn.Module):
     """`x += mixer(norm(x))`: a layer that attends, has a state, or is an MLP or a `MoE`, and nothing else."""
 
     def __init__(self, layer: Layer, parts: LayerParts, made: Composition) -> None:
         super().__init__()
         own = made.weights(layer.residual.weights(layer.norm, made.hidden_size))
+        self.hidden_size = made.hidden_size
         self.norm = make_norm(layer.norm, own.under("norm"))
         self.mixer = parts.single()
+
+    @property
+    def block(self) -> nn.Module:
+        """The layer's MLP or experts, or what it is instead."""
+        return self.mixer
+
+    @property
+    def host_mixer(self) -> HostMixer | None:
+        """The layer's mixer, if it is one that a call may compute with its neighbours."""
+        return self.mixer if isinstance(self.mixer, HostMixer) else None
+
+    def host_weights(self, places: HostPlaces) -> _kernels.LayerWeights | None:
+        """Returns the layer as `_kernels.DecoderLayers` computes it; None: it is another kind of layer."""
+        mixer, block = self.host_mixer, _host_block(self.mixer)
+        if not isinstance(self.norm, RMSNorm):
+            return None
+        norm = self.norm.host_weights()
+        if block is not None:
+            return _kernels.LayerWeights(None, None, norm, *block)
+        mixes = None if mixer is None else mixer.host_weights(places)
+        return None if mixes is None else _kernels.LayerWeights(norm, mixes, None, None, None, 0)
 
     def forward(
         self, stream: ResidualStream, rope: RopeTable | None, context: ForwardContext
     ) -> ResidualStream:
         """Adds what the layer computes to the stream and returns it."""
-        hidden_states = stream.normed(self.norm)
+        hidden_states, *begun = stream.read_for(self.mixer, self.norm, context.inputs)
         is_mlp = isinstance(self.mixer, MLP | MoE)
-        stream.add(self.mixer(hidden_states, *(() if is_mlp else (rope,)), context))
+        stream.add(self.mixer(hidden_states, *(() if is_mlp else (rope,)), context, *begun))
         return stream
 
 

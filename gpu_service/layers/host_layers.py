@@ -17,12 +17,15 @@ from torch import nn
 from gpu_service.attention.cpu_backend import AttendingRows, HostAttention
 from gpu_service.cache.state_cache import StateSlots
 from gpu_service.layers.context import ForwardContext
-from gpu_service.layers.decoder import DecoderLayer, ResidualStream
+from gpu_service.layers.decoder import DecoderLayer, ResidualStream, SingleLayer
 from gpu_service.layers.host_mixer import HostPlaces, Sight
 from gpu_service.layers.moe import MoE, Router
 from gpu_service.ops.host_kernels import MOST_SCORED_ROWS
 from gpu_service.ops.rope import RopeTable
 from moebius import _kernels
+
+# Kinds of layers, some of which one call computes.
+HostLayer = DecoderLayer | SingleLayer
 
 
 class HostLayers:
@@ -31,7 +34,7 @@ class HostLayers:
     def __init__(
         self,
         weights: Sequence[_kernels.LayerWeights],
-        layers: Sequence[DecoderLayer],
+        layers: Sequence[HostLayer],
         sights: Sequence[Sight],
         attention: HostAttention,
         end: int,
@@ -40,15 +43,12 @@ class HostLayers:
         self.end = end
         self._sights, self._attention, self._dtype = list(sights), attention, attention.paged_cache.dtype
         self._has_states = any(_keeps_state(layer) for layer in layers)
-        self._moes = [layer.mlp for layer in layers if isinstance(layer.mlp, MoE)]
+        self._moes = [layer.block for layer in layers if isinstance(layer.block, MoE)]
         # Layers with routed experts, and experts of a row there.
         self._routed = [(moe.layer_id, moe.gate.top_k) for moe in self._moes if isinstance(moe.gate, Router)]
         # Sums over experts are float32.
-        self._update_dtype = torch.float32 if isinstance(layers[-1].mlp, MoE) else self._dtype
-        norm = layers[0].post_attention_layernorm
-        assert norm is not None, "layers without it have no weights here"
-        is_bfloat16 = self._dtype == torch.bfloat16
-        size = norm.weight.shape[0]
+        self._update_dtype = torch.float32 if isinstance(layers[-1].block, MoE) else self._dtype
+        is_bfloat16, size = self._dtype == torch.bfloat16, layers[0].hidden_size
         self._kernel = _kernels.DecoderLayers(attention.threads, is_bfloat16, size, weights)
 
     def forward(self, stream: ResidualStream, ropes: Sequence[RopeTable], context: ForwardContext) -> bool:
@@ -116,7 +116,7 @@ class HostLayers:
         return [(layer, address) for layer, address in found if address is not None]
 
 
-def _keeps_state(layer: DecoderLayer) -> bool:
+def _keeps_state(layer: HostLayer) -> bool:
     mixer = layer.host_mixer
     return mixer is not None and mixer.sight is None
 
@@ -170,16 +170,15 @@ class HostRuns:
 
     def _run_from(self, begin: int, attention: HostAttention) -> HostLayers | None:
         weights: list[_kernels.LayerWeights] = []
-        layers: list[DecoderLayer] = []
+        layers: list[HostLayer] = []
         sights: list[Sight] = []
         for number, layer in enumerate(self._layers[begin - self._first_layer :], begin):
             if weights and number in self._begins:
                 break
-            mixer = layer.host_mixer if isinstance(layer, DecoderLayer) else None
-            if mixer is None:
+            if not isinstance(layer, HostLayer):
                 break
-            assert isinstance(layer, DecoderLayer)
-            sight = mixer.sight
+            mixer = layer.host_mixer
+            sight = None if mixer is None else mixer.sight
             if sight is not None and sight not in sights:
                 sights.append(sight)
             place = 0 if sight is None else sights.index(sight)

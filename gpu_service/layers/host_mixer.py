@@ -11,7 +11,11 @@ from moebius import _kernels
 # The window and the chunk of a layer that attends, see `AttentionLayer`.
 Sight = tuple[int | None, int | None]
 MixerWeights = (
-    _kernels.AttentionWeights | _kernels.LatentWeights | _kernels.DeltaWeights | _kernels.ShortConvWeights
+    _kernels.AttentionWeights
+    | _kernels.LatentWeights
+    | _kernels.DeltaWeights
+    | _kernels.ShortConvWeights
+    | _kernels.StateSpaceWeights
 )
 
 

@@ -7,12 +7,15 @@ from torch import nn
 
 from gpu_service.layers.composition import Composition
 from gpu_service.layers.context import ForwardContext
+from gpu_service.layers.host_mixer import HostPlaces
 from gpu_service.layers.linear import Linear, RowParallelLinear
 from gpu_service.layers.rank_weights import RankWeights
 from gpu_service.layers.states import ConvTaps, StateLayer
+from gpu_service.ops.host_recurrent import VALUE_MULTIPLE
 from gpu_service.ops.norm import gated_group_rms_norm
 from gpu_service.ops.rope import RopeTable
 from gpu_service.ops.state_space import state_space_extend, state_space_update
+from moebius import _kernels
 from moebius.models.layers import recurrent
 from moebius.models.layers.layer import Places
 
@@ -26,6 +29,9 @@ class Mamba2(StateLayer):
     def __init__(self, spec: recurrent.Mamba2, places: Places, made: Composition) -> None:
         super().__init__(spec, places, made)
         own, rank = made.weights(spec.weights(made.hidden_size)), made.own(spec)
+        self._rank, self._dtype = rank, made.dtype
+        # As the call of `host_weights` reads them: kept for as long as it may.
+        self._host_taps: tuple[torch.Tensor, torch.Tensor | None] | None = None
         self._widths = rank.value_size, rank.conv_size, rank.num_value_heads
         self.in_proj, self.conv1d = Linear(own.under("in_proj")), ConvTaps(own.under("conv1d"))
         self.A_log, self.D, self.dt_bias = (own.parameter(name) for name in ("A_log", "D", "dt_bias"))
@@ -44,6 +50,39 @@ class Mamba2(StateLayer):
         normed = gated_group_rms_norm(values.flatten(1), gate, norm.weight, norm.num_groups, norm.eps)
         output: torch.Tensor = self.out_proj(normed)
         return output
+
+    @property
+    def sight(self) -> None:
+        """None: the layer keeps a state, see `HostMixer`."""
+        return None
+
+    def host_weights(self, places: HostPlaces) -> _kernels.StateSpaceWeights | None:
+        """Returns the layer as `_kernels.DecoderLayers` computes it, see `HostMixer`; None: its sizes or
+        types are others.
+        """
+        rank, first, last = self._rank, self.in_proj.projection, self.out_proj.projection
+        assert places.states is not None, "a model with state spaces needs states"
+        recent, recurrent = places.states.of(self._state)
+        fits = rank.value_head_dim % VALUE_MULTIPLE == 0 and self.norm.weight.dtype == self._dtype
+        if first is None or last is None or not fits or recent.dtype != self._dtype:
+            return None
+        self._host_taps = taps, bias = self.conv1d.host_taps()
+        return _kernels.StateSpaceWeights(
+            input=first,
+            output=last,
+            taps=taps.data_ptr(),
+            bias=0 if bias is None else bias.data_ptr(),
+            width=taps.shape[0],
+            step=_kernels.StepRule(self.A_log.data_ptr(), self.dt_bias.data_ptr(), self.D.data_ptr()),
+            norm=self.norm.weight.data_ptr(),
+            norm_eps=self.norm.eps,
+            recent=recent.data_ptr(),
+            states=recurrent.data_ptr(),
+            num_groups=rank.num_key_heads,
+            num_heads=rank.num_value_heads,
+            state_dim=rank.key_head_dim,
+            head_dim=rank.value_head_dim,
+        )
 
 
 class GatedGroupNorm(nn.Module):

@@ -69,9 +69,12 @@ class MLP(nn.Module):
         `output_gate` `[1, H]`: of the products by whose sigmoids it is weighed, if it is.
         """
         gate_up, down = self.gate_up_proj.projection, self.down_proj.projection
-        if gate_up is None or down is None or self._activation is not GATED_ACTIVATIONS["silu"]:
+        squares = self._activation is PLAIN_ACTIVATIONS["relu2"]
+        known = squares or self._activation is GATED_ACTIVATIONS["silu"]
+        if gate_up is None or down is None or not known:
             return None
-        return _kernels.MlpWeights(gate_up, down, 0 if output_gate is None else output_gate.data_ptr())
+        gate = 0 if output_gate is None else output_gate.data_ptr()
+        return _kernels.MlpWeights(gate_up, down, gate, squares)
 
     def read_seam(self, seam: Seam, inputs: ForwardInputs) -> tuple[torch.Tensor, ...] | None:
         """With gate and up, see `ReadsSeam`."""

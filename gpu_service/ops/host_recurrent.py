@@ -122,6 +122,59 @@ class HostRecurrent:
         )
         return output
 
+    def state_space_update(
+        self,
+        xbc: torch.Tensor,
+        dt: torch.Tensor,
+        a_log: torch.Tensor,
+        dt_bias: torch.Tensor,
+        d: torch.Tensor,
+        states: torch.Tensor,
+        reads: torch.Tensor,
+        writes: torch.Tensor,
+    ) -> torch.Tensor:
+        """Computes `ops.state_space.state_space_update`."""
+        _, heads, state_dim, head_dim = states.shape
+        output = torch.empty(xbc.shape[0], heads, head_dim)
+        self._threads.update_state_space(
+            xbc.dtype == torch.bfloat16,
+            xbc.data_ptr(),
+            xbc.stride(0),
+            dt.data_ptr(),
+            dt.stride(0),
+            _kernels.StepRule(a_log.data_ptr(), dt_bias.data_ptr(), d.data_ptr()),
+            states.data_ptr(),
+            reads.data_ptr(),
+            writes.data_ptr(),
+            output.data_ptr(),
+            xbc.shape[0],
+            (xbc.shape[1] - heads * head_dim) // (2 * state_dim),
+            heads,
+            state_dim,
+            head_dim,
+        )
+        return output
+
+    def gated_group_rms_norm(
+        self, values: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, num_groups: int, eps: float
+    ) -> torch.Tensor:
+        """Computes `ops.norm.gated_group_rms_norm`."""
+        rows, columns = values.shape
+        output = torch.empty(rows, columns, dtype=weight.dtype)
+        self._threads.gated_group_norm(
+            weight.dtype == torch.bfloat16,
+            values.data_ptr(),
+            gate.data_ptr(),
+            gate.stride(0),
+            weight.data_ptr(),
+            output.data_ptr(),
+            eps,
+            columns // num_groups,
+            num_groups,
+            rows,
+        )
+        return output
+
     def gated_norm(
         self, is_sigmoid: bool, values: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
@@ -198,6 +251,24 @@ def _updates_elements(
     return _updates(qkv, a, b, a_log, dt_bias, states)
 
 
+def _steps(
+    xbc: torch.Tensor,
+    dt: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    d: torch.Tensor,
+    states: torch.Tensor,
+    *_: object,
+) -> bool:
+    constants = (a_log, dt_bias, d, states)
+    known = all(part.is_contiguous() and part.dtype == torch.float32 for part in constants)
+    return _has_rows(xbc, dt) and known and states.shape[3] % VALUE_MULTIPLE == 0
+
+
+def _norms_groups(values: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, *_: object) -> bool:
+    return values.dtype == torch.float32 and values.is_contiguous() and _has_rows(gate, weight)
+
+
 def _norms(values: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> bool:
     return _has_rows(values, gate, weight) and values.is_contiguous()
 
@@ -213,6 +284,8 @@ def implementations(threads: _kernels.DenseThreads) -> Mapping[str, Implementati
         "causal_conv_update": Implementation(kernels.causal_conv_update, _convolves),
         "gated_delta_update": Implementation(kernels.gated_delta_update, _updates),
         "kimi_delta_update": Implementation(kernels.kimi_delta_update, _updates_elements),
+        "state_space_update": Implementation(kernels.state_space_update, _steps),
+        "gated_group_rms_norm": Implementation(kernels.gated_group_rms_norm, _norms_groups),
         "gated_rms_norm": Implementation(partial(kernels.gated_norm, False), _norms),
         "sigmoid_gated_rms_norm": Implementation(partial(kernels.gated_norm, True), _norms),
         "apply_gate": Implementation(kernels.apply_gate, _gates),

@@ -24,7 +24,7 @@ using namespace dense;
 // A matrix and the addresses of its bias and of the order of its product's columns, 0: none.
 using GivenProjection = std::tuple<std::shared_ptr<DenseMatrix>, uintptr_t, uintptr_t>;
 using MaybeProjection = std::optional<GivenProjection>;
-using GivenMixer = std::variant<AttentionWeights, LatentWeights, DeltaWeights, ShortConvWeights>;
+using GivenMixer = std::variant<AttentionWeights, LatentWeights, DeltaWeights, ShortConvWeights, StateSpaceWeights>;
 // Addresses of begins and ends, or of cosines and sines with their width and whether pairs are neighbours.
 using GivenSight = std::pair<uintptr_t, uintptr_t>;
 using GivenRotation = std::tuple<uintptr_t, uintptr_t, uint32_t, bool>;
@@ -41,7 +41,8 @@ void bind_mixers(py::module_& m) {
                        bool gates_are_softplus, uintptr_t query_norm, uintptr_t key_norm, bool norms_are_bfloat16,
                        bool norms_are_full_width, float norm_eps,
                        uintptr_t sinks, uintptr_t pages, uint32_t page_size, uint32_t num_heads,
-                       uint32_t num_kv_heads, uint32_t head_dim, float scale, uint32_t rotation, uint32_t sight) {
+                       uint32_t num_kv_heads, uint32_t head_dim, float scale, std::optional<uint32_t> rotation,
+                       uint32_t sight) {
              return AttentionWeights{projection(qkv), projection(output), projection(gate), gates_are_softplus,
                                      pointer<void>(query_norm), pointer<void>(key_norm), norms_are_bfloat16,
                                      norms_are_full_width, norm_eps,
@@ -110,6 +111,28 @@ void bind_short_convolution(py::module_& m) {
            py::arg("recent"), py::arg("channels"));
 }
 
+void bind_state_space(py::module_& m) {
+  py::class_<StateSpaceWeights>(m, "StateSpaceWeights")
+      .def(py::init([](const GivenProjection& input, const GivenProjection& output, uintptr_t taps, uintptr_t bias,
+                       uint32_t width, const StepRule& step, uintptr_t norm, float norm_eps, uintptr_t recent,
+                       uintptr_t states, uint32_t num_groups, uint32_t num_heads, uint32_t state_dim,
+                       uint32_t head_dim) {
+             return StateSpaceWeights{projection(input), projection(output), pointer<float>(taps),
+                                      pointer<float>(bias), width, step, pointer<void>(norm), norm_eps,
+                                      pointer<void>(recent), pointer<float>(states), num_groups, num_heads, state_dim,
+                                      head_dim};
+           }),
+           py::kw_only(), py::arg("input"), py::arg("output"), py::arg("taps"), py::arg("bias"), py::arg("width"),
+           py::arg("step"), py::arg("norm"), py::arg("norm_eps"), py::arg("recent"), py::arg("states"),
+           py::arg("num_groups"), py::arg("num_heads"), py::arg("state_dim"), py::arg("head_dim"));
+}
+
+// Of a layer that has one, or the lack of it.
+decltype(LayerWeights::mixer) layer_mixer(const std::optional<GivenMixer>& given) {
+  if (!given) return NoMixer{};
+  return std::visit([](const auto& mixer) { return decltype(LayerWeights::mixer){mixer}; }, *given);
+}
+
 void bind_weights(py::module_& m) {
   py::class_<NormWeights>(m, "NormWeights")
       .def(py::init([](uintptr_t weight, bool is_bfloat16, float eps) {
@@ -118,12 +141,13 @@ void bind_weights(py::module_& m) {
            py::arg("weight"), py::arg("is_bfloat16"), py::arg("eps"));
   bind_mixers(m);
   bind_short_convolution(m);
+  bind_state_space(m);
   py::class_<MlpWeights>(m, "MlpWeights")
       .def(py::init([](const GivenProjection& gate_up, const GivenProjection& down,
-                       uintptr_t output_gate) {
-             return MlpWeights{projection(gate_up), projection(down), pointer<void>(output_gate)};
+                       uintptr_t output_gate, bool is_squared_relu) {
+             return MlpWeights{projection(gate_up), projection(down), pointer<void>(output_gate), is_squared_relu};
            }),
-           py::arg("gate_up"), py::arg("down"), py::arg("output_gate"));
+           py::arg("gate_up"), py::arg("down"), py::arg("output_gate"), py::arg("is_squared_relu") = false);
   py::class_<RouterWeights>(m, "RouterWeights")
       .def(py::init([](uintptr_t weight, bool is_bfloat16, uintptr_t bias, uintptr_t correction,
                        const RoutingRule& rule) {
@@ -132,11 +156,12 @@ void bind_weights(py::module_& m) {
            }),
            py::arg("weight"), py::arg("is_bfloat16"), py::arg("bias"), py::arg("correction"), py::arg("rule"));
   py::class_<LayerWeights>(m, "LayerWeights")
-      .def(py::init([](const NormWeights& input_norm, const GivenMixer& mixer, const NormWeights& ffn_norm,
+      .def(py::init([](const std::optional<NormWeights>& input_norm, const std::optional<GivenMixer>& mixer,
+                       const std::optional<NormWeights>& ffn_norm,
                        const std::optional<MlpWeights>& mlp, const std::optional<RouterWeights>& router,
                        uint32_t layer) {
-             return LayerWeights{input_norm, mixer, ffn_norm, mlp.value_or(MlpWeights{}),
-                                 router.value_or(RouterWeights{}), layer};
+             return LayerWeights{input_norm.value_or(NormWeights{}), layer_mixer(mixer), ffn_norm.value_or(NormWeights{}),
+                                 mlp.value_or(MlpWeights{}), router.value_or(RouterWeights{}), layer};
            }),
            py::arg("input_norm"), py::arg("mixer"), py::arg("ffn_norm"), py::arg("mlp"), py::arg("router"),
            py::arg("layer"));

@@ -25,6 +25,7 @@ using dense::DecayRule;
 using dense::DenseMatrix;
 using dense::DenseThreads;
 using dense::RoutingRule;
+using dense::StepRule;
 
 template <class T>
 T* pointer(uintptr_t address) {
@@ -70,7 +71,7 @@ void add_norm(DenseThreads& threads, uintptr_t residual, bool is_bfloat16, uintp
 void gate(DenseThreads& threads, bool is_bfloat16, uintptr_t gate_up, uintptr_t output, uint32_t size,
           uint32_t num_rows) {
   const ReleasedGil release;
-  dense::gate(threads, {is_bfloat16, pointer<void>(gate_up), pointer<void>(output), size}, num_rows);
+  dense::gate(threads, {is_bfloat16, false, pointer<void>(gate_up), pointer<void>(output), size}, num_rows);
 }
 
 void rotate_and_append(DenseThreads& threads, bool is_bfloat16, uintptr_t heads, size_t heads_stride,
@@ -202,6 +203,25 @@ void update_delta(DenseThreads& threads, bool is_bfloat16, uintptr_t qkv, size_t
                                 num_value_heads, key_dim, value_dim});
 }
 
+void update_state_space(DenseThreads& threads, bool is_bfloat16, uintptr_t xbc, size_t xbc_stride, uintptr_t dt,
+                        size_t dt_stride, const StepRule& step, uintptr_t states, uintptr_t reads, uintptr_t writes,
+                        uintptr_t output, uint32_t num_rows, uint32_t num_groups, uint32_t num_heads,
+                        uint32_t state_dim, uint32_t head_dim) {
+  const ReleasedGil release;
+  dense::update_state_space(threads, {is_bfloat16, pointer<void>(xbc), xbc_stride, pointer<void>(dt), dt_stride, step,
+                                      pointer<float>(states), pointer<int64_t>(reads), pointer<int64_t>(writes),
+                                      pointer<float>(output), num_rows, num_groups, num_heads, state_dim, head_dim});
+}
+
+void gated_group_norm(DenseThreads& threads, bool is_bfloat16, uintptr_t values, uintptr_t gates, size_t gates_stride,
+                      uintptr_t weight, uintptr_t output, float eps, uint32_t size, uint32_t num_groups,
+                      uint32_t num_rows) {
+  const ReleasedGil release;
+  const dense::GatedGroupNormWork first{is_bfloat16, pointer<float>(values), pointer<void>(gates), pointer<void>(weight),
+                                        nullptr, pointer<void>(output), eps, size};
+  dense::gated_group_norm(threads, {first, num_rows, num_groups, gates_stride});
+}
+
 void gated_norm(DenseThreads& threads, bool is_bfloat16, bool is_sigmoid, uintptr_t values, uintptr_t gates,
                 size_t gates_stride, uintptr_t weight, uintptr_t output, float eps, uint32_t size, uint32_t num_heads,
                 uint32_t num_rows) {
@@ -227,6 +247,13 @@ void bind_recurrent(py::class_<DenseThreads, std::shared_ptr<DenseThreads>>& thr
            py::arg("a_stride"), py::arg("b"), py::arg("b_stride"), py::arg("decay"), py::arg("states"),
            py::arg("reads"), py::arg("writes"), py::arg("output"), py::arg("num_rows"), py::arg("num_key_heads"),
            py::arg("num_value_heads"), py::arg("key_dim"), py::arg("value_dim"))
+      .def("update_state_space", &update_state_space, py::arg("is_bfloat16"), py::arg("xbc"), py::arg("xbc_stride"),
+           py::arg("dt"), py::arg("dt_stride"), py::arg("step"), py::arg("states"), py::arg("reads"),
+           py::arg("writes"), py::arg("output"), py::arg("num_rows"), py::arg("num_groups"), py::arg("num_heads"),
+           py::arg("state_dim"), py::arg("head_dim"))
+      .def("gated_group_norm", &gated_group_norm, py::arg("is_bfloat16"), py::arg("values"), py::arg("gates"),
+           py::arg("gates_stride"), py::arg("weight"), py::arg("output"), py::arg("eps"), py::arg("size"),
+           py::arg("num_groups"), py::arg("num_rows"))
       .def("gated_norm", &gated_norm, py::arg("is_bfloat16"), py::arg("is_sigmoid"), py::arg("values"),
            py::arg("gates"), py::arg("gates_stride"), py::arg("weight"), py::arg("output"), py::arg("eps"),
            py::arg("size"), py::arg("num_heads"), py::arg("num_rows"))
@@ -259,6 +286,11 @@ void bind_dense(py::module_& m) {
              return DecayRule{is_by_element, bound.value_or(0.0f), pointer<float>(a_log), pointer<float>(dt_bias)};
            }),
            py::arg("a_log"), py::arg("dt_bias"), py::arg("is_by_element") = false, py::arg("bound") = std::nullopt);
+  py::class_<StepRule>(m, "StepRule")
+      .def(py::init([](uintptr_t a_log, uintptr_t dt_bias, uintptr_t skip) {
+             return StepRule{pointer<float>(a_log), pointer<float>(dt_bias), pointer<float>(skip)};
+           }),
+           py::arg("a_log"), py::arg("dt_bias"), py::arg("skip"));
   bind_recurrent(threads);
   bind_latents(threads);
   threads

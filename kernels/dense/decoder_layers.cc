@@ -66,11 +66,21 @@ void check_mixer(const ShortConvWeights& conv, uint32_t hidden_size, size_t inde
   check_shape(conv.output, conv.channels, hidden_size, index, "output");
 }
 
+void check_mixer(const StateSpaceWeights& space, uint32_t hidden_size, size_t index) {
+  const uint32_t inner = space.num_heads * space.head_dim;
+  const uint32_t groups = space.num_groups * space.state_dim;
+  check_shape(space.input, hidden_size, 2 * inner + 2 * groups + space.num_heads, index, "input");
+  check_shape(space.output, inner, hidden_size, index, "output");
+}
+
+void check_mixer(const NoMixer&, uint32_t, size_t) {}
+
 void check_layer(const LayerWeights& layer, uint32_t hidden_size, size_t index) {
   std::visit([&](const auto& mixer) { check_mixer(mixer, hidden_size, index); }, layer.mixer);
   if (layer.mlp.down.matrix == nullptr) return;
   const uint32_t intermediate = layer.mlp.down.matrix->in_features();
-  check_shape(layer.mlp.gate_up, hidden_size, 2 * intermediate, index, "gate_up");
+  const uint32_t products = layer.mlp.is_squared_relu ? 1 : 2;
+  check_shape(layer.mlp.gate_up, hidden_size, products * intermediate, index, "gate_up");
   check_shape(layer.mlp.down, intermediate, hidden_size, index, "down");
 }
 
@@ -99,9 +109,13 @@ DecoderLayers::DecoderLayers(std::shared_ptr<DenseThreads> threads, bool is_bflo
 void DecoderLayers::run(const StepRows& step, RoutedExperts* experts) {
   Update update;
   for (const LayerWeights& layer : layers_) {
-    add_norm(step, layer.input_norm, update);
-    std::visit([&](const auto& mixer) { mix(step, mixer); }, layer.mixer);
-    add_norm(step, layer.ffn_norm, {buffers_.dense.data(), is_bfloat16_});
+    if (layer.input_norm.weight != nullptr) {
+      add_norm(step, layer.input_norm, update);
+      std::visit([&](const auto& mixer) { mix(step, mixer); }, layer.mixer);
+      update = {buffers_.dense.data(), is_bfloat16_};
+    }
+    if (layer.ffn_norm.weight == nullptr) continue;
+    add_norm(step, layer.ffn_norm, update);
     update = compute_ffn(step, layer, experts);
   }
   copy_update(step, update);
@@ -138,7 +152,7 @@ void DecoderLayers::mix(const StepRows& step, const AttentionWeights& attention)
   const uint32_t head_dim = attention.head_dim;
   const uint32_t rotated = attention.num_heads + attention.num_kv_heads;
   const size_t stride = attention.qkv.matrix->out_features();
-  const Rotation& rotation = step.rotations[attention.rotation];
+  const Rotation rotation = attention.rotation ? step.rotations[*attention.rotation] : Rotation{};
   const Sight& sight = step.sights[attention.sight];
   multiply(step, attention.qkv, buffers_.normed, buffers_.projected);
   std::byte* const projected = buffers_.projected.data();
@@ -303,7 +317,9 @@ void DecoderLayers::compute_mlp(const StepRows& step, const MlpWeights& mlp) {
   const uint32_t intermediate = mlp.down.matrix->in_features();
   multiply(step, mlp.gate_up, buffers_.normed, buffers_.gate_up);
   buffers_.activated.grow(size_t{step.num_rows} * intermediate * element_bytes_);
-  gate(*threads_, {is_bfloat16_, buffers_.gate_up.data(), buffers_.activated.data(), intermediate}, step.num_rows);
+  gate(*threads_,
+       {is_bfloat16_, mlp.is_squared_relu, buffers_.gate_up.data(), buffers_.activated.data(), intermediate},
+       step.num_rows);
   multiply(step, mlp.down, buffers_.activated, buffers_.dense);
   if (mlp.output_gate != nullptr) weigh_mlp(step, mlp.output_gate);
 }

@@ -1,6 +1,6 @@
 // Consecutive decoder layers whose rows are all computed alone, as in decode: one call for all of them.
 //
-// A layer is `x += mixer(norm(x)); x += ffn(norm(x))`: the mixer is grouped-query attention over paged keys and values,
+// A layer is `x += mixer(norm(x)); x += ffn(norm(x))`, or one of the two: the mixer is grouped-query attention over paged keys and values,
 // latent attention over paged latents or a gated delta rule, and the other half an MLP, routed experts, or both. Its
 // steps are those of row_ops.h, latent_attention.h, recurrent.h and dense_matrix.h in the order in which the engine
 // calls them one by one, on the same memory types, so that both ways give the same bits.
@@ -38,6 +38,7 @@ class DecoderLayers {
     AlignedBuffer attended_latents;  // likewise: what they attend to
     AlignedBuffer convolved;   // queries, keys, values of a delta rule, or what a short convolution answers
     AlignedBuffer attended;    // num_heads * head_dim, or what a delta rule answers
+    AlignedBuffer wide;        // what a state space answers, float32
     AlignedBuffer decays;      // what decays of a delta rule are made of
     AlignedBuffer gates;       // of what is attended to or remembered, or of an MLP
     AlignedBuffer gate_up;
@@ -69,8 +70,10 @@ class DecoderLayers {
   void mix(const StepRows& step, const LatentWeights& latent);
   void project_latent_queries(const StepRows& step, const LatentWeights& latent);
   void append_latents(const StepRows& step, const LatentWeights& latent);
+  void mix(const StepRows&, const NoMixer&) {}
   void mix(const StepRows& step, const DeltaWeights& delta);
   void mix(const StepRows& step, const ShortConvWeights& conv);
+  void mix(const StepRows& step, const StateSpaceWeights& space);
   Columns project_columns(const StepRows& step, const Projection& input, uint32_t begin, const Projection& next,
                           AlignedBuffer& output);
   void ask_experts(const StepRows& step, const LayerWeights& layer, RoutedExperts& experts);

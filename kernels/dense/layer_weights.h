@@ -45,7 +45,7 @@ struct AttentionWeights {
   uint32_t num_kv_heads;
   uint32_t head_dim;
   float scale;
-  uint32_t rotation;        // index of StepRows::rotations
+  std::optional<uint32_t> rotation;  // index of StepRows::rotations; none: nothing is rotated
   uint32_t sight;           // index of StepRows::sights
 };
 
@@ -105,11 +105,33 @@ struct ShortConvWeights {
   uint32_t channels;
 };
 
-// down(silu(gate) * up), times the sigmoid of one product where it has an output gate.
+// Mamba-2 after a causal convolution, see recurrent.h.
+struct StateSpaceWeights {
+  Projection input;         // gates; values; what groups write, what they read; dt
+  Projection output;
+  const float* taps;        // [width][channels]: all but gates and dt
+  const float* bias;        // [channels]; null: none
+  uint32_t width;
+  StepRule step;
+  const void* norm;         // [num_heads * head_dim]
+  float norm_eps;
+  void* recent;             // [slots][width - 1][channels]
+  float* states;            // [slots][num_heads][state_dim][head_dim]
+  uint32_t num_groups;
+  uint32_t num_heads;
+  uint32_t state_dim;
+  uint32_t head_dim;
+};
+
+// A layer that is a feed-forward block alone.
+struct NoMixer {};
+
+// down(silu(gate) * up), or down(max(up, 0)^2), times the sigmoid of one product where it has an output gate.
 struct MlpWeights {
-  Projection gate_up;
+  Projection gate_up;       // of a squared ReLU up alone
   Projection down;
   const void* output_gate;  // [hidden_size]; null: none
+  bool is_squared_relu;
 };
 
 struct RouterWeights {
@@ -121,9 +143,9 @@ struct RouterWeights {
 };
 
 struct LayerWeights {
-  NormWeights input_norm;
-  std::variant<AttentionWeights, LatentWeights, DeltaWeights, ShortConvWeights> mixer;
-  NormWeights ffn_norm;
+  NormWeights input_norm;  // null weight: without a mixer
+  std::variant<AttentionWeights, LatentWeights, DeltaWeights, ShortConvWeights, StateSpaceWeights, NoMixer> mixer;
+  NormWeights ffn_norm;  // null weight: a layer that is a mixer alone
   MlpWeights mlp;        // of a layer with experts: those that are always active; null matrices: none
   RouterWeights router;
   uint32_t layer;        // as experts are asked for it

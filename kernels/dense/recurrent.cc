@@ -35,6 +35,29 @@ void find_decays(DenseThreads& threads, const DeltaRule& call, uint32_t row, uin
                                         rule.dt_bias + first, rate, rule.bound, decays, call.key_dim});
 }
 
+// All rows of one head, in order.
+void step_head(DenseThreads& threads, const StateSpace& call, uint32_t head, float* scratch) {
+  const size_t inner = size_t{call.num_heads} * call.head_dim;
+  const size_t group = head / (call.num_heads / call.num_groups);
+  const size_t state_size = size_t{call.state_dim} * call.head_dim;
+  const float rate = std::exp(call.step.a_log[head]);
+  for (uint32_t row = 0; row < call.num_rows; ++row) {
+    const size_t own = row * call.xbc_stride;
+    const size_t write = own + inner + group * call.state_dim;
+    const float dt = value_at(call.dt, row * call.dt_stride + head, call.is_bfloat16);
+    const float step = softplus(dt + call.step.dt_bias[head]);
+    const auto state = [&](int64_t slot) {
+      return call.states + (static_cast<size_t>(slot) * call.num_heads + head) * state_size;
+    };
+    threads.row_kernels().update_state_space(
+        {call.is_bfloat16, at(call.xbc, write + size_t{call.num_groups} * call.state_dim, call.is_bfloat16),
+         at(call.xbc, write, call.is_bfloat16), at(call.xbc, own + size_t{head} * call.head_dim, call.is_bfloat16),
+         state(call.reads[row]), state(call.writes[row]),
+         call.output + (size_t{row} * call.num_heads + head) * call.head_dim, scratch, std::exp(-rate * step), step,
+         call.step.skip[head], call.state_dim, call.head_dim});
+  }
+}
+
 // All rows of one value head, in order.
 void update_head(DenseThreads& threads, const DeltaRule& call, uint32_t head, float* scratch) {
   float* const decays = scratch + 3 * size_t{call.key_dim};
@@ -93,6 +116,34 @@ void update_delta(DenseThreads& threads, const DeltaRule& call) {
     AlignedBuffer& scratch = threads.scratch(worker).result;
     scratch.grow(4 * size_t{call.key_dim} * sizeof(float));
     update_head(threads, call, head, scratch.as<float>());
+  });
+}
+
+void update_state_space(DenseThreads& threads, const StateSpace& call) {
+  const std::lock_guard<std::mutex> lock(threads.call_mutex());
+  threads.pool().parallel_for(call.num_heads, [&](uint32_t head, uint32_t worker) {
+    AlignedBuffer& scratch = threads.scratch(worker).result;
+    scratch.grow(2 * size_t{call.state_dim} * sizeof(float));
+    step_head(threads, call, head, scratch.as<float>());
+  });
+}
+
+void gated_group_norm(DenseThreads& threads, const GatedGroupNorm& call) {
+  const bool is_bfloat16 = call.first.is_bfloat16;
+  const size_t size = call.first.size;
+  for_rows(threads, call.num_rows, call.num_groups * size, [&](uint32_t row, uint32_t worker) {
+    AlignedBuffer& scratch = threads.scratch(worker).result;
+    scratch.grow(size * sizeof(float));
+    for (uint32_t group = 0; group < call.num_groups; ++group) {
+      const size_t own = (size_t{row} * call.num_groups + group) * size;
+      GatedGroupNormWork work = call.first;
+      work.values = call.first.values + own;
+      work.gates = at(call.first.gates, row * call.gates_stride + group * size, is_bfloat16);
+      work.weight = at(call.first.weight, group * size, is_bfloat16);
+      work.scratch = scratch.as<float>();
+      work.output = at(call.first.output, own, is_bfloat16);
+      threads.row_kernels().gated_group_norm(work);
+    }
   });
 }
 

@@ -60,6 +60,43 @@ struct DeltaRule {
 };
 void update_delta(DenseThreads& threads, const DeltaRule& call);
 
+// How a state space steps and what skips it.
+struct StepRule {
+  const float* a_log;     // [num_heads]
+  const float* dt_bias;   // [num_heads]
+  const float* skip;      // [num_heads], D
+};
+
+// Mamba-2, see StateSpaceWork. A group serves num_heads / num_groups heads.
+struct StateSpace {
+  bool is_bfloat16;       // all rows
+  const void* xbc;        // [num_rows][xbc_stride]: values of all heads, then what groups write, then what they read
+  size_t xbc_stride;
+  const void* dt;         // [num_rows][dt_stride], num_heads columns
+  size_t dt_stride;
+  StepRule step;
+  float* states;          // [slots][num_heads][state_dim][head_dim]
+  const int64_t* reads;   // [num_rows], slots
+  const int64_t* writes;  // [num_rows]
+  float* output;          // [num_rows][num_heads][head_dim]
+  uint32_t num_rows;
+  uint32_t num_groups;
+  uint32_t num_heads;
+  uint32_t state_dim;
+  uint32_t head_dim;      // a multiple of 16
+};
+void update_state_space(DenseThreads& threads, const StateSpace& call);
+
+// See GatedGroupNormWork, which describes the first group of the first row, without its scratch. Values and output:
+// [num_rows][num_groups][size].
+struct GatedGroupNorm {
+  GatedGroupNormWork first;
+  uint32_t num_rows;
+  uint32_t num_groups;
+  size_t gates_stride;    // between rows
+};
+void gated_group_norm(DenseThreads& threads, const GatedGroupNorm& call);
+
 // See GatedNormWork, which describes the first head of the first row. Values and output: [num_rows][num_heads][size].
 struct GatedNorm {
   GatedNormWork first;

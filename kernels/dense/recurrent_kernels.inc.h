@@ -185,6 +185,93 @@ void update_delta(const DeltaWork& work) {
   delta_typed<Float32>(work);
 }
 
+// --- Mamba-2
+
+template <class Type>
+void widen(const void* from, uint32_t size, float* target) {
+  const auto* const values = static_cast<const typename Type::Element*>(from);
+  for_each(
+      size, [&](uint32_t i) { Type::load(values + i).store(target + i); },
+      [&](uint32_t i) { target[i] = load_one<Type>(values + i); });
+}
+
+// Columns of the state from `column` on.
+template <class Type, uint32_t kVectors>
+void state_space_columns(const StateSpaceWork& work, const float* read, const float* write, uint32_t column) {
+  const Vec decay = Vec::broadcast(work.decay);
+  const auto* const value = static_cast<const typename Type::Element*>(work.value) + column;
+  Vec added[kVectors];
+  Vec result[kVectors];
+  for (uint32_t v = 0; v < kVectors; ++v) {
+    const Vec own = Type::load(value + v * Vec::kLanes);
+    added[v] = Vec::mul(own, Vec::broadcast(work.step));
+    result[v] = Vec::mul(own, Vec::broadcast(work.skip));
+  }
+  for (uint32_t d = 0; d < work.state_dim; ++d) {
+    const Vec own = Vec::broadcast(write[d]);
+    const Vec asked = Vec::broadcast(read[d]);
+    const size_t row = size_t{d} * work.head_dim + column;
+    for (uint32_t v = 0; v < kVectors; ++v) {
+      const Vec kept = Vec::mul(Vec::load(work.state + row + v * Vec::kLanes), decay);
+      const Vec changed = Vec::fma(own, added[v], kept);
+      changed.store(work.next + row + v * Vec::kLanes);
+      result[v] = Vec::fma(asked, changed, result[v]);
+    }
+  }
+  for (uint32_t v = 0; v < kVectors; ++v) result[v].store(work.output + column + v * Vec::kLanes);
+}
+
+template <class Type>
+void state_space_typed(const StateSpaceWork& work) {
+  float* const read = work.scratch;
+  float* const write = work.scratch + work.state_dim;
+  widen<Type>(work.read, work.state_dim, read);
+  widen<Type>(work.write, work.state_dim, write);
+  constexpr uint32_t kTogether = 4 * Vec::kLanes;
+  uint32_t column = 0;
+  for (; column + kTogether <= work.head_dim; column += kTogether) {
+    state_space_columns<Type, 4>(work, read, write, column);
+  }
+  for (; column < work.head_dim; column += Vec::kLanes) state_space_columns<Type, 1>(work, read, write, column);
+}
+
+void update_state_space(const StateSpaceWork& work) {
+  if (work.is_bfloat16) return state_space_typed<BFloat16>(work);
+  state_space_typed<Float32>(work);
+}
+
+template <class Type>
+void gated_group_norm_typed(const GatedGroupNormWork& work) {
+  using Element = typename Type::Element;
+  const auto* const gates = static_cast<const Element*>(work.gates);
+  const auto* const weight = static_cast<const Element*>(work.weight);
+  auto* const output = static_cast<Element*>(work.output);
+  float* const gated = work.scratch;
+  const auto product = [](Vec value, Vec gate) { return Vec::mul(value, Vec::mul(gate, sigmoid(gate))); };
+  for_each(
+      work.size,
+      [&](uint32_t i) { product(Vec::load(work.values + i), Type::load(gates + i)).store(gated + i); },
+      [&](uint32_t i) {
+        const Vec gate = Vec::broadcast(load_one<Type>(gates + i));
+        store_first<Float32>(product(Vec::broadcast(work.values[i]), gate), gated + i);
+      });
+  const float mean = sum_of_squares<Float32>(gated, work.size) / static_cast<float>(work.size);
+  const Vec factor = Vec::broadcast(1.0f / __builtin_sqrtf(mean + work.eps));
+  const auto normed = [&](Vec value, Vec scale) { return Vec::mul(Vec::mul(value, factor), scale); };
+  for_each(
+      work.size,
+      [&](uint32_t i) { Type::store(normed(Vec::load(gated + i), Type::load(weight + i)), output + i); },
+      [&](uint32_t i) {
+        const Vec scale = Vec::broadcast(load_one<Type>(weight + i));
+        store_first<Type>(normed(Vec::broadcast(gated[i]), scale), output + i);
+      });
+}
+
+void gated_group_norm(const GatedGroupNormWork& work) {
+  if (work.is_bfloat16) return gated_group_norm_typed<BFloat16>(work);
+  gated_group_norm_typed<Float32>(work);
+}
+
 // --- gates
 
 template <class Type>

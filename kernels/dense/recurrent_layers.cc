@@ -37,6 +37,29 @@ DecoderLayers::Columns DecoderLayers::project_columns(const StepRows& step, cons
   return {output.data(), next.matrix->out_features()};
 }
 
+void DecoderLayers::mix(const StepRows& step, const StateSpaceWeights& space) {
+  const uint32_t inner = space.num_heads * space.head_dim;
+  const uint32_t channels = inner + 2 * space.num_groups * space.state_dim;
+  const size_t stride = space.input.matrix->out_features();
+  multiply(step, space.input, buffers_.normed, buffers_.projected);
+  const std::byte* const gates = buffers_.projected.data();
+  const std::byte* const rows = at(gates, inner, is_bfloat16_);
+  buffers_.convolved.grow(size_t{step.num_rows} * channels * element_bytes_);
+  buffers_.wide.grow(size_t{step.num_rows} * inner * sizeof(float));
+  buffers_.attended.grow(size_t{step.num_rows} * inner * element_bytes_);
+  convolve(*threads_, {is_bfloat16_, true, rows, nullptr, nullptr, stride, step.num_rows, channels, space.width,
+                       space.recent, step.state_reads, step.state_writes, space.taps, space.bias,
+                       buffers_.convolved.data()});
+  update_state_space(*threads_, {is_bfloat16_, buffers_.convolved.data(), channels, at(rows, channels, is_bfloat16_),
+                                 stride, space.step, space.states, step.state_reads, step.state_writes,
+                                 buffers_.wide.as<float>(), step.num_rows, space.num_groups, space.num_heads,
+                                 space.state_dim, space.head_dim});
+  const GatedGroupNormWork first{is_bfloat16_, buffers_.wide.as<float>(), gates, space.norm, nullptr,
+                                 buffers_.attended.data(), space.norm_eps, inner / space.num_groups};
+  gated_group_norm(*threads_, {first, step.num_rows, space.num_groups, stride});
+  multiply(step, space.output, buffers_.attended, buffers_.dense);
+}
+
 void DecoderLayers::mix(const StepRows& step, const ShortConvWeights& conv) {
   multiply(step, conv.input, buffers_.normed, buffers_.projected);
   const std::byte* const gates = buffers_.projected.data();

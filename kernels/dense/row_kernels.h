@@ -48,10 +48,11 @@ struct RotateWork {
   bool interleaved;
 };
 
-// output = silu(gate_up[0 ... size]) * gate_up[size ... 2 size], one row.
+// output = silu(gate_up[0 ... size]) * gate_up[size ... 2 size], or max(gate_up, 0)^2, one row.
 struct GateWork {
   bool is_bfloat16;
-  const void* gate_up;        // [2 * size]
+  bool is_squared_relu;
+  const void* gate_up;        // [2 * size]; of a squared ReLU [size]
   void* output;               // [size]
   uint32_t size;
 };
@@ -155,6 +156,36 @@ struct DeltaWork {
   uint32_t value_dim;         // a multiple of 16
 };
 
+// Mamba-2's selective state space (arXiv:2405.21060) for one head of one token, see gpu_service/ops/state_space.py:
+// state = decay * state + write (step * value)^T; output = read^T state + skip * value.
+struct StateSpaceWork {
+  bool is_bfloat16;           // read, write and value
+  const void* read;           // [state_dim]
+  const void* write;          // [state_dim]
+  const void* value;          // [head_dim]
+  const float* state;         // [state_dim][head_dim]
+  float* next;                // [state_dim][head_dim], the state after the token; other memory
+  float* output;              // [head_dim]
+  float* scratch;             // [2 * state_dim]
+  float decay;
+  float step;
+  float skip;
+  uint32_t state_dim;
+  uint32_t head_dim;          // a multiple of 16
+};
+
+// output = rms_norm(values * silu(gates)) * weight, rounded once; neighbouring columns of one row.
+struct GatedGroupNormWork {
+  bool is_bfloat16;           // gates, weight and output
+  const float* values;        // [size]
+  const void* gates;          // [size]
+  const void* weight;         // [size]
+  float* scratch;             // [size]
+  void* output;               // [size]
+  float eps;
+  uint32_t size;
+};
+
 // output = rms_norm(values) * weight * silu(gates), the norm rounded before and after the weight, as add_norm; or
 // sigmoid(gates), rounded once. One head.
 struct GatedNormWork {
@@ -205,6 +236,8 @@ struct RowKernels {
   void (*convolve)(const ConvolveWork& work);
   void (*compute_decays)(const DecayWork& work);
   void (*update_delta)(const DeltaWork& work);
+  void (*update_state_space)(const StateSpaceWork& work);
+  void (*gated_group_norm)(const GatedGroupNormWork& work);
   void (*gated_norm)(const GatedNormWork& work);
   void (*apply_gate)(const ApplyGateWork& work);
   // output = rows x matrix, and rows x matrix^T.

@@ -194,7 +194,28 @@ void gate_typed(const GateWork& work) {
       });
 }
 
+template <class Type>
+void squared_relu_typed(const GateWork& work) {
+  const auto* const up = static_cast<const typename Type::Element*>(work.gate_up);
+  auto* const output = static_cast<typename Type::Element*>(work.output);
+  const auto squared = [](Vec x) {
+    const Vec positive = Vec::max(Vec::zero(), x);
+    return Vec::mul(positive, positive);
+  };
+  for_each(
+      work.size, [&](uint32_t i) { Type::store(squared(Type::load(up + i)), output + i); },
+      [&](uint32_t i) {
+        float one[Vec::kLanes];
+        squared(Vec::broadcast(load_one<Type>(up + i))).store(one);
+        store_one<Type>(one[0], output + i);
+      });
+}
+
 void gate(const GateWork& work) {
+  if (work.is_squared_relu) {
+    if (work.is_bfloat16) return squared_relu_typed<BFloat16>(work);
+    return squared_relu_typed<Float32>(work);
+  }
   if (work.is_bfloat16) return gate_typed<BFloat16>(work);
   gate_typed<Float32>(work);
 }
@@ -356,6 +377,18 @@ void attend(const AttendWork& work) {
 #include "kernels/dense/latent_kernels.inc.h"
 #include "kernels/dense/recurrent_kernels.inc.h"
 
-constexpr RowKernels kKernels{add_norm,       rotate,       gate,       attend,     attend_tile,  dot,
-                              convolve,       compute_decays, update_delta, gated_norm, apply_gate,   head_product,
+constexpr RowKernels kKernels{add_norm,
+                              rotate,
+                              gate,
+                              attend,
+                              attend_tile,
+                              dot,
+                              convolve,
+                              compute_decays,
+                              update_delta,
+                              update_state_space,
+                              gated_group_norm,
+                              gated_norm,
+                              apply_gate,
+                              head_product,
                               transposed_head_product};

@@ -35,7 +35,7 @@ void gate(DenseThreads& threads, const GateWork& first, uint32_t num_rows) {
   const RowKernels& kernels = threads.row_kernels();
   for_rows(threads, num_rows, 4 * size_t{first.size}, [&](uint32_t row, uint32_t) {
     GateWork work = first;
-    work.gate_up = at(first.gate_up, 2 * size_t{row} * first.size, first.is_bfloat16);
+    work.gate_up = at(first.gate_up, (first.is_squared_relu ? 1 : 2) * size_t{row} * first.size, first.is_bfloat16);
     work.output = at(first.output, size_t{row} * first.size, first.is_bfloat16);
     kernels.gate(work);
   });

@@ -76,6 +76,35 @@ PUBLISHED = {
             "attention_bias": True,
         },
     ),
+    # Nemotron 3 Nano: layers are a mixer or a feed-forward block alone, MLPs square a ReLU, nothing rotates.
+    "nemotron_h": TinyModel(
+        "nemotron_h",
+        {
+            "hidden_size": 64,
+            "moe_intermediate_size": 32,
+            "intermediate_size": 96,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "layers_block_type": [
+                "linear_attention",
+                "moe",
+                "full_attention",
+                "mlp",
+                "linear_attention",
+                "full_attention",
+                "moe",
+            ],
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_latent_size": None,
+            "moe_shared_expert_intermediate_size": 128,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "n_groups": 2,
+            "ssm_state_size": 32,
+        },
+    ),
     # Ling 3: decays of elements with a bound, projected directly, as gates are.
     "bailing_hybrid": TinyModel(
         "bailing_hybrid",

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_service.ops import activation, kimi_delta, linear_attention, norm
+from gpu_service.ops import activation, kimi_delta, linear_attention, norm, state_space
 from gpu_service.ops.host_recurrent import HostRecurrent, implementations
 from moebius import _kernels
 from moebius.kernels import supported_isas
@@ -99,6 +99,38 @@ def test_delta_rule_with_decays_of_elements(
     rows = (qkv, a, b, *constants, torch.tensor([5, 0]), torch.tensor([2, 3]))
     theirs = kimi_delta.kimi_delta_update.reference
     same_with_states(kernels(isa).kimi_delta_update, theirs, rows, states, 6)
+
+
+@LEVELS
+@DTYPES
+@pytest.mark.parametrize(
+    ("groups", "heads", "state_dim", "head_dim"), [(2, 4, 8, 16), (1, 3, 37, 48), (2, 2, 128, 64)]
+)
+def test_state_space(
+    isa: str, dtype: torch.dtype, groups: int, heads: int, state_dim: int, head_dim: int
+) -> None:
+    """Steps are columns of a wider product; outputs are float32, as the norm reads them."""
+    xbc = torch.randn(2, heads * head_dim + 2 * groups * state_dim).to(dtype)
+    dt = (torch.randn(2, heads + 7) * 4).to(dtype)[:, 7:]
+    constants = torch.randn(heads), torch.randn(heads) * 3, torch.randn(heads)
+    states = torch.randn(6, heads, state_dim, head_dim)
+    rows = (xbc, dt, *constants, torch.tensor([5, 0]), torch.tensor([2, 3]))
+    theirs = state_space.state_space_update.reference
+    same_with_states(kernels(isa).state_space_update, theirs, rows, states, 5)
+
+
+@LEVELS
+@DTYPES
+@pytest.mark.parametrize("groups", [1, 3])
+def test_norms_of_groups(isa: str, dtype: torch.dtype, groups: int) -> None:
+    """Gates are columns of a wider product; groups need not be whole vectors."""
+    for size in (16, 40, 21):
+        columns = groups * size
+        values, weight = torch.randn(3, columns), (torch.rand(columns) + 0.5).to(dtype)
+        gates = (torch.randn(3, columns + 9) * 4).to(dtype)[:, 9:]
+        arguments = (values, gates, weight, groups, 1e-5)
+        found = kernels(isa).gated_group_rms_norm(*arguments)
+        assert_same(found, norm.gated_group_rms_norm.reference(*arguments), 2)
 
 
 @LEVELS
