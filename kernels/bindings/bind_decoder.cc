@@ -39,10 +39,9 @@ void bind_mixers(py::module_& m) {
   py::class_<AttentionWeights>(m, "AttentionWeights")
       .def(py::init([](const GivenProjection& qkv, const GivenProjection& output, const MaybeProjection& gate,
                        bool gates_are_softplus, uintptr_t query_norm, uintptr_t key_norm, bool norms_are_bfloat16,
-                       bool norms_are_full_width, float norm_eps,
-                       uintptr_t sinks, uintptr_t pages, uint32_t page_size, uint32_t num_heads,
-                       uint32_t num_kv_heads, uint32_t head_dim, float scale, std::optional<uint32_t> rotation,
-                       uint32_t sight) {
+                       bool norms_are_full_width, float norm_eps, uintptr_t sinks, uintptr_t pages, uint32_t page_size,
+                       uint32_t num_heads, uint32_t num_kv_heads, uint32_t head_dim, float scale,
+                       std::optional<uint32_t> rotation, uint32_t sight) {
              return AttentionWeights{projection(qkv), projection(output), projection(gate), gates_are_softplus,
                                      pointer<void>(query_norm), pointer<void>(key_norm), norms_are_bfloat16,
                                      norms_are_full_width, norm_eps,
@@ -50,10 +49,9 @@ void bind_mixers(py::module_& m) {
                                      head_dim, scale, rotation, sight};
            }),
            py::kw_only(), py::arg("qkv"), py::arg("output"), py::arg("gate"), py::arg("gates_are_softplus"),
-           py::arg("query_norm"), py::arg("key_norm"), py::arg("norms_are_bfloat16"),
-           py::arg("norms_are_full_width"), py::arg("norm_eps"),
-           py::arg("sinks"), py::arg("pages"), py::arg("page_size"), py::arg("num_heads"), py::arg("num_kv_heads"),
-           py::arg("head_dim"), py::arg("scale"), py::arg("rotation"), py::arg("sight"));
+           py::arg("query_norm"), py::arg("key_norm"), py::arg("norms_are_bfloat16"), py::arg("norms_are_full_width"),
+           py::arg("norm_eps"), py::arg("sinks"), py::arg("pages"), py::arg("page_size"), py::arg("num_heads"),
+           py::arg("num_kv_heads"), py::arg("head_dim"), py::arg("scale"), py::arg("rotation"), py::arg("sight"));
   py::class_<LatentWeights>(m, "LatentWeights")
       .def(py::init([](const GivenProjection& narrow, const GivenProjection& query, const GivenProjection& output,
                        const std::optional<NormWeights>& query_norm, const NormWeights& latent_norm, uintptr_t heads,
@@ -88,24 +86,45 @@ void bind_mixers(py::module_& m) {
                        uintptr_t taps, uintptr_t bias, uint32_t width, const DecayRule& decay, uintptr_t norm,
                        float norm_eps, bool gates_are_sigmoid, uintptr_t recent, uintptr_t states,
                        uint32_t num_key_heads, uint32_t num_value_heads, uint32_t key_dim, uint32_t value_dim) {
-             return DeltaWeights{projection(input), projection(decays), projection(gates), projection(output), b_column,
-                                 a_column, gate_column, pointer<float>(taps), pointer<float>(bias), width, decay,
-                                 pointer<void>(norm), norm_eps, gates_are_sigmoid, pointer<void>(recent),
-                                 pointer<float>(states), num_key_heads, num_value_heads, key_dim, value_dim};
+             return DeltaWeights{projection(input),
+                                 projection(decays),
+                                 projection(gates),
+                                 projection(output),
+                                 b_column,
+                                 a_column,
+                                 gate_column,
+                                 pointer<float>(taps),
+                                 pointer<float>(bias),
+                                 width,
+                                 decay,
+                                 pointer<void>(norm),
+                                 norm_eps,
+                                 gates_are_sigmoid,
+                                 pointer<void>(recent),
+                                 pointer<float>(states),
+                                 num_key_heads,
+                                 num_value_heads,
+                                 key_dim,
+                                 value_dim};
            }),
-           py::kw_only(), py::arg("input"), py::arg("decays"), py::arg("gates"), py::arg("output"),
-           py::arg("b_column"), py::arg("a_column"), py::arg("gate_column"), py::arg("taps"), py::arg("bias"),
-           py::arg("width"), py::arg("decay"), py::arg("norm"), py::arg("norm_eps"), py::arg("gates_are_sigmoid"),
-           py::arg("recent"), py::arg("states"), py::arg("num_key_heads"), py::arg("num_value_heads"),
-           py::arg("key_dim"), py::arg("value_dim"));
+           py::kw_only(), py::arg("input"), py::arg("decays"), py::arg("gates"), py::arg("output"), py::arg("b_column"),
+           py::arg("a_column"), py::arg("gate_column"), py::arg("taps"), py::arg("bias"), py::arg("width"),
+           py::arg("decay"), py::arg("norm"), py::arg("norm_eps"), py::arg("gates_are_sigmoid"), py::arg("recent"),
+           py::arg("states"), py::arg("num_key_heads"), py::arg("num_value_heads"), py::arg("key_dim"),
+           py::arg("value_dim"));
 }
 
 void bind_short_convolution(py::module_& m) {
   py::class_<ShortConvWeights>(m, "ShortConvWeights")
       .def(py::init([](const GivenProjection& input, const GivenProjection& output, uintptr_t taps, uintptr_t bias,
                        uint32_t width, uintptr_t recent, uint32_t channels) {
-             return ShortConvWeights{projection(input), projection(output), pointer<float>(taps), pointer<float>(bias),
-                                     width, pointer<void>(recent), channels};
+             return ShortConvWeights{projection(input),
+                                     projection(output),
+                                     pointer<float>(taps),
+                                     pointer<float>(bias),
+                                     width,
+                                     pointer<void>(recent),
+                                     channels};
            }),
            py::kw_only(), py::arg("input"), py::arg("output"), py::arg("taps"), py::arg("bias"), py::arg("width"),
            py::arg("recent"), py::arg("channels"));
@@ -117,9 +136,19 @@ void bind_state_space(py::module_& m) {
                        uint32_t width, const StepRule& step, uintptr_t norm, float norm_eps, uintptr_t recent,
                        uintptr_t states, uint32_t num_groups, uint32_t num_heads, uint32_t state_dim,
                        uint32_t head_dim) {
-             return StateSpaceWeights{projection(input), projection(output), pointer<float>(taps),
-                                      pointer<float>(bias), width, step, pointer<void>(norm), norm_eps,
-                                      pointer<void>(recent), pointer<float>(states), num_groups, num_heads, state_dim,
+             return StateSpaceWeights{projection(input),
+                                      projection(output),
+                                      pointer<float>(taps),
+                                      pointer<float>(bias),
+                                      width,
+                                      step,
+                                      pointer<void>(norm),
+                                      norm_eps,
+                                      pointer<void>(recent),
+                                      pointer<float>(states),
+                                      num_groups,
+                                      num_heads,
+                                      state_dim,
                                       head_dim};
            }),
            py::kw_only(), py::arg("input"), py::arg("output"), py::arg("taps"), py::arg("bias"), py::arg("width"),
@@ -143,8 +172,8 @@ void bind_weights(py::module_& m) {
   bind_short_convolution(m);
   bind_state_space(m);
   py::class_<MlpWeights>(m, "MlpWeights")
-      .def(py::init([](const GivenProjection& gate_up, const GivenProjection& down,
-                       uintptr_t output_gate, bool is_squared_relu) {
+      .def(py::init([](const GivenProjection& gate_up, const GivenProjection& down, uintptr_t output_gate,
+                       bool is_squared_relu) {
              return MlpWeights{projection(gate_up), projection(down), pointer<void>(output_gate), is_squared_relu};
            }),
            py::arg("gate_up"), py::arg("down"), py::arg("output_gate"), py::arg("is_squared_relu") = false);
@@ -157,11 +186,11 @@ void bind_weights(py::module_& m) {
            py::arg("weight"), py::arg("is_bfloat16"), py::arg("bias"), py::arg("correction"), py::arg("rule"));
   py::class_<LayerWeights>(m, "LayerWeights")
       .def(py::init([](const std::optional<NormWeights>& input_norm, const std::optional<GivenMixer>& mixer,
-                       const std::optional<NormWeights>& ffn_norm,
-                       const std::optional<MlpWeights>& mlp, const std::optional<RouterWeights>& router,
-                       uint32_t layer) {
-             return LayerWeights{input_norm.value_or(NormWeights{}), layer_mixer(mixer), ffn_norm.value_or(NormWeights{}),
-                                 mlp.value_or(MlpWeights{}), router.value_or(RouterWeights{}), layer};
+                       const std::optional<NormWeights>& ffn_norm, const std::optional<MlpWeights>& mlp,
+                       const std::optional<RouterWeights>& router, uint32_t layer) {
+             return LayerWeights{input_norm.value_or(NormWeights{}), layer_mixer(mixer),
+                                 ffn_norm.value_or(NormWeights{}),   mlp.value_or(MlpWeights{}),
+                                 router.value_or(RouterWeights{}),   layer};
            }),
            py::arg("input_norm"), py::arg("mixer"), py::arg("ffn_norm"), py::arg("mlp"), py::arg("router"),
            py::arg("layer"));

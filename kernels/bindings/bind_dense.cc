@@ -197,10 +197,10 @@ void update_delta(DenseThreads& threads, bool is_bfloat16, uintptr_t qkv, size_t
                   uintptr_t reads, uintptr_t writes, uintptr_t output, uint32_t num_rows, uint32_t num_key_heads,
                   uint32_t num_value_heads, uint32_t key_dim, uint32_t value_dim) {
   const ReleasedGil release;
-  dense::update_delta(threads, {is_bfloat16, pointer<void>(qkv), qkv_stride, pointer<void>(a), a_stride,
-                                pointer<void>(b), b_stride, decay, pointer<float>(states), pointer<int64_t>(reads),
-                                pointer<int64_t>(writes), pointer<void>(output), num_rows, num_key_heads,
-                                num_value_heads, key_dim, value_dim});
+  dense::update_delta(
+      threads, {is_bfloat16, pointer<void>(qkv), qkv_stride, pointer<void>(a), a_stride, pointer<void>(b), b_stride,
+                decay, pointer<float>(states), pointer<int64_t>(reads), pointer<int64_t>(writes), pointer<void>(output),
+                num_rows, num_key_heads, num_value_heads, key_dim, value_dim});
 }
 
 void update_state_space(DenseThreads& threads, bool is_bfloat16, uintptr_t xbc, size_t xbc_stride, uintptr_t dt,
@@ -217,8 +217,14 @@ void gated_group_norm(DenseThreads& threads, bool is_bfloat16, uintptr_t values,
                       uintptr_t weight, uintptr_t output, float eps, uint32_t size, uint32_t num_groups,
                       uint32_t num_rows) {
   const ReleasedGil release;
-  const dense::GatedGroupNormWork first{is_bfloat16, pointer<float>(values), pointer<void>(gates), pointer<void>(weight),
-                                        nullptr, pointer<void>(output), eps, size};
+  const dense::GatedGroupNormWork first{is_bfloat16,
+                                        pointer<float>(values),
+                                        pointer<void>(gates),
+                                        pointer<void>(weight),
+                                        nullptr,
+                                        pointer<void>(output),
+                                        eps,
+                                        size};
   dense::gated_group_norm(threads, {first, num_rows, num_groups, gates_stride});
 }
 
@@ -248,9 +254,9 @@ void bind_recurrent(py::class_<DenseThreads, std::shared_ptr<DenseThreads>>& thr
            py::arg("reads"), py::arg("writes"), py::arg("output"), py::arg("num_rows"), py::arg("num_key_heads"),
            py::arg("num_value_heads"), py::arg("key_dim"), py::arg("value_dim"))
       .def("update_state_space", &update_state_space, py::arg("is_bfloat16"), py::arg("xbc"), py::arg("xbc_stride"),
-           py::arg("dt"), py::arg("dt_stride"), py::arg("step"), py::arg("states"), py::arg("reads"),
-           py::arg("writes"), py::arg("output"), py::arg("num_rows"), py::arg("num_groups"), py::arg("num_heads"),
-           py::arg("state_dim"), py::arg("head_dim"))
+           py::arg("dt"), py::arg("dt_stride"), py::arg("step"), py::arg("states"), py::arg("reads"), py::arg("writes"),
+           py::arg("output"), py::arg("num_rows"), py::arg("num_groups"), py::arg("num_heads"), py::arg("state_dim"),
+           py::arg("head_dim"))
       .def("gated_group_norm", &gated_group_norm, py::arg("is_bfloat16"), py::arg("values"), py::arg("gates"),
            py::arg("gates_stride"), py::arg("weight"), py::arg("output"), py::arg("eps"), py::arg("size"),
            py::arg("num_groups"), py::arg("num_rows"))

@@ -317,8 +317,7 @@ void DecoderLayers::compute_mlp(const StepRows& step, const MlpWeights& mlp) {
   const uint32_t intermediate = mlp.down.matrix->in_features();
   multiply(step, mlp.gate_up, buffers_.normed, buffers_.gate_up);
   buffers_.activated.grow(size_t{step.num_rows} * intermediate * element_bytes_);
-  gate(*threads_,
-       {is_bfloat16_, mlp.is_squared_relu, buffers_.gate_up.data(), buffers_.activated.data(), intermediate},
+  gate(*threads_, {is_bfloat16_, mlp.is_squared_relu, buffers_.gate_up.data(), buffers_.activated.data(), intermediate},
        step.num_rows);
   multiply(step, mlp.down, buffers_.activated, buffers_.dense);
   if (mlp.output_gate != nullptr) weigh_mlp(step, mlp.output_gate);

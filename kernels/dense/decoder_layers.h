@@ -37,11 +37,11 @@ class DecoderLayers {
     AlignedBuffer normed_narrow;  // latents of queries
     AlignedBuffer absorbed;  // num_heads * latent_dim: queries of latents
     AlignedBuffer attended_latents;  // likewise: what they attend to
-    AlignedBuffer convolved;   // queries, keys, values of a delta rule, or what a short convolution answers
+    AlignedBuffer convolved;  // queries, keys, values of a delta rule, or what a short convolution answers
     AlignedBuffer attended;    // num_heads * head_dim, or what a delta rule answers
-    AlignedBuffer wide;        // what a state space answers, float32
-    AlignedBuffer decays;      // what decays of a delta rule are made of
-    AlignedBuffer gates;       // of what is attended to or remembered, or of an MLP
+    AlignedBuffer wide;  // what a state space answers, float32
+    AlignedBuffer decays;  // what decays of a delta rule are made of
+    AlignedBuffer gates;  // of what is attended to or remembered, or of an MLP
     AlignedBuffer gate_up;
     AlignedBuffer activated;   // half of it
     AlignedBuffer dense;       // hidden_size: what a mixer, or an MLP, adds

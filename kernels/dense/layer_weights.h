@@ -72,9 +72,9 @@ struct LatentWeights {
 
 // The gated delta rule after a causal convolution, with a decay of each head or of each element of a key, see recurrent.h.
 struct DeltaWeights {
-  Projection input;         // queries, keys, values of all heads, then the columns below
-  Projection decays;        // a, from `a_column` on as many columns as it takes; null: these columns are a
-  Projection gates;         // of values, likewise
+  Projection input;  // queries, keys, values of all heads, then the columns below
+  Projection decays;  // a, from `a_column` on as many columns as it takes; null: these columns are a
+  Projection gates;  // of values, likewise
   Projection output;
   uint32_t b_column;
   uint32_t a_column;
@@ -96,27 +96,27 @@ struct DeltaWeights {
 
 // A causal convolution between two gates (LFM2), see ConvolveWork.
 struct ShortConvWeights {
-  Projection input;         // gates of inputs; gates of outputs; inputs: of all channels
+  Projection input;  // gates of inputs; gates of outputs; inputs: of all channels
   Projection output;
-  const float* taps;        // [width][channels]
-  const float* bias;        // [channels]; null: none
+  const float* taps;  // [width][channels]
+  const float* bias;  // [channels]; null: none
   uint32_t width;
-  void* recent;             // [slots][width - 1][channels]
+  void* recent;  // [slots][width - 1][channels]
   uint32_t channels;
 };
 
 // Mamba-2 after a causal convolution, see recurrent.h.
 struct StateSpaceWeights {
-  Projection input;         // gates; values; what groups write, what they read; dt
+  Projection input;  // gates; values; what groups write, what they read; dt
   Projection output;
-  const float* taps;        // [width][channels]: all but gates and dt
-  const float* bias;        // [channels]; null: none
+  const float* taps;  // [width][channels]: all but gates and dt
+  const float* bias;  // [channels]; null: none
   uint32_t width;
   StepRule step;
-  const void* norm;         // [num_heads * head_dim]
+  const void* norm;  // [num_heads * head_dim]
   float norm_eps;
-  void* recent;             // [slots][width - 1][channels]
-  float* states;            // [slots][num_heads][state_dim][head_dim]
+  void* recent;  // [slots][width - 1][channels]
+  float* states;  // [slots][num_heads][state_dim][head_dim]
   uint32_t num_groups;
   uint32_t num_heads;
   uint32_t state_dim;
@@ -128,7 +128,7 @@ struct NoMixer {};
 
 // down(silu(gate) * up), or down(max(up, 0)^2), times the sigmoid of one product where it has an output gate.
 struct MlpWeights {
-  Projection gate_up;       // of a squared ReLU up alone
+  Projection gate_up;  // of a squared ReLU up alone
   Projection down;
   const void* output_gate;  // [hidden_size]; null: none
   bool is_squared_relu;

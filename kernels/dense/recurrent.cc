@@ -75,11 +75,10 @@ void update_head(DenseThreads& threads, const DeltaRule& call, uint32_t head, fl
     };
     void* const output = at(call.output, (size_t{row} * call.num_value_heads + head) * call.value_dim,
                             call.is_bfloat16);
-    threads.row_kernels().update_delta({call.is_bfloat16, at(call.qkv, query, call.is_bfloat16),
-                                        at(call.qkv, query + key_size, call.is_bfloat16),
-                                        at(call.qkv, value, call.is_bfloat16), state(call.reads[row]),
-                                        state(call.writes[row]), output, scratch, decays, beta, call.key_dim,
-                                        call.value_dim});
+    threads.row_kernels().update_delta(
+        {call.is_bfloat16, at(call.qkv, query, call.is_bfloat16), at(call.qkv, query + key_size, call.is_bfloat16),
+         at(call.qkv, value, call.is_bfloat16), state(call.reads[row]), state(call.writes[row]), output, scratch,
+         decays, beta, call.key_dim, call.value_dim});
   }
 }
 
@@ -101,9 +100,8 @@ void convolve(DenseThreads& threads, const Convolution& call) {
         return rows == nullptr ? nullptr : at(rows, row * call.row_stride + begin, is_bfloat16);
       };
       threads.row_kernels().convolve({is_bfloat16, call.activates, own(call.rows), own(call.input_gates),
-                                      own(call.output_gates), recent(call.reads[row]),
-                                      recent(call.writes[row]), call.taps + begin,
-                                      call.bias == nullptr ? nullptr : call.bias + begin,
+                                      own(call.output_gates), recent(call.reads[row]), recent(call.writes[row]),
+                                      call.taps + begin, call.bias == nullptr ? nullptr : call.bias + begin,
                                       at(call.output, size_t{row} * call.channels + begin, is_bfloat16), count,
                                       call.channels, call.width});
     }

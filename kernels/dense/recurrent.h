@@ -12,10 +12,10 @@ namespace moebius::dense {
 
 // A causal convolution, see ConvolveWork.
 struct Convolution {
-  bool is_bfloat16;       // rows, gates, states and output
+  bool is_bfloat16;  // rows, gates, states and output
   bool activates;
   const void* rows;       // [num_rows][row_stride], `channels` columns
-  const void* input_gates;   // likewise; null: none
+  const void* input_gates;  // likewise; null: none
   const void* output_gates;  // likewise
   size_t row_stride;
   uint32_t num_rows;
@@ -33,9 +33,9 @@ void convolve(DenseThreads& threads, const Convolution& call);
 // How the states of a delta rule decay: a head has one decay, or, in Kimi Delta Attention, one of each element of a key.
 struct DecayRule {
   bool is_by_element;
-  float bound;            // as in DecayWork, of elements only
-  const float* a_log;     // [num_value_heads]
-  const float* dt_bias;   // [num_value_heads], or of all elements: [num_value_heads][key_dim]
+  float bound;  // as in DecayWork, of elements only
+  const float* a_log;  // [num_value_heads]
+  const float* dt_bias;  // [num_value_heads], or of all elements: [num_value_heads][key_dim]
 };
 
 // The gated delta rule, see DeltaWork. A key head serves num_value_heads / num_key_heads value heads.
@@ -43,9 +43,9 @@ struct DeltaRule {
   bool is_bfloat16;       // all rows
   const void* qkv;        // [num_rows][qkv_stride]: queries, keys of all key heads, values of all value heads
   size_t qkv_stride;
-  const void* a;          // [num_rows][a_stride], columns as dt_bias: of decays
+  const void* a;  // [num_rows][a_stride], columns as dt_bias: of decays
   size_t a_stride;
-  const void* b;          // [num_rows][b_stride], num_value_heads columns: of how much of a value is taken
+  const void* b;  // [num_rows][b_stride], num_value_heads columns: of how much of a value is taken
   size_t b_stride;
   DecayRule decay;
   float* states;          // [slots][num_value_heads][key_dim][value_dim]
@@ -62,28 +62,28 @@ void update_delta(DenseThreads& threads, const DeltaRule& call);
 
 // How a state space steps and what skips it.
 struct StepRule {
-  const float* a_log;     // [num_heads]
-  const float* dt_bias;   // [num_heads]
-  const float* skip;      // [num_heads], D
+  const float* a_log;  // [num_heads]
+  const float* dt_bias;  // [num_heads]
+  const float* skip;  // [num_heads], D
 };
 
 // Mamba-2, see StateSpaceWork. A group serves num_heads / num_groups heads.
 struct StateSpace {
-  bool is_bfloat16;       // all rows
-  const void* xbc;        // [num_rows][xbc_stride]: values of all heads, then what groups write, then what they read
+  bool is_bfloat16;  // all rows
+  const void* xbc;  // [num_rows][xbc_stride]: values of all heads, then what groups write, then what they read
   size_t xbc_stride;
-  const void* dt;         // [num_rows][dt_stride], num_heads columns
+  const void* dt;  // [num_rows][dt_stride], num_heads columns
   size_t dt_stride;
   StepRule step;
-  float* states;          // [slots][num_heads][state_dim][head_dim]
-  const int64_t* reads;   // [num_rows], slots
+  float* states;  // [slots][num_heads][state_dim][head_dim]
+  const int64_t* reads;  // [num_rows], slots
   const int64_t* writes;  // [num_rows]
-  float* output;          // [num_rows][num_heads][head_dim]
+  float* output;  // [num_rows][num_heads][head_dim]
   uint32_t num_rows;
   uint32_t num_groups;
   uint32_t num_heads;
   uint32_t state_dim;
-  uint32_t head_dim;      // a multiple of 16
+  uint32_t head_dim;  // a multiple of 16
 };
 void update_state_space(DenseThreads& threads, const StateSpace& call);
 
@@ -93,7 +93,7 @@ struct GatedGroupNorm {
   GatedGroupNormWork first;
   uint32_t num_rows;
   uint32_t num_groups;
-  size_t gates_stride;    // between rows
+  size_t gates_stride;  // between rows
 };
 void gated_group_norm(DenseThreads& threads, const GatedGroupNorm& call);
 

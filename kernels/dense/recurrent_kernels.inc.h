@@ -249,8 +249,7 @@ void gated_group_norm_typed(const GatedGroupNormWork& work) {
   float* const gated = work.scratch;
   const auto product = [](Vec value, Vec gate) { return Vec::mul(value, Vec::mul(gate, sigmoid(gate))); };
   for_each(
-      work.size,
-      [&](uint32_t i) { product(Vec::load(work.values + i), Type::load(gates + i)).store(gated + i); },
+      work.size, [&](uint32_t i) { product(Vec::load(work.values + i), Type::load(gates + i)).store(gated + i); },
       [&](uint32_t i) {
         const Vec gate = Vec::broadcast(load_one<Type>(gates + i));
         store_first<Float32>(product(Vec::broadcast(work.values[i]), gate), gated + i);
@@ -259,8 +258,7 @@ void gated_group_norm_typed(const GatedGroupNormWork& work) {
   const Vec factor = Vec::broadcast(1.0f / __builtin_sqrtf(mean + work.eps));
   const auto normed = [&](Vec value, Vec scale) { return Vec::mul(Vec::mul(value, factor), scale); };
   for_each(
-      work.size,
-      [&](uint32_t i) { Type::store(normed(Vec::load(gated + i), Type::load(weight + i)), output + i); },
+      work.size, [&](uint32_t i) { Type::store(normed(Vec::load(gated + i), Type::load(weight + i)), output + i); },
       [&](uint32_t i) {
         const Vec scale = Vec::broadcast(load_one<Type>(weight + i));
         store_first<Type>(normed(Vec::broadcast(gated[i]), scale), output + i);

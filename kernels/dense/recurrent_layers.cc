@@ -13,16 +13,17 @@ void DecoderLayers::mix(const StepRows& step, const DeltaWeights& delta) {
   const size_t stride = delta.input.matrix->out_features();
   buffers_.convolved.grow(size_t{step.num_rows} * channels * element_bytes_);
   buffers_.attended.grow(size_t{step.num_rows} * values * element_bytes_);
-  convolve(*threads_, {is_bfloat16_, true, projected, nullptr, nullptr, stride, step.num_rows, channels, delta.width,
-                       delta.recent, step.state_reads, step.state_writes, delta.taps, delta.bias, buffers_.convolved.data()});
+  convolve(*threads_,
+           {is_bfloat16_, true, projected, nullptr, nullptr, stride, step.num_rows, channels, delta.width, delta.recent,
+            step.state_reads, step.state_writes, delta.taps, delta.bias, buffers_.convolved.data()});
   const Columns a = project_columns(step, delta.input, delta.a_column, delta.decays, buffers_.decays);
   update_delta(*threads_, {is_bfloat16_, buffers_.convolved.data(), channels, a.values, a.stride,
                            at(projected, delta.b_column, is_bfloat16_), stride, delta.decay, delta.states,
                            step.state_reads, step.state_writes, buffers_.attended.data(), step.num_rows,
                            delta.num_key_heads, delta.num_value_heads, delta.key_dim, delta.value_dim});
   const Columns gates = project_columns(step, delta.input, delta.gate_column, delta.gates, buffers_.gates);
-  const GatedNormWork first{is_bfloat16_, delta.gates_are_sigmoid, buffers_.attended.data(), gates.values, delta.norm,
-                            buffers_.attended.data(), delta.norm_eps, delta.value_dim};
+  const GatedNormWork first{is_bfloat16_, delta.gates_are_sigmoid,  buffers_.attended.data(), gates.values,
+                            delta.norm,   buffers_.attended.data(), delta.norm_eps,           delta.value_dim};
   gated_norm(*threads_, {first, step.num_rows, delta.num_value_heads, gates.stride});
   multiply(step, delta.output, buffers_.attended, buffers_.dense);
 }
@@ -47,15 +48,15 @@ void DecoderLayers::mix(const StepRows& step, const StateSpaceWeights& space) {
   buffers_.convolved.grow(size_t{step.num_rows} * channels * element_bytes_);
   buffers_.wide.grow(size_t{step.num_rows} * inner * sizeof(float));
   buffers_.attended.grow(size_t{step.num_rows} * inner * element_bytes_);
-  convolve(*threads_, {is_bfloat16_, true, rows, nullptr, nullptr, stride, step.num_rows, channels, space.width,
-                       space.recent, step.state_reads, step.state_writes, space.taps, space.bias,
-                       buffers_.convolved.data()});
-  update_state_space(*threads_, {is_bfloat16_, buffers_.convolved.data(), channels, at(rows, channels, is_bfloat16_),
-                                 stride, space.step, space.states, step.state_reads, step.state_writes,
-                                 buffers_.wide.as<float>(), step.num_rows, space.num_groups, space.num_heads,
-                                 space.state_dim, space.head_dim});
-  const GatedGroupNormWork first{is_bfloat16_, buffers_.wide.as<float>(), gates, space.norm, nullptr,
-                                 buffers_.attended.data(), space.norm_eps, inner / space.num_groups};
+  convolve(*threads_,
+           {is_bfloat16_, true, rows, nullptr, nullptr, stride, step.num_rows, channels, space.width, space.recent,
+            step.state_reads, step.state_writes, space.taps, space.bias, buffers_.convolved.data()});
+  update_state_space(*threads_,
+                     {is_bfloat16_, buffers_.convolved.data(), channels, at(rows, channels, is_bfloat16_), stride,
+                      space.step, space.states, step.state_reads, step.state_writes, buffers_.wide.as<float>(),
+                      step.num_rows, space.num_groups, space.num_heads, space.state_dim, space.head_dim});
+  const GatedGroupNormWork first{is_bfloat16_, buffers_.wide.as<float>(), gates,          space.norm,
+                                 nullptr,      buffers_.attended.data(),  space.norm_eps, inner / space.num_groups};
   gated_group_norm(*threads_, {first, step.num_rows, space.num_groups, stride});
   multiply(step, space.output, buffers_.attended, buffers_.dense);
 }
