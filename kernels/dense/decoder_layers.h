@@ -1,8 +1,8 @@
 // Consecutive decoder layers whose rows are all computed alone, as in decode: one call for all of them.
 //
-// A layer is `x += mixer(norm(x)); x += ffn(norm(x))`, or one of the two: the mixer is grouped-query attention over paged
-// keys and values, latent attention over paged latents, a delta rule, a state space or a short convolution, and the
-// other half an MLP, routed experts, or both. Its steps are those of row_ops.h, latent_attention.h, recurrent.h and
+// A layer is `x += mixer(norm(x)); x += ffn(norm(x))`, or one of the two: the mixer is grouped-query attention over
+// paged keys and values, latent attention over paged latents, a delta rule, a state space or a short convolution, and
+// the other half an MLP, routed experts, or both. Its steps are those of row_ops.h, latent_attention.h, recurrent.h and
 // dense_matrix.h in the order in which the engine calls them one by one, on the same memory types, so that both ways
 // give the same bits.
 #pragma once

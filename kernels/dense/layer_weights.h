@@ -70,7 +70,7 @@ struct LatentWeights {
   uint32_t sight;  // index of StepRows::sights
 };
 
-// The gated delta rule after a causal convolution, with a decay of each head or of each element of a key, see recurrent.h.
+// The gated delta rule after a causal convolution, with decays of heads or of elements of a key, see recurrent.h.
 struct DeltaWeights {
   Projection input;  // queries, keys, values of all heads, then the columns below
   Projection decays;  // a, from `a_column` on as many columns as it takes; null: these columns are a

@@ -30,7 +30,7 @@ struct Convolution {
 };
 void convolve(DenseThreads& threads, const Convolution& call);
 
-// How the states of a delta rule decay: a head has one decay, or, in Kimi Delta Attention, one of each element of a key.
+// How the states of a delta rule decay: a head has one decay, or one for each element of a key (Kimi Delta Attention).
 struct DecayRule {
   bool is_by_element;
   float bound;  // as in DecayWork, of elements only
