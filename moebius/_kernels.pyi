@@ -547,6 +547,7 @@ class LayerWeights:
         mlp: MlpWeights | None,
         router: RouterWeights | None,
         layer: int,
+        residual_scale: float = 1.0,
     ) -> None: ...
 
 class RoutedExperts: ...

@@ -252,7 +252,7 @@ class DecoderLayer(nn.Module):
         mixer, mlp = self.host_mixer, self.mlp
         norms = self.input_layernorm, self.post_attention_layernorm
         after = self.post_self_attn_layernorm, self.post_mlp_layernorm, self.layer_scalar
-        if self._scale != 1.0 or any(part is not None for part in after):
+        if any(part is not None for part in after):
             return None
         if mixer is None or not all(isinstance(norm, RMSNorm) for norm in norms):
             return None
@@ -260,7 +260,7 @@ class DecoderLayer(nn.Module):
         if mixes is None or block is None:
             return None
         first, second = (norm.host_weights() for norm in norms if isinstance(norm, RMSNorm))
-        return _kernels.LayerWeights(first, mixes, second, *block)
+        return _kernels.LayerWeights(first, mixes, second, *block, self._scale)
 
     def forward(
         self, stream: ResidualStream, rope: RopeTable | None, context: ForwardContext

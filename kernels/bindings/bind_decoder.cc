@@ -187,13 +187,17 @@ void bind_weights(py::module_& m) {
   py::class_<LayerWeights>(m, "LayerWeights")
       .def(py::init([](const std::optional<NormWeights>& input_norm, const std::optional<GivenMixer>& mixer,
                        const std::optional<NormWeights>& ffn_norm, const std::optional<MlpWeights>& mlp,
-                       const std::optional<RouterWeights>& router, uint32_t layer) {
-             return LayerWeights{input_norm.value_or(NormWeights{}), layer_mixer(mixer),
-                                 ffn_norm.value_or(NormWeights{}),   mlp.value_or(MlpWeights{}),
-                                 router.value_or(RouterWeights{}),   layer};
+                       const std::optional<RouterWeights>& router, uint32_t layer, float residual_scale) {
+             return LayerWeights{input_norm.value_or(NormWeights{}),
+                                 layer_mixer(mixer),
+                                 ffn_norm.value_or(NormWeights{}),
+                                 mlp.value_or(MlpWeights{}),
+                                 router.value_or(RouterWeights{}),
+                                 layer,
+                                 residual_scale};
            }),
            py::arg("input_norm"), py::arg("mixer"), py::arg("ffn_norm"), py::arg("mlp"), py::arg("router"),
-           py::arg("layer"));
+           py::arg("layer"), py::arg("residual_scale") = 1.0f);
 }
 
 void run(DecoderLayers& layers, RoutedExperts* experts, uintptr_t residual, uintptr_t update, uint32_t num_rows,

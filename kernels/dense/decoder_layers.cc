@@ -113,10 +113,12 @@ void DecoderLayers::run(const StepRows& step, RoutedExperts* experts) {
       add_norm(step, layer.input_norm, update);
       std::visit([&](const auto& mixer) { mix(step, mixer); }, layer.mixer);
       update = {buffers_.dense.data(), is_bfloat16_};
+      scale(update, layer.residual_scale, step.num_rows);
     }
     if (layer.ffn_norm.weight == nullptr) continue;
     add_norm(step, layer.ffn_norm, update);
     update = compute_ffn(step, layer, experts);
+    scale(update, layer.residual_scale, step.num_rows);
   }
   copy_update(step, update);
 }
@@ -362,6 +364,20 @@ void DecoderLayers::add_dense(size_t count) {
     dense = threads_->shared().as<float>();
   }
   for (size_t i = 0; i < count; ++i) answer[i] += dense[i];
+}
+
+void DecoderLayers::scale(const Update& update, float factor, uint32_t num_rows) {
+  if (factor == 1.0f) return;
+  const size_t count = size_t{num_rows} * hidden_size_;
+  float* values = reinterpret_cast<float*>(update.values);
+  if (update.is_bfloat16) {
+    threads_->shared().grow(count * sizeof(float));
+    values = threads_->shared().as<float>();
+    threads_->vectors().bfloat16_to_float32(reinterpret_cast<const uint16_t*>(update.values), values, count);
+  }
+  for (size_t i = 0; i < count; ++i) values[i] *= factor;
+  if (!update.is_bfloat16) return;
+  threads_->vectors().float32_to_bfloat16(values, reinterpret_cast<uint16_t*>(update.values), count);
 }
 
 void DecoderLayers::copy_update(const StepRows& step, const Update& update) const {

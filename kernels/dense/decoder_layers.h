@@ -57,7 +57,7 @@ class DecoderLayers {
   };
   // What is to be added to the residual stream.
   struct Update {
-    const void* values = nullptr;
+    std::byte* values = nullptr;
     bool is_bfloat16 = false;
   };
 
@@ -82,6 +82,7 @@ class DecoderLayers {
   void weigh_mlp(const StepRows& step, const void* output_gate);
   void add_dense(size_t count);
   Update compute_ffn(const StepRows& step, const LayerWeights& layer, RoutedExperts* experts);
+  void scale(const Update& update, float factor, uint32_t num_rows);
   void copy_update(const StepRows& step, const Update& update) const;
 
   std::shared_ptr<DenseThreads> threads_;

@@ -149,6 +149,7 @@ struct LayerWeights {
   MlpWeights mlp;        // of a layer with experts: those that are always active; null matrices: none
   RouterWeights router;
   uint32_t layer;        // as experts are asked for it
+  float residual_scale;  // of what either half adds, which is rounded before it is added
 };
 
 struct Rotation {

@@ -47,6 +47,8 @@ NAMES = (
     "deepseek_v3",  # Latent attention with YaRN's temperature.
     "deepseek_v3_whole_kv_b",  # The same without latents of queries.
     "lfm2_moe",  # Short convolutions.
+    "granitemoehybrid",  # Mamba-2, what layers add is scaled, and attention does not rotate.
+    "granitemoeshared",  # The same scale with rotation.
     "kimi_linear",  # Decays of elements, through a bottleneck; latent attention that does not rotate.
 )
 # Where runs end, of models some of whose layers are called one by one (latent attention with gates).
