@@ -19,7 +19,9 @@ from moebius.host.kernel_times import PanelTimes, find_times, this_host
 from moebius.kernels import isa_level
 from moebius.kernels.weight_formats import PANEL_COLUMNS, panel_layout
 from moebius.models.layers.gqa import GQA
+from moebius.models.layers.latent import MLA
 from moebius.models.layers.layer import mixers
+from moebius.models.layers.recurrent import KDA, GatedDeltaNet, Mamba2, ShortConv
 
 if TYPE_CHECKING:
     from gpu_service.assembly.forecast import RankForecast
@@ -101,7 +103,13 @@ def _row_type(model: ModelConfig) -> str:
 
 def _is_plain(mixer: object) -> bool:
     """Returns whether `_kernels.DecoderLayers` computes it, as far as its value says."""
-    return isinstance(mixer, GQA) and mixer.gate is None and mixer.blocks is None and mixer.rope is not None
+    if isinstance(mixer, GQA):
+        return mixer.blocks is None and (mixer.rope is not None or mixer.qk_norm is None)
+    if isinstance(mixer, MLA):
+        grows = mixer.learned_query_growth or (mixer.rope is not None and mixer.rope.query_growth != 0.0)
+        shares = mixer.latents_back > 0 or mixer.all_from_latent
+        return mixer.gate is None and mixer.latent_scale == 1.0 and not (mixer.is_sparse or grows or shares)
+    return isinstance(mixer, GatedDeltaNet | KDA | Mamba2 | ShortConv)
 
 
 def product_seconds(

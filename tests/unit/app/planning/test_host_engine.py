@@ -27,6 +27,7 @@ from app.planning.planner import make_planner
 from moebius.host.kernel_times import MeasuredOn, PanelTimes
 from tests.helpers.demo import demo_checkpoint
 from tests.helpers.plan_models import hardware, settings
+from tests.helpers.tiny_models import TINY_MODELS, write_tiny_model
 
 HOST = replace(
     hardware("none", sockets=1, cores=4, bandwidth=40e9, cpu_flops=400e9, isa="avx512"), gpus=0, gpu=None
@@ -87,6 +88,16 @@ def test_every_format_of_the_demo_is_timed() -> None:
     assert set(measured.products) == {"bfloat16"}
     assert measured.layers_in_one_call == 1.0
     assert host_engine(config, planner.model, ranks, HOST).products == {}
+
+
+@pytest.mark.parametrize(("name", "share"), [("kimi_linear", 1.0), ("lfm2_moe", 1.0), ("jamba", 1 / 4)])
+def test_layers_with_states_are_in_the_call(name: str, share: float, tmp_path: Path) -> None:
+    """Kimi Delta and short convolutions are, Mamba is not: as `tests/equality/test_host_layers.py` finds."""
+    write_tiny_model(TINY_MODELS[name], tmp_path, seed=1)
+    config = settings(tmp_path, device="cpu", gpu_threads=1)
+    planner = make_planner(config, HOST, fill=False)
+    found = host_engine(config, planner.model, planner.forecast.ranks, HOST)
+    assert found.layers_in_one_call == share
 
 
 @pytest.mark.parametrize(("threads", "woken"), [(0, True), (4, True), (3, False)])
