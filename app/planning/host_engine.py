@@ -20,8 +20,10 @@ from moebius.kernels import isa_level
 from moebius.kernels.weight_formats import PANEL_COLUMNS, panel_layout
 from moebius.models.layers.gqa import GQA
 from moebius.models.layers.latent import MLA
-from moebius.models.layers.layer import mixers
+from moebius.models.layers.layer import Layer
+from moebius.models.layers.mixer import Mixer
 from moebius.models.layers.recurrent import KDA, GatedDeltaNet, Mamba2, ShortConv
+from moebius.models.layers.residual import Sequential, Single
 
 if TYPE_CHECKING:
     from gpu_service.assembly.forecast import RankForecast
@@ -74,7 +76,7 @@ def host_engine(
             times = find_times(hardware.kernel_times, on, name, _row_type(model), model.hidden_size)
             if times is not None:
                 found[name] = times
-    one_call = [layer for layer in model.layers if all(_is_plain(mixer) for mixer in mixers([layer]))]
+    one_call = [layer for layer in model.layers if _is_joined(layer)]
     complete = found if len(found) == len(formats) else {}
     joined = len(one_call) / len(model.layers)
     return HostEngine(threads, model.hidden_size, joined, _wakes_servers(config, hardware), complete)
@@ -101,8 +103,12 @@ def _row_type(model: ModelConfig) -> str:
     return "bfloat16" if model.dtype == "bfloat16" else "float32"
 
 
-def _is_plain(mixer: object) -> bool:
-    """Returns whether `_kernels.DecoderLayers` computes it, as far as its value says."""
+def _is_joined(layer: Layer) -> bool:
+    """Returns whether `_kernels.DecoderLayers` computes the layer, as far as its mixer and stream say."""
+    return isinstance(layer.residual, Sequential | Single) and all(map(_is_plain, layer.mixers))
+
+
+def _is_plain(mixer: Mixer) -> bool:
     if isinstance(mixer, GQA):
         return mixer.blocks is None and (mixer.rope is not None or mixer.qk_norm is None)
     if isinstance(mixer, MLA):
