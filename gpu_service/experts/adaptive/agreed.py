@@ -131,22 +131,21 @@ class AgreedExchanges(SlotExchanges):
             if place is not None and not coming and all(one.expert != each.newcomer for one in places):
                 self._batch.append(Moving(each, place))
         self._remap([(moving, -1, None) for moving in self._batch])
+        # What segments hold of an expert may be as wide as a rank's channels and be others.
+        has_parts = not self._parallel.holds_whole_experts
+        source = None if has_parts or self._streamer is None else self._streamer.source
+        segments = None if source is None or not self._batch else source.segments()
+        copies = list[tuple[Wanted, None, int]]()
         for moving in self._batch:
             moving.place.expert, moving.place.was_exchanged = -1, True
             if not self._is_here(moving.place):
                 moving.is_copied = True
+            elif segments is not None and self._stored(segments, moving.wanted) is not None:
+                copies.append((moving.wanted, None, moving.place.slot))
             else:
-                self._fetch(moving)
-
-    def _fetch(self, moving: Moving) -> None:
-        # What segments hold of an expert may be as wide as a rank's channels and be others.
-        has_parts = moving.place.rank is None
-        source = None if has_parts or self._streamer is None else self._streamer.source
-        segments = None if source is None else source.segments()
-        if segments is not None and self._stored(segments, moving.wanted) is not None:
-            self._launch([(moving.wanted, None, moving.place.slot)])
-        else:
-            moving.packing = self._packer.submit(self._read, moving.wanted)
+                moving.packing = self._packer.submit(self._read, moving.wanted)
+        if copies:
+            self._launch(copies)
 
     def _attend(self) -> None:
         """Copies what was packed, and notes which copies have ended."""

@@ -178,16 +178,18 @@ class SlotExchanges:
 
     def _copied_newcomers(self) -> Iterator[tuple[_Copying, str]]:
         """Yields those whose copies have ended since the last call, with what makes their bytes worthless."""
-        problems: dict[int, str] = {}
+        ended = list[_Copying]()
         while self._copying and self._device.has_ended(self._copying[0].copies.end):
-            each = self._copying.popleft()
-            copies, segments = each.copies, each.segments
+            ended.append(self._copying.popleft())
+            copies = ended[-1].copies
             if not self._copying or self._copying[0].copies is not copies:
                 self._copied(copies.nbytes, self._device.seconds_between(copies.begin, copies.end))
-            # All that is looked at here has been copied: one question is enough for all of a segment's.
-            if segments is not None and id(segments) not in problems:
-                problems[id(segments)] = segments.problem()
-            yield each, problems.get(id(segments), "")
+        # All of these have been copied: one question, asked now, is enough for all of a segment's.
+        problems: dict[int, str] = {}
+        for each in ended:
+            if each.segments is not None and id(each.segments) not in problems:
+                problems[id(each.segments)] = each.segments.problem()
+            yield each, problems.get(id(each.segments), "")
 
     def _copyable(self, wanted: Sequence[Wanted]) -> list[Wanted]:
         """Returns what can be copied at once; the others are packed first."""
@@ -270,14 +272,16 @@ class SlotExchanges:
         """Copies into slots that no later step reads, once every step launched so far has ended."""
         self._device.copy_waits(self._device.record_read())
         begun = _Copies(self._device.record_copied())
-        for each, packed, slot in copies:
-            self._copying.append(self._copy(each, slot, packed, begun))
-            nbytes = self._resident.slots[each.layer].kind.expert_bytes
-            begun.nbytes += nbytes
-            count, so_far = self.by_layer[each.layer]
-            self.by_layer[each.layer] = count + 1, so_far + nbytes
-            self.count, self.nbytes = self.count + 1, self.nbytes + nbytes
-        begun.end = self._device.record_copied()
+        try:
+            for each, packed, slot in copies:
+                self._copying.append(self._copy(each, slot, packed, begun))
+                nbytes = self._resident.slots[each.layer].kind.expert_bytes
+                begun.nbytes += nbytes
+                count, so_far = self.by_layer[each.layer]
+                self.by_layer[each.layer] = count + 1, so_far + nbytes
+                self.count, self.nbytes = self.count + 1, self.nbytes + nbytes
+        finally:  # those before one that failed are on their way
+            begun.end = self._device.record_copied()
 
     def _copy(self, each: Wanted, slot: int, packed: _Packed | None, copies: _Copies) -> _Copying:
         target, place = self._resident.slots[each.layer].weights[slot], (each.layer, slot)

@@ -28,7 +28,7 @@ _log = structlog.get_logger(__name__)
 MOST_ROWS = 64
 # A copy by kernels beside servers takes so much longer than by the copy engine alone: on one H200 51.5 GB/s
 # became 43 while threads read 147 GB/s of the same memory.
-_BESIDE_SERVERS = 1.2
+BESIDE_SERVERS = 1.2
 # How often prices are set and counters read, at most.
 _REFRESH_S = 0.1
 # Prices that are another by less are left alone.
@@ -196,7 +196,7 @@ class ExpertFetcher:
             # Servers are slower while the link reads the same memory.
             sizes = self.state.expert_bytes.items()
             prices = {
-                layer: (SHARED_MEMORY * server, _BESIDE_SERVERS * nbytes / link) for layer, nbytes in sizes
+                layer: (SHARED_MEMORY * server, BESIDE_SERVERS * nbytes / link) for layer, nbytes in sizes
             }
         if all(_is_near(prices[layer], self._priced.get(layer)) for layer in prices):
             return

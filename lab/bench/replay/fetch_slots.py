@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from gpu_service.experts.fetching.fetcher import BESIDE_SERVERS
 from gpu_service.experts.fetching.kernels import kept_after
 
-# A copy by kernels beside servers takes so much longer than by the copy engine (`ExpertFetcher`).
-_BESIDE_SERVERS = 1.2
 # Half-life of the share of choices that slots hold, steps.
 _SHARE_OVER = 128.0
 
@@ -18,7 +17,7 @@ class FetchSlots:
 
     def __init__(self, layers: int, num_experts: int, count: int, read_s: float, copy_s: float) -> None:
         """`count` slots of each layer; seconds in which servers read an expert, and the link copies one."""
-        self._count, self._read_s, self._copy_s = count, read_s, _BESIDE_SERVERS * copy_s
+        self._count, self._read_s, self._copy_s = count, read_s, BESIDE_SERVERS * copy_s
         self._held = np.zeros((layers, num_experts), np.bool_)
         self._scores = np.zeros((layers, num_experts))
         # Decayed sums of choices that were not resident, and of those that slots held.

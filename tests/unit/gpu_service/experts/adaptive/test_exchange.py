@@ -114,3 +114,69 @@ def test_what_was_copied_from_damaged_memory_is_given_up() -> None:
     assert set(slots.experts) == set(others[1:])
     check_slots(layer, slots)
     world.exchanges.close()
+
+
+def copyable(count: int) -> tuple[World, int, list[Wanted]]:
+    """Returns a world, a layer of it, and exchanges there whose newcomers segments have as slots do."""
+    for seed in range(20):
+        world = World(seed)
+        segments = world.exchanges._streamer.source.segments()  # type: ignore[union-attr]
+        for layer, slots in world.resident.slots.items():
+            stored = segments.stored[layer][0]
+            absent = [expert for expert in stored.experts if expert not in slots.experts]
+            if stored.kind == slots.kind and min(len(absent), slots.count) >= count:
+                wanted = zip(absent[:count], slots.experts[:count], strict=True)
+                return world, layer, [Wanted(layer, new, old) for new, old in wanted]
+    raise AssertionError("no world has such a layer")
+
+
+def test_memory_is_asked_about_after_the_last_copy_that_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy that ends while its server is asked about an earlier one is judged by another question: the
+    server may have loaded other weights since this one.
+    """
+    world, layer, (first, second) = copyable(2)
+    world.exchanges.advance([first])
+    world.exchanges.advance([second])
+    while not world.exchanges._copying[0].copies.end.is_done:
+        world.device.advance(1)
+    segments = world.exchanges._copying[0].segments
+    assert segments is not None
+
+    def problem() -> str:
+        world.device.drain()
+        return ""
+
+    monkeypatch.setattr(segments, "problem", problem)
+    assert not world.exchanges._copying[1].copies.end.is_done
+    world.exchanges.advance(())
+    assert first.newcomer in world.resident.slots[layer].experts
+    assert world.exchanges.under_way == [(layer, second.newcomer)]
+    monkeypatch.setattr(segments, "problem", lambda: "other weights")
+    world.exchanges.advance(())
+    assert second.newcomer not in world.resident.slots[layer].experts
+    world.exchanges.close()
+
+
+def test_a_copy_that_fails_leaves_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of two copies is used though the second could not be launched, and exchanges go on."""
+    world, layer, (first, second) = copyable(2)
+    streamer = world.exchanges._streamer
+    assert streamer is not None
+    copy, calls = streamer.copy, list[object]()
+
+    def fails(*arguments: object) -> None:
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise RuntimeError("nothing can be launched")
+        copy(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(streamer, "copy", fails)
+    with pytest.raises(RuntimeError, match="nothing can be launched"):
+        world.exchanges.advance([first, second])
+    world.exchanges.wait()
+    assert first.newcomer in world.resident.slots[layer].experts
+    world.exchanges.advance([Wanted(layer, second.newcomer, -1)])
+    world.exchanges.wait()
+    assert second.newcomer in world.resident.slots[layer].experts
+    world.check_end()
+    world.exchanges.close()
