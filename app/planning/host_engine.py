@@ -112,9 +112,7 @@ def _is_plain(mixer: Mixer) -> bool:
     if isinstance(mixer, GQA):
         return mixer.blocks is None and (mixer.rope is not None or mixer.qk_norm is None)
     if isinstance(mixer, MLA):
-        grows = mixer.learned_query_growth or (mixer.rope is not None and mixer.rope.query_growth != 0.0)
-        shares = mixer.latents_back > 0 or mixer.all_from_latent
-        return mixer.gate is None and mixer.latent_scale == 1.0 and not (mixer.is_sparse or grows or shares)
+        return mixer.is_plain
     return isinstance(mixer, GatedDeltaNet | KDA | Mamba2 | ShortConv)
 
 

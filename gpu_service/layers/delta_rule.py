@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import nn
 
 from gpu_service.layers.composition import Composition
@@ -41,13 +40,6 @@ class DeltaLayer(StateLayer):
     def __init__(self, spec: Recurrent, places: Places, made: Composition) -> None:
         super().__init__(spec, places, made)
         self._rank, self._dtype = made.own(spec), made.dtype
-        # As the call reads them: kept for as long as it may.
-        self._host_taps: tuple[torch.Tensor, torch.Tensor | None] | None = None
-
-    @property
-    def sight(self) -> None:
-        """None: the layer keeps a state, see `HostMixer`."""
-        return None
 
     def _delta_weights(
         self,
@@ -69,7 +61,6 @@ class DeltaLayer(StateLayer):
         between = [_projection(one) for one in (products.decays, products.gates) if isinstance(one, Linear)]
         if first is None or last is None or None in between or not fits or recent.dtype != self._dtype:
             return None
-        self._host_taps = taps, bias = conv.host_taps()
         return _kernels.DeltaWeights(
             input=first,
             decays=_projection(products.decays),
@@ -78,9 +69,7 @@ class DeltaLayer(StateLayer):
             b_column=columns.b,
             a_column=columns.a,
             gate_column=columns.gate,
-            taps=taps.data_ptr(),
-            bias=0 if bias is None else bias.data_ptr(),
-            width=taps.shape[0],
+            **conv.host_taps(),
             decay=decay,
             norm=norm.weight.data_ptr(),
             norm_eps=norm.eps,

@@ -30,8 +30,6 @@ class Mamba2(StateLayer):
         super().__init__(spec, places, made)
         own, rank = made.weights(spec.weights(made.hidden_size)), made.own(spec)
         self._rank, self._dtype = rank, made.dtype
-        # As the call of `host_weights` reads them: kept for as long as it may.
-        self._host_taps: tuple[torch.Tensor, torch.Tensor | None] | None = None
         self._widths = rank.value_size, rank.conv_size, rank.num_value_heads
         self.in_proj, self.conv1d = Linear(own.under("in_proj")), ConvTaps(own.under("conv1d"))
         self.A_log, self.D, self.dt_bias = (own.parameter(name) for name in ("A_log", "D", "dt_bias"))
@@ -51,11 +49,6 @@ class Mamba2(StateLayer):
         output: torch.Tensor = self.out_proj(normed)
         return output
 
-    @property
-    def sight(self) -> None:
-        """None: the layer keeps a state, see `HostMixer`."""
-        return None
-
     def host_weights(self, places: HostPlaces) -> _kernels.StateSpaceWeights | None:
         """Returns the layer as `_kernels.DecoderLayers` computes it, see `HostMixer`; None: its sizes or
         types are others.
@@ -66,13 +59,10 @@ class Mamba2(StateLayer):
         fits = rank.value_head_dim % VALUE_MULTIPLE == 0 and self.norm.weight.dtype == self._dtype
         if first is None or last is None or not fits or recent.dtype != self._dtype:
             return None
-        self._host_taps = taps, bias = self.conv1d.host_taps()
         return _kernels.StateSpaceWeights(
             input=first,
             output=last,
-            taps=taps.data_ptr(),
-            bias=0 if bias is None else bias.data_ptr(),
-            width=taps.shape[0],
+            **self.conv1d.host_taps(),
             step=_kernels.StepRule(self.A_log.data_ptr(), self.dt_bias.data_ptr(), self.D.data_ptr()),
             norm=self.norm.weight.data_ptr(),
             norm_eps=self.norm.eps,

@@ -199,7 +199,7 @@ class MLAttention(nn.Module):
         assert isinstance(cache, MlaCache), "the cache of this model holds latents"
         if narrow is None or query is None or output is None or self.kv_a_layernorm is None:
             return None
-        if not self._attends_plainly() or heads.dtype != cache.dtype or not heads.is_contiguous():
+        if not spec.is_plain or heads.dtype != cache.dtype or not heads.is_contiguous():
             return None
         if self.sinks is not None:
             self._wide_sinks = self.sinks.float().contiguous()
@@ -222,14 +222,6 @@ class MLAttention(nn.Module):
             rotation=places.rotation if spec.rope is not None else None,
             sight=places.sight,
         )
-
-    def _attends_plainly(self) -> bool:
-        """Returns whether the layer is DeepSeek-V2's, with sinks and without rotation at most."""
-        spec = self._sizes
-        chooses = spec.is_sparse or spec.indexer is not None
-        shares = spec.latents_back > 0 or spec.all_from_latent
-        grows = spec.learned_query_growth or (spec.rope is not None and spec.rope.query_growth != 0.0)
-        return not (chooses or shares or grows) and spec.gate is None and spec.latent_scale == 1.0
 
     def forward(
         self, hidden_states: torch.Tensor, rope: RopeTable | None, context: ForwardContext

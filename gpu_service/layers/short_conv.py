@@ -31,8 +31,6 @@ class ShortConv(StateLayer):
         self.in_proj, self.conv = Linear(own.under("in_proj")), ConvTaps(own.under("conv"))
         self.out_proj = RowParallelLinear(own.under("out_proj"), made.parallel)
         self._dtype = made.dtype
-        # As the call of `host_weights` reads them: kept for as long as it may.
-        self._host_taps: tuple[torch.Tensor, torch.Tensor | None] | None = None
 
     def forward(
         self, hidden_states: torch.Tensor, rope: RopeTable | None, context: ForwardContext
@@ -43,11 +41,6 @@ class ShortConv(StateLayer):
         output: torch.Tensor = self.out_proj(c * convolved)
         return output
 
-    @property
-    def sight(self) -> None:
-        """None: the layer keeps a state, see `HostMixer`."""
-        return None
-
     def host_weights(self, places: HostPlaces) -> _kernels.ShortConvWeights | None:
         """Returns the layer as `_kernels.DecoderLayers` computes it, see `HostMixer`; None: its weights or
         types are others.
@@ -57,13 +50,10 @@ class ShortConv(StateLayer):
         recent = places.states.of(self._state)[0]
         if first is None or last is None or recent.dtype != self._dtype:
             return None
-        self._host_taps = taps, bias = self.conv.host_taps()
         return _kernels.ShortConvWeights(
             input=first,
             output=last,
-            taps=taps.data_ptr(),
-            bias=0 if bias is None else bias.data_ptr(),
-            width=taps.shape[0],
+            **self.conv.host_taps(),
             recent=recent.data_ptr(),
             channels=recent.shape[-1],
         )

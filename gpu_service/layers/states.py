@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import nn
@@ -37,12 +37,22 @@ class StepSequences:
         return self._latest[1]
 
 
+class HostTaps(TypedDict):
+    """Arguments of a mixer's weights for `_kernels.DecoderLayers`; addresses are 0 where there is none."""
+
+    taps: int
+    bias: int
+    width: int
+
+
 class ConvTaps(nn.Module):
     """Weights of a causal convolution, and its bias where it has one."""
 
     def __init__(self, own: RankWeights) -> None:
         super().__init__()
         self.weight, self.bias, self._kept = own.parameter("weight"), own.optional("bias"), own.kept("weight")
+        # As `host_taps` gives them away: kept for as long as a call may read them.
+        self._host: tuple[torch.Tensor, torch.Tensor | None] | None = None
 
     def pack(self) -> None:
         """Keeps this rank's channels."""
@@ -50,12 +60,17 @@ class ConvTaps(nn.Module):
             for name, rows in list(self.named_parameters()):
                 setattr(self, name, nn.Parameter(rows[self._kept], requires_grad=False))
 
-    def host_taps(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def host_taps(self) -> HostTaps:
         """Returns taps float32 `[width, channels]` and the bias float32 `[channels]`, if there is one, as
         `_kernels.DecoderLayers` reads them.
         """
-        bias = self.bias
-        return self.taps.t().float().contiguous(), None if bias is None else bias.float().contiguous()
+        bias = None if self.bias is None else self.bias.float().contiguous()
+        self._host = taps, bias = self.taps.t().float().contiguous(), bias
+        return {
+            "taps": taps.data_ptr(),
+            "bias": 0 if bias is None else bias.data_ptr(),
+            "width": taps.shape[0],
+        }
 
     @property
     def taps(self) -> torch.Tensor:
@@ -121,6 +136,11 @@ class StateLayer(nn.Module):
         super().__init__()
         assert places.state is not None
         self._state, self._sequences = places.state, made.shared(StepSequences)
+
+    @property
+    def sight(self) -> None:
+        """None: the layer keeps a state, see `HostMixer`."""
+        return None
 
     def _states(self, context: ForwardContext) -> LayerStates:
         inputs, states = context.inputs, context.states

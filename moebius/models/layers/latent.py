@@ -92,6 +92,14 @@ class MLA(Mixer):
     shares_latents: bool = False  # Whether a later layer attends to its latents.
 
     @property
+    def is_plain(self) -> bool:
+        """Whether it is DeepSeek-V2's, with sinks and without rotation at most."""
+        grows = self.learned_query_growth or (self.rope is not None and self.rope.query_growth != 0.0)
+        shares = self.latents_back > 0 or self.all_from_latent
+        own = self.gate is None and self.latent_scale == 1.0
+        return own and not (self.is_sparse or self.indexer is not None or grows or shares)
+
+    @property
     def qk_head_dim(self) -> int:
         """Elements of a head's query."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
