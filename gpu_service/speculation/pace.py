@@ -95,6 +95,8 @@ class DraftPace:
         self._reported, self._requests = StepCosts(), 0
         self._reported.update({}, {})
         self._kinds: tuple[set[int], set[int], bool] = set(), set(), True
+        # Whether a step has ended since `message` was asked; a prefill lane asks between its layers, too.
+        self._has_ended = False
         self._steps = 0
         self._last: float | None = None
 
@@ -105,7 +107,7 @@ class DraftPace:
     def committed(self, batch: Batch, overlaps: bool, choices: Choices | None = None) -> None:
         """A step has ended; `overlaps`: it was launched while another was in flight, or none ever is;
         `choices`: of a step that is sampled, what its rows chose."""
-        last, self._last = self._last, self._clock()
+        last, self._last, self._has_ended = self._last, self._clock(), True
         self._sample(batch, choices)
         # A step without drafts in which the drafter runs all the same is of neither kind.
         is_kind = bool(batch.drafts) or (overlaps and not batch.num_drafts and not batch.runs_drafter)
@@ -177,7 +179,9 @@ class DraftPace:
 
     def message(self) -> str | None:
         """Returns the message for `Speculation.read` of every rank; None: nothing has changed by much."""
-        model = None
+        if not self._has_ended:
+            return None
+        self._has_ended, model = False, None
         if self._coefficients is not None:
             model = StepModel(self._coefficients, self.overlap.places)
         plain = _factors(self._plain, model, _TRUSTED)
