@@ -23,7 +23,7 @@ from moebius.kernels.weight_formats import CODEBOOKS
 if TYPE_CHECKING:
     from gpu_service.device.cuda_driver import Kernel
 
-SOURCES = ("panel_codes.cuh", "panel_results.cuh", "grouped_panels.cu")
+SOURCES = ("panel_codes.cuh", "panel_products.cuh", "panel_results.cuh", "grouped_panels.cu")
 # Rows of an expert that a tensor-core instruction takes, and how many such tiles a block may have.
 TILE_ROWS = 8
 TILES = (1, 2, 4)
@@ -92,8 +92,8 @@ def _has_compiler() -> bool:
     return all((cuda.bindings.driver, cuda.core))
 
 
-def _structure(name: str, panels: PanelFormat, bits_ahead: int) -> str:
-    """Returns the C++ of one kind of panel."""
+def structure(name: str, panels: PanelFormat, bits_ahead: int) -> str:
+    """Returns the C++ of one kind of panel; `bits_ahead`: as `BITS_AHEAD`."""
     scale = "float16" if panels.scale == "products" else panels.scale or "none"
     parts = -(-panels.k // PART)
     code = "table" if panels.code in _TABLES else "integer" if panels.code in _INTEGERS else panels.code
@@ -150,12 +150,8 @@ def constants(
     """Returns what sources of kernels for one kind of layer begin with; `warps`: of a block; `bits_ahead`: as
     `BITS_AHEAD`, of down too unless that has a number of its own; `more`: numbers that a source takes.
     """
-    lines = [f"#define SCALE_{name.upper()} {number}" for number, name in enumerate(_SCALES)]
-    lines += [f"#define CODE_{name.upper()} {number}" for number, name in enumerate(_CODES)]
-    lines += [f"#define ACTIVATION_{name.upper()} {number}" for number, name in enumerate(_ACTIVATIONS)]
+    lines = [f"#define ACTIVATION_{name.upper()} {number}" for number, name in enumerate(_ACTIVATIONS)]
     numbers = more | {
-        "kWarps": warps,
-        "kPart": PART,
         "kTopK": shape.top_k,
         "kGated": int(shape.gated),
         "kHidden": shape.hidden,
@@ -171,8 +167,20 @@ def constants(
         "kDownAt": shape.down_at,
     }
     lines += [f"constexpr unsigned long long {key} = {value};" for key, value in offsets.items()]
-    gate_up = _structure("GateUp", shape.gate_up, bits_ahead)
-    return "\n".join([*lines, gate_up, _structure("Down", shape.down, down_bits_ahead or bits_ahead)])
+    gate_up = structure("GateUp", shape.gate_up, bits_ahead)
+    down = structure("Down", shape.down, down_bits_ahead or bits_ahead)
+    return names(warps) + "\n".join([*lines, gate_up, down])
+
+
+def names(warps: int) -> str:
+    """Returns what `panel_codes.cuh` and `panel_products.cuh` take besides structures.
+
+    `warps`: of a block.
+    """
+    lines = [f"#define SCALE_{name.upper()} {number}" for number, name in enumerate(_SCALES)]
+    lines += [f"#define CODE_{name.upper()} {number}" for number, name in enumerate(_CODES)]
+    lines += [f"constexpr int kWarps = {warps};", f"constexpr int kPart = {PART};"]
+    return "\n".join([*lines, ""])
 
 
 def sources(*names: str) -> str:

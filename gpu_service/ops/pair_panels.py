@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from gpu_service.device.limits import device_limits
+from gpu_service.ops import grouped_panels
 from gpu_service.ops.grouped_panels import (
     FLOAT,
     INT,
@@ -18,7 +19,7 @@ from gpu_service.ops.grouped_panels import (
     sources,
 )
 
-SOURCES = ("panel_codes.cuh", "panel_results.cuh", "grouped_panels.cu", "pair_panels.cu")
+SOURCES = (*grouped_panels.SOURCES, "pair_panels.cu")
 # Of a block of gate and up, and of one of down, more where it has more pairs of choices.
 WARPS, DOWN_WARPS = 4, 8
 # A block of down has a warp for each two choices, and registers for no more of them.

@@ -1,22 +1,5 @@
-// What becomes of a lane's sums: scales of columns, biases, activations, and their way to memory. A part of
-// grouped_panels.cu and of warpgroup_panels.cu, which say what a lane's are.
-
-// Scales of whole columns, and biases, of a lane's four columns.
-template <class Panel>
-static __device__ __forceinline__ void finish(float (&total)[2][4], const u8* panel, int lane) {
-  const int column = (lane >> 2 & 3) * 4;
-#pragma unroll
-  for (int two = 0; two < 2; ++two) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int at = (column + 2 * two + i / 2) * 4;
-      if constexpr (Panel::kColumnScale) {
-        total[two][i] *= *reinterpret_cast<const float*>(panel + Panel::kColumnScaleAt + at);
-      }
-      if constexpr (Panel::kBias) total[two][i] += *reinterpret_cast<const float*>(panel + Panel::kBiasAt + at);
-    }
-  }
-}
+// What becomes of a lane's sums for experts: activations, and their way to memory. A part of grouped_panels.cu and of
+// warpgroup_panels.cu, which say what a lane's are.
 
 // As gemm.py's `activate`.
 static __device__ __forceinline__ float activate(float gate, float up, float alpha, float limit) {

@@ -12,7 +12,7 @@ from moebius.kernels.source import SourceMatrix
 from moebius.kernels.weight_formats import PANEL_COLUMNS
 
 # Numbers of rows that between them take every kernel of products (`ops/triton/panel_linear.py`).
-_WARM_UP_ROWS = (1, 2, 16, 64, UNPACK_FROM_ROWS)
+_WARM_UP_ROWS = (1, 2, 16, 32, 64, UNPACK_FROM_ROWS)
 
 
 class PanelWeight:

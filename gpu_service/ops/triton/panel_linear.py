@@ -1,8 +1,9 @@
 """Products with weights in packed panels, each read once at its packed size, and look-ups of their rows.
 
 Few rows: a program has one panel, loads whole lines of it before it multiplies the first, and multiplies each
-with all rows, in float32. More: tiles on tensor cores, whose weights are dequantised in registers. Many: some
-features at a time are unpacked to the type of the rows, for torch's own product.
+with all rows, in float32. More: CUDA kernels of `dense_panels`, or where they cannot tiles on tensor cores,
+whose weights are dequantised in registers. Many: some features at a time are unpacked to the type of the rows, for
+torch's own product.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 import triton.language as tl
 from torch import nn
 
+from gpu_service.ops import dense_panels
 from gpu_service.ops.panel_linear import UNPACK_FROM_ROWS, UNPACKED_BYTES, PanelPart
 from gpu_service.ops.panels import PanelFormat, PanelViews, views
 from gpu_service.ops.triton import panel_sizes
@@ -24,6 +26,8 @@ from moebius.kernels.weight_formats import PANEL_COLUMNS
 
 # Rows that a program of the row kernel multiplies, or one; above, tensor cores take at least 16.
 MAX_ROWS = 4
+# Rows from which on the CUDA kernels compute where they can: one row Triton's read faster than any others.
+CUDA_FROM_ROWS = 2
 # Rows and columns of tiles, highest first: narrow ones spread a decode step over all processors.
 _TILES = ((64, 64), (32, 64), (16, 32))
 
@@ -140,15 +144,20 @@ def panel_linear(
     output = x.new_empty((num_rows, sum(part.rows for part in parts)))
     if not output.numel():
         return output
-    multiply = _by_rows if num_rows <= MAX_ROWS else _by_tiles
-    if num_rows >= UNPACK_FROM_ROWS:
-        multiply = _unpacked
     # What is not a parameter may be what the kernel before writes.
     is_fixed = isinstance(memory, nn.Parameter) and (bias is None or isinstance(bias, nn.Parameter))
+    is_some = CUDA_FROM_ROWS <= num_rows < UNPACK_FROM_ROWS and dense_panels.takes(x, bias)
     for part in parts:
         own = slice(part.first_row, part.first_row + part.rows)
-        found = views(part.memory(memory), part.panels)
-        multiply(x, found, part, None if bias is None else bias[own], output[:, own], is_fixed)
+        own_bias, own_output = None if bias is None else bias[own], output[:, own]
+        kernels = dense_panels.dense_panels(part.panels, x.device) if is_some else None
+        if kernels is not None:
+            kernels.linear(x, part.memory(memory), own_bias, own_output, is_fixed)
+            continue
+        multiply = (
+            _unpacked if num_rows >= UNPACK_FROM_ROWS else _by_rows if num_rows <= MAX_ROWS else _by_tiles
+        )
+        multiply(x, views(part.memory(memory), part.panels), part, own_bias, own_output, is_fixed)
     return output
 
 
