@@ -186,6 +186,9 @@ class DenseThreads:
         slots: int,
         slot_mapping: int,
         num_rows: int,
+        is_float8: bool = False,
+        key_scale: float = 1.0,
+        value_scale: float = 1.0,
     ) -> None: ...
     def rotate(
         self,
@@ -221,6 +224,9 @@ class DenseThreads:
         num_kv_heads: int,
         head_dim: int,
         is_prompt: bool = False,
+        is_float8: bool = False,
+        key_scale: float = 1.0,
+        value_scale: float = 1.0,
     ) -> None: ...
     def multiply_heads(
         self,
@@ -257,6 +263,8 @@ class DenseThreads:
         num_heads: int,
         latent_dim: int,
         rope_dim: int,
+        is_float8: bool = False,
+        page_scale: float = 1.0,
     ) -> None: ...
     def route(
         self,
@@ -436,6 +444,7 @@ class AttentionWeights:
         scale: float,
         rotation: int | None,
         sight: int,
+        storage: tuple[bool, float, float],
     ) -> None: ...
 
 class LatentWeights:
@@ -459,6 +468,7 @@ class LatentWeights:
         scale: float,
         rotation: int | None,
         sight: int,
+        storage: tuple[bool, float, float],
     ) -> None: ...
 
 class DecayRule:

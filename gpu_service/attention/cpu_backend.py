@@ -42,7 +42,7 @@ class HostAttention(ABC):
     @property
     @abstractmethod
     def paged_cache(self) -> PagedCache:
-        """Returns what the layers store in and attend to, in the activations' type."""
+        """Returns what the layers store in and attend to, in the activations' type or as e4m3."""
 
     @abstractmethod
     def lone_rows(self, window: int | None, chunk: int | None) -> AttendingRows | None:
@@ -79,7 +79,7 @@ def divide_rows(inputs: ForwardInputs) -> tuple[list[LoneRow], list[int]]:
 
 
 class CpuAttention(TorchReferenceAttention, HostAttention):
-    """Float32 and bfloat16 keys and values as they are stored; anything else as the reference has it."""
+    """Keys and values as they are stored: in the activations' float32 or bfloat16, or as e4m3."""
 
     def __init__(self, layers: Layers, kv_cache: KVCache) -> None:
         super().__init__(layers, kv_cache)
@@ -95,8 +95,8 @@ class CpuAttention(TorchReferenceAttention, HostAttention):
     @classmethod
     def unsupported(cls, layers: Layers, kv_cache: KVCache) -> str:
         """Returns the reason, as `AttentionBackend.unsupported`."""
-        if kv_cache.is_quantised or kv_cache.dtype not in (torch.float32, torch.bfloat16):
-            return f"keys and values are {kv_cache.storage_dtype}; allowed: float32, bfloat16"
+        if kv_cache.dtype not in (torch.float32, torch.bfloat16):
+            return f"activations are {kv_cache.dtype}; allowed: float32, bfloat16"
         sizes = sorted({mixer.head_dim for mixer in grouped_queries(layers) if mixer.head_dim % 16})
         return f"heads have {sizes} elements; allowed: multiples of 16" if sizes else ""
 
@@ -148,13 +148,14 @@ class CpuAttention(TorchReferenceAttention, HostAttention):
         """`[n, num_heads, head_dim]` to `[n, num_heads * head_dim]`, of the single rows or of a prompt's."""
         pages, rows = self.kv_cache.pages(layer_id), self._rows_of(layer, prompt)
         num_rows, num_heads, head_dim = query.shape
-        if query.stride(2) != 1 or query.stride(1) != head_dim or query.dtype != pages.dtype:
-            query = query.to(pages.dtype).contiguous()
+        dtype = self.kv_cache.dtype
+        if query.stride(2) != 1 or query.stride(1) != head_dim or query.dtype != dtype:
+            query = query.to(dtype).contiguous()
         sinks = None if layer.sinks is None else layer.sinks.float().contiguous()
-        output = torch.empty(num_rows, num_heads * head_dim, dtype=pages.dtype)
+        output = torch.empty(num_rows, num_heads * head_dim, dtype=dtype)
         table = self._planned.block_table
         self.threads.attend(
-            pages.dtype == torch.bfloat16,
+            dtype == torch.bfloat16,
             query.data_ptr(),
             query.stride(0),
             pages.data_ptr(),
@@ -172,6 +173,7 @@ class CpuAttention(TorchReferenceAttention, HostAttention):
             self.kv_cache.kv_heads(layer_id),
             head_dim,
             prompt is not None,
+            *self.kv_cache.host_storage(layer_id),
         )
         return output
 

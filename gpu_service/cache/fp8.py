@@ -16,7 +16,7 @@ def quantise_e4m3(values: torch.Tensor, scale: float) -> torch.Tensor:
 
     NaN stays NaN, and infinity becomes it, so that what overflowed before is still seen.
     """
-    scaled = values.float().mul(1.0 / scale)
+    scaled = values.float().div(scale)
     return scaled.masked_fill_(scaled.isinf(), torch.nan).clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3)
 
 

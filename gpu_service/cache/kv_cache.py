@@ -95,6 +95,15 @@ class LayerPages:
         """Returns whether readers must convert what they gather."""
         return self.storage_dtype != self.dtype
 
+    def host_storage(self, layer_id: int) -> tuple[bool, float, float]:
+        """Returns how a layer's pages hold elements, for kernels of a CPU: whether as e4m3, and the scales of
+        keys and of values.
+        """
+        return self.is_quantised, *self._scales_of(layer_id)
+
+    def _scales_of(self, layer_id: int) -> tuple[float, float]:
+        return 1.0, 1.0
+
     def pages(self, layer_id: int) -> torch.Tensor:
         """Returns a layer, `[num_pages, places, *row]`."""
         return self._layers[layer_id]
@@ -184,6 +193,9 @@ class KVCache(AttendedPages):
         self.value_scales = [1.0] * self.num_layers
         self._slots = [layer.flatten(0, 1) for layer in self._layers]
 
+    def _scales_of(self, layer_id: int) -> tuple[float, float]:
+        return self.key_scales[layer_id], self.value_scales[layer_id]
+
     def kv_heads(self, layer_id: int) -> int:
         """Returns key and value heads of a layer."""
         return self._layers[layer_id].shape[2] // 2
@@ -204,15 +216,14 @@ class KVCache(AttendedPages):
         self, layer_id: int, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
         """Store new keys and values, `[T, num_kv_heads, head_dim]`, in slots int64 `[T]` of a layer."""
-        scales = self.key_scales[layer_id], self.value_scales[layer_id]
-        append_kv(self._slots[layer_id], key, value, slot_mapping, *scales)
+        append_kv(self._slots[layer_id], key, value, slot_mapping, *self._scales_of(layer_id))
 
     def append_rotated(
         self, layer_id: int, unrotated: Unrotated, value: torch.Tensor, slot_mapping: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Stores keys that are normed and rotated first, with their queries; returns both."""
-        scales = self.key_scales[layer_id], self.value_scales[layer_id]
-        return rotate_and_append(*unrotated, value, self._slots[layer_id], slot_mapping, *scales)
+        slots, scales = self._slots[layer_id], self._scales_of(layer_id)
+        return rotate_and_append(*unrotated, value, slots, slot_mapping, *scales)
 
 
 class MlaCache(AttendedPages):
@@ -229,6 +240,9 @@ class MlaCache(AttendedPages):
         mixer = next(mixer for mixer in mixers(layers) if isinstance(mixer, MLA))
         self.latent_dim, self.rope_dim = mixer.kv_lora_rank, mixer.qk_rope_head_dim
         self.scales = [1.0] * self.num_layers
+
+    def _scales_of(self, layer_id: int) -> tuple[float, float]:
+        return self.scales[layer_id], self.scales[layer_id]
 
     def latents(self, layer_id: int) -> torch.Tensor:
         """Returns a view of the compressed part, `[num_pages, page_size, latent_dim]`."""

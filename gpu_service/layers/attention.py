@@ -254,6 +254,7 @@ class GQAttention(nn.Module):
             scale=spec.scale,
             rotation=None if spec.rope is None else places.rotation,
             sight=places.sight,
+            storage=cache.host_storage(self.layer_id),
         )
 
     @property

@@ -221,6 +221,7 @@ class MLAttention(nn.Module):
             scale=spec.softmax_scale,
             rotation=places.rotation if spec.rope is not None else None,
             sight=places.sight,
+            storage=cache.host_storage(self.layer_id),
         )
 
     def forward(

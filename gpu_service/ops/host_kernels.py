@@ -166,6 +166,9 @@ class HostKernels:
             kv_slots.data_ptr(),
             slot_mapping.data_ptr(),
             rows,
+            kv_slots.dtype != heads.dtype,
+            key_scale,
+            value_scale,
         )
         return heads[:, :num_heads], heads[:, num_heads:]
 
@@ -305,7 +308,8 @@ def _rotates(
     *_: object,
 ) -> bool:
     head_dim, dtype = heads.shape[2], heads.dtype
-    same = all(tensor.dtype == dtype for tensor in (value, kv_slots, table.cos))
+    same = all(tensor.dtype == dtype for tensor in (value, table.cos))
+    same = same and kv_slots.dtype in (dtype, torch.float8_e4m3fn)
     weights = {weight.dtype for weight in (q_weight, k_weight) if weight is not None}
     same = same and weights in ({dtype}, {torch.float32}, set())
     rows = (heads.stride(1), heads.stride(2), value.stride(1), value.stride(2))

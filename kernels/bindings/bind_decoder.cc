@@ -29,6 +29,13 @@ using GivenMixer = std::variant<AttentionWeights, LatentWeights, DeltaWeights, S
 using GivenSight = std::pair<uintptr_t, uintptr_t>;
 using GivenRotation = std::tuple<uintptr_t, uintptr_t, uint32_t, bool>;
 
+// Whether pages hold 8-bit floats, and the scales of keys and values there.
+using GivenStorage = std::tuple<bool, float, float>;
+
+PageStorage page_storage(const GivenStorage& given) {
+  return {std::get<0>(given), std::get<1>(given), std::get<2>(given)};
+}
+
 Projection projection(const MaybeProjection& given) {
   if (!given) return {};
   const auto& [matrix, bias, order] = *given;
@@ -41,23 +48,24 @@ void bind_mixers(py::module_& m) {
                        bool gates_are_softplus, uintptr_t query_norm, uintptr_t key_norm, bool norms_are_bfloat16,
                        bool norms_are_full_width, float norm_eps, uintptr_t sinks, uintptr_t pages, uint32_t page_size,
                        uint32_t num_heads, uint32_t num_kv_heads, uint32_t head_dim, float scale,
-                       std::optional<uint32_t> rotation, uint32_t sight) {
+                       std::optional<uint32_t> rotation, uint32_t sight, const GivenStorage& storage) {
              return AttentionWeights{projection(qkv), projection(output), projection(gate), gates_are_softplus,
                                      pointer<void>(query_norm), pointer<void>(key_norm), norms_are_bfloat16,
                                      norms_are_full_width, norm_eps,
                                      pointer<float>(sinks), pointer<void>(pages), page_size, num_heads, num_kv_heads,
-                                     head_dim, scale, rotation, sight};
+                                     head_dim, scale, rotation, sight, page_storage(storage)};
            }),
            py::kw_only(), py::arg("qkv"), py::arg("output"), py::arg("gate"), py::arg("gates_are_softplus"),
            py::arg("query_norm"), py::arg("key_norm"), py::arg("norms_are_bfloat16"), py::arg("norms_are_full_width"),
            py::arg("norm_eps"), py::arg("sinks"), py::arg("pages"), py::arg("page_size"), py::arg("num_heads"),
-           py::arg("num_kv_heads"), py::arg("head_dim"), py::arg("scale"), py::arg("rotation"), py::arg("sight"));
+           py::arg("num_kv_heads"), py::arg("head_dim"), py::arg("scale"), py::arg("rotation"), py::arg("sight"),
+           py::arg("storage"));
   py::class_<LatentWeights>(m, "LatentWeights")
       .def(py::init([](const GivenProjection& narrow, const GivenProjection& query, const GivenProjection& output,
                        const std::optional<NormWeights>& query_norm, const NormWeights& latent_norm, uintptr_t heads,
                        uintptr_t sinks, uintptr_t pages, uint32_t page_size, uint32_t num_heads, uint32_t latent_dim,
                        uint32_t nope_dim, uint32_t rope_dim, uint32_t value_dim, float scale,
-                       std::optional<uint32_t> rotation, uint32_t sight) {
+                       std::optional<uint32_t> rotation, uint32_t sight, const GivenStorage& storage) {
              return LatentWeights{projection(narrow),
                                   projection(query),
                                   projection(output),
@@ -74,12 +82,13 @@ void bind_mixers(py::module_& m) {
                                   value_dim,
                                   scale,
                                   rotation,
-                                  sight};
+                                  sight,
+                                  page_storage(storage)};
            }),
            py::kw_only(), py::arg("narrow"), py::arg("query"), py::arg("output"), py::arg("query_norm"),
            py::arg("latent_norm"), py::arg("heads"), py::arg("sinks"), py::arg("pages"), py::arg("page_size"),
            py::arg("num_heads"), py::arg("latent_dim"), py::arg("nope_dim"), py::arg("rope_dim"), py::arg("value_dim"),
-           py::arg("scale"), py::arg("rotation"), py::arg("sight"));
+           py::arg("scale"), py::arg("rotation"), py::arg("sight"), py::arg("storage"));
   py::class_<DeltaWeights>(m, "DeltaWeights")
       .def(py::init([](const GivenProjection& input, const MaybeProjection& decays, const MaybeProjection& gates,
                        const GivenProjection& output, uint32_t b_column, uint32_t a_column, uint32_t gate_column,

@@ -78,7 +78,7 @@ void rotate_and_append(DenseThreads& threads, bool is_bfloat16, uintptr_t heads,
                        uint32_t num_heads, uint32_t num_query_heads, uint32_t head_dim, uintptr_t query_weight,
                        uintptr_t key_weight, bool weights_are_bfloat16, float eps, uintptr_t cosine, uintptr_t sine,
                        uint32_t rotary_dim, bool interleaved, uintptr_t values, size_t values_stride, uintptr_t slots,
-                       uintptr_t slot_mapping, uint32_t num_rows) {
+                       uintptr_t slot_mapping, uint32_t num_rows, bool is_float8, float key_scale, float value_scale) {
   const ReleasedGil release;
   const dense::RotateWork first{is_bfloat16,
                                 weights_are_bfloat16,
@@ -96,7 +96,8 @@ void rotate_and_append(DenseThreads& threads, bool is_bfloat16, uintptr_t heads,
                                 rotary_dim,
                                 interleaved};
   dense::rotate_and_append(threads, {first, heads_stride, num_rows, pointer<void>(values), values_stride,
-                                     pointer<void>(slots), pointer<int64_t>(slot_mapping)});
+                                     pointer<void>(slots), pointer<int64_t>(slot_mapping),
+                                     {is_float8, key_scale, value_scale}});
 }
 
 void rotate(DenseThreads& threads, bool is_bfloat16, uintptr_t heads, size_t heads_stride, uint32_t num_heads,
@@ -124,13 +125,15 @@ void rotate(DenseThreads& threads, bool is_bfloat16, uintptr_t heads, size_t hea
 void attend(DenseThreads& threads, bool is_bfloat16, uintptr_t query, size_t query_stride, uintptr_t pages,
             uint32_t page_size, uintptr_t block_table, size_t table_stride, uintptr_t requests, uintptr_t begins,
             uintptr_t ends, uintptr_t sinks, uintptr_t output, float scale, uint32_t num_rows, uint32_t num_heads,
-            uint32_t num_kv_heads, uint32_t head_dim, bool is_prompt) {
+            uint32_t num_kv_heads, uint32_t head_dim, bool is_prompt, bool is_float8, float key_scale,
+            float value_scale) {
   const ReleasedGil release;
   const auto run = is_prompt ? &dense::attend_prompt : &dense::attend;
   run(threads, {is_bfloat16, pointer<void>(query), query_stride, pointer<void>(pages),
                 pointer<int32_t>(block_table), table_stride, pointer<int32_t>(requests),
                 pointer<int32_t>(begins), pointer<int32_t>(ends), pointer<float>(sinks),
-                pointer<void>(output), scale, num_rows, num_heads, num_kv_heads, head_dim, page_size});
+                pointer<void>(output), scale, num_rows, num_heads, num_kv_heads, head_dim, page_size,
+                {is_float8, key_scale, value_scale}});
 }
 
 void multiply_heads(DenseThreads& threads, bool is_bfloat16, uintptr_t rows, size_t row_stride, size_t head_stride,
@@ -146,12 +149,13 @@ void attend_latents(DenseThreads& threads, bool is_bfloat16, uintptr_t query, ui
                     size_t rope_row_stride, size_t rope_head_stride, uintptr_t pages, uint32_t page_size,
                     uintptr_t block_table, size_t table_stride, uintptr_t requests, uintptr_t ends, uintptr_t sinks,
                     uintptr_t output, float scale, uint32_t num_rows, uint32_t num_heads, uint32_t latent_dim,
-                    uint32_t rope_dim) {
+                    uint32_t rope_dim, bool is_float8, float page_scale) {
   const ReleasedGil release;
   dense::attend_latents(threads, {is_bfloat16, pointer<void>(query), pointer<void>(query_rope), rope_row_stride,
                                   rope_head_stride, pointer<void>(pages), pointer<int32_t>(block_table), table_stride,
                                   pointer<int32_t>(requests), pointer<int32_t>(ends), pointer<float>(sinks),
-                                  pointer<void>(output), scale, num_rows, num_heads, latent_dim, rope_dim, page_size});
+                                  pointer<void>(output), scale, num_rows, num_heads, latent_dim, rope_dim, page_size,
+                                  {is_float8, page_scale, page_scale}});
 }
 
 void bind_latents(py::class_<DenseThreads, std::shared_ptr<DenseThreads>>& threads) {
@@ -164,7 +168,7 @@ void bind_latents(py::class_<DenseThreads, std::shared_ptr<DenseThreads>>& threa
            py::arg("rope_row_stride"), py::arg("rope_head_stride"), py::arg("pages"), py::arg("page_size"),
            py::arg("block_table"), py::arg("table_stride"), py::arg("requests"), py::arg("ends"), py::arg("sinks"),
            py::arg("output"), py::arg("scale"), py::arg("num_rows"), py::arg("num_heads"), py::arg("latent_dim"),
-           py::arg("rope_dim"));
+           py::arg("rope_dim"), py::arg("is_float8") = false, py::arg("page_scale") = 1.0f);
 }
 
 void route(DenseThreads& threads, uintptr_t logits, uintptr_t correction, uintptr_t valid, uintptr_t weights,
@@ -313,7 +317,8 @@ void bind_dense(py::module_& m) {
            py::arg("num_heads"), py::arg("num_query_heads"), py::arg("head_dim"), py::arg("query_weight"),
            py::arg("key_weight"), py::arg("weights_are_bfloat16"), py::arg("eps"), py::arg("cosine"), py::arg("sine"),
            py::arg("rotary_dim"), py::arg("interleaved"), py::arg("values"), py::arg("values_stride"), py::arg("slots"),
-           py::arg("slot_mapping"), py::arg("num_rows"))
+           py::arg("slot_mapping"), py::arg("num_rows"), py::arg("is_float8") = false, py::arg("key_scale") = 1.0f,
+           py::arg("value_scale") = 1.0f)
       .def("rotate", &rotate, py::arg("is_bfloat16"), py::arg("heads"), py::arg("heads_stride"), py::arg("num_heads"),
            py::arg("head_dim"), py::arg("head_stride"), py::arg("cosine"), py::arg("sine"), py::arg("rotary_dim"),
            py::arg("interleaved"), py::arg("num_rows"))
@@ -321,7 +326,8 @@ void bind_dense(py::module_& m) {
            py::arg("page_size"), py::arg("block_table"), py::arg("table_stride"), py::arg("requests"),
            py::arg("begins"), py::arg("ends"), py::arg("sinks"), py::arg("output"), py::arg("scale"),
            py::arg("num_rows"), py::arg("num_heads"), py::arg("num_kv_heads"), py::arg("head_dim"),
-           py::arg("is_prompt") = false)
+           py::arg("is_prompt") = false, py::arg("is_float8") = false, py::arg("key_scale") = 1.0f,
+           py::arg("value_scale") = 1.0f)
       .def("route", &route, py::arg("logits"), py::arg("correction"), py::arg("valid"), py::arg("weights"),
            py::arg("ids"), py::arg("num_rows"), py::arg("rule"))
       .def("score_experts", &score_experts, py::arg("hidden_states"), py::arg("is_bfloat16"), py::arg("num_rows"),

@@ -137,6 +137,9 @@ void attend_tile_typed(const AttendTileWork& work) {
 }
 
 void attend_tile(const AttendTileWork& work) {
-  if (work.is_bfloat16) return attend_tile_typed<BFloat16>(work);
-  attend_tile_typed<Float32>(work);
+  switch (work.page_type) {
+    case PageType::kFloat32: return attend_tile_typed<Float32>(work);
+    case PageType::kBFloat16: return attend_tile_typed<BFloat16>(work);
+    case PageType::kFloat8: return attend_tile_typed<Float8>(work);
+  }
 }

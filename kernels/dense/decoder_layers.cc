@@ -176,12 +176,12 @@ void DecoderLayers::mix(const StepRows& step, const AttentionWeights& attention)
                          rotation.rotary_dim,
                          rotation.interleaved};
   rotate_and_append(*threads_, {first, stride, step.num_rows, projected + size_t{rotated} * head_dim * element_bytes_,
-                                stride, attention.pages, step.slot_mapping});
+                                stride, attention.pages, step.slot_mapping, attention.storage});
   buffers_.attended.grow(size_t{step.num_rows} * attention.num_heads * head_dim * element_bytes_);
   dense::attend(*threads_, {is_bfloat16_, projected, stride, attention.pages, step.block_table, step.table_stride,
                             step.requests, sight.begins, sight.ends, attention.sinks, buffers_.attended.data(),
                             attention.scale, step.num_rows, attention.num_heads, attention.num_kv_heads, head_dim,
-                            attention.page_size});
+                            attention.page_size, attention.storage});
   weigh(step, attention, stride);
   multiply(step, attention.output, buffers_.attended, buffers_.dense);
 }
@@ -236,7 +236,8 @@ void DecoderLayers::mix(const StepRows& step, const LatentWeights& latent) {
   attend_latents(*threads_, {is_bfloat16_, buffers_.absorbed.data(), at(projected, latent.nope_dim, is_bfloat16_),
                              stride, head_size, latent.pages, step.block_table, step.table_stride, step.requests,
                              step.sights[latent.sight].ends, latent.sinks, buffers_.attended_latents.data(),
-                             latent.scale, step.num_rows, heads, latent.latent_dim, latent.rope_dim, latent.page_size});
+                             latent.scale, step.num_rows, heads, latent.latent_dim, latent.rope_dim, latent.page_size,
+                             latent.storage});
   project_values(*threads_,
                  {is_bfloat16_, buffers_.attended_latents.data(), size_t{heads} * latent.latent_dim, latent.latent_dim,
                   at(latent.heads, size_t{latent.nope_dim} * latent.latent_dim, is_bfloat16_), matrix,
@@ -294,7 +295,8 @@ void DecoderLayers::append_latents(const StepRows& step, const LatentWeights& la
                   latent.latent_dim,
                   latent.rope_dim,
                   latent.pages,
-                  step.slot_mapping});
+                  step.slot_mapping,
+                  latent.storage});
 }
 
 void DecoderLayers::ask_experts(const StepRows& step, const LayerWeights& layer, RoutedExperts& experts) {

@@ -93,7 +93,8 @@ class LatentRun {
     const uint32_t begin = index * part_positions(row);
     const Partial result = own.part(index);
     threads_.row_kernels().attend(
-        {call_.is_bfloat16, scratch.as<float>(), latents, latents, key_dim_ * element_bytes(call_.is_bfloat16),
+        {page_type(call_.storage, call_.is_bfloat16), scratch.as<float>(), latents, latents,
+         key_dim_ * page_element_bytes(call_.storage, call_.is_bfloat16),
          call_.block_table + call_.requests[row] * call_.table_stride, call_.page_size, begin,
          std::min(begin + part_positions(row), end(row)), num_heads(pair), key_dim_, call_.latent_dim,
          scratch.as<float>() + query_floats, result.output(), result.maxima(), result.sums()});
@@ -102,6 +103,7 @@ class LatentRun {
   // Each head's query of latents, then its rotated part, as a token's keys lie in a page.
   void read_queries(uint32_t pair, float* target) const {
     const uint32_t row = pair / groups_;
+    const float factor = call_.scale * call_.storage.key_scale;
     for (uint32_t h = 0; h < num_heads(pair); ++h) {
       const size_t head = pair % groups_ * group_ + h;
       const size_t latent = (row * size_t{call_.num_heads} + head) * call_.latent_dim;
@@ -110,7 +112,7 @@ class LatentRun {
       read_floats(threads_, call_.is_bfloat16, at(call_.query, latent, call_.is_bfloat16), own, call_.latent_dim);
       read_floats(threads_, call_.is_bfloat16, at(call_.query_rope, rotated, call_.is_bfloat16), own + call_.latent_dim,
                   call_.rope_dim);
-      for (uint32_t d = 0; d < key_dim_; ++d) own[d] *= call_.scale;
+      for (uint32_t d = 0; d < key_dim_; ++d) own[d] *= factor;
     }
   }
 
@@ -121,6 +123,7 @@ class LatentRun {
     for (uint32_t h = 0; h < num_heads(pair); ++h) {
       const size_t head = pair % groups_ * group_ + h;
       join_parts(parts(pair), h, call_.sinks == nullptr ? nullptr : call_.sinks + head, scratch.as<float>());
+      for (uint32_t d = 0; d < call_.latent_dim; ++d) scratch.as<float>()[d] *= call_.storage.value_scale;
       const size_t place = (row * size_t{call_.num_heads} + head) * call_.latent_dim;
       write_floats(threads_, call_.is_bfloat16, scratch.as<float>(), at(call_.output, place, call_.is_bfloat16),
                    call_.latent_dim);
@@ -170,17 +173,27 @@ void attend_latents(DenseThreads& threads, const LatentAttention& call) {
 void append_latents(DenseThreads& threads, const AppendLatents& call) {
   const bool is_bfloat16 = call.norm.is_bfloat16;
   const size_t width = size_t{call.latent_dim} + call.rope_dim;
+  const PageStorage& storage = call.storage;
+  const size_t stored_bytes = page_element_bytes(storage, is_bfloat16);
+  const RowKernels& kernels = threads.row_kernels();
   for_rows(threads, call.num_rows, width, [&](uint32_t row, uint32_t worker) {
-    std::byte* const slot = at(call.slots, static_cast<size_t>(call.slot_mapping[row]) * width, is_bfloat16);
+    std::byte* const slot =
+        static_cast<std::byte*>(call.slots) + static_cast<size_t>(call.slot_mapping[row]) * width * stored_bytes;
+    AlignedBuffer& normed = threads.scratch(worker).gemm;
+    if (storage.is_float8) normed.grow(call.latent_dim * element_bytes(is_bfloat16));
     NormWork norm = call.norm;
     norm.residual = at(call.norm.residual, row * call.row_stride, is_bfloat16);
-    norm.output = slot;
+    norm.output = storage.is_float8 ? normed.data() : slot;
     norm.update = nullptr;
     norm.size = call.latent_dim;
-    threads.row_kernels().add_norm(norm);
+    kernels.add_norm(norm);
+    if (storage.is_float8) {
+      store_in_page(kernels, is_bfloat16, true, storage.key_scale, normed.data(), slot, call.latent_dim);
+    }
     std::byte* const key = at(call.rotation.heads, row * call.row_stride, is_bfloat16);
     if (call.rotation.cosine != nullptr) rotate_row(threads, call.rotation, call.row_stride, row, worker);
-    std::memcpy(at(slot, call.latent_dim, is_bfloat16), key, call.rope_dim * element_bytes(is_bfloat16));
+    store_in_page(kernels, is_bfloat16, storage.is_float8, storage.key_scale, key,
+                  slot + call.latent_dim * stored_bytes, call.rope_dim);
   });
 }
 

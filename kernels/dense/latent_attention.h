@@ -54,6 +54,7 @@ struct LatentAttention {
   uint32_t latent_dim;  // a multiple of 16
   uint32_t rope_dim;  // likewise
   uint32_t page_size;
+  PageStorage storage;  // of the pages
 };
 void attend_latents(DenseThreads& threads, const LatentAttention& call);
 
@@ -67,6 +68,7 @@ struct AppendLatents {
   uint32_t rope_dim;
   void* slots;  // [slots][latent_dim + rope_dim]
   const int64_t* slot_mapping;  // [num_rows]
+  PageStorage storage;  // of the slots
 };
 void append_latents(DenseThreads& threads, const AppendLatents& call);
 

@@ -39,7 +39,7 @@ struct AttentionWeights {
   bool norms_are_full_width;
   float norm_eps;
   const float* sinks;       // [num_heads]; null: none
-  void* pages;              // [pages][page_size][2 * num_kv_heads][head_dim]
+  void* pages;              // [pages][page_size][2 * num_kv_heads][head_dim], see `storage`
   uint32_t page_size;
   uint32_t num_heads;
   uint32_t num_kv_heads;
@@ -47,6 +47,7 @@ struct AttentionWeights {
   float scale;
   std::optional<uint32_t> rotation;  // index of StepRows::rotations; none: nothing is rotated
   uint32_t sight;           // index of StepRows::sights
+  PageStorage storage;      // of the pages
 };
 
 // Latent attention to all tokens, see latent_attention.h.
@@ -68,6 +69,7 @@ struct LatentWeights {
   float scale;
   std::optional<uint32_t> rotation;  // index of StepRows::rotations; none: nothing is rotated
   uint32_t sight;  // index of StepRows::sights
+  PageStorage storage;  // of the pages
 };
 
 // The gated delta rule after a causal convolution, with decays of heads or of elements of a key, see recurrent.h.

@@ -5,6 +5,8 @@
 #include <cstring>
 #include <mutex>
 
+#include "kernels/dense/row_memory.h"
+
 namespace moebius::dense {
 namespace {
 
@@ -61,14 +63,14 @@ class PromptRun {
     const uint32_t lanes = (count + kAttendLanes - 1) / kAttendLanes * kAttendLanes;
     const TileMemory memory(threads_.scratch(worker).result, lanes, call_.head_dim);
     read_queries(key_head, first, count, lanes, memory, threads_.scratch(worker).gemm);
-    const size_t head_bytes = call_.head_dim * (call_.is_bfloat16 ? sizeof(uint16_t) : sizeof(float));
+    const size_t head_bytes = call_.head_dim * page_element_bytes(call_.storage, call_.is_bfloat16);
     const auto* const keys = static_cast<const std::byte*>(call_.pages) + key_head * head_bytes;
     const uint32_t row = first / group_;
     const uint32_t end_row = (first + count - 1) / group_ + 1;
     const auto [least_begin, most_begin] = std::minmax_element(call_.begins + row, call_.begins + end_row);
     const auto [least_end, most_end] = std::minmax_element(call_.ends + row, call_.ends + end_row);
-    const AttendTileWork work{call_.is_bfloat16, memory.query, keys, keys + call_.num_kv_heads * head_bytes,
-                              2 * call_.num_kv_heads * head_bytes,
+    const AttendTileWork work{page_type(call_.storage, call_.is_bfloat16), memory.query, keys,
+                              keys + call_.num_kv_heads * head_bytes, 2 * call_.num_kv_heads * head_bytes,
                               call_.block_table + call_.requests[0] * call_.table_stride, call_.page_size,
                               memory.begins, memory.ends, static_cast<uint32_t>(*least_begin),
                               static_cast<uint32_t>(*most_end), static_cast<uint32_t>(*most_begin),
@@ -86,6 +88,7 @@ class PromptRun {
     float* const one = buffer.as<float>();
     std::memset(memory.query, 0, size_t{head_dim} * lanes * sizeof(float));
     std::fill_n(memory.begins, 2 * size_t{lanes}, 0.0f);  // and the ends, which follow
+    const float factor = call_.scale * call_.storage.key_scale;
     for (uint32_t lane = 0; lane < count; ++lane) {
       const uint32_t row = (first + lane) / group_;
       const size_t head = size_t{key_head} * group_ + (first + lane) % group_;
@@ -97,7 +100,7 @@ class PromptRun {
       } else {
         std::memcpy(one, static_cast<const float*>(call_.query) + place, head_dim * sizeof(float));
       }
-      for (uint32_t d = 0; d < head_dim; ++d) memory.query[size_t{d} * lanes + lane] = one[d] * call_.scale;
+      for (uint32_t d = 0; d < head_dim; ++d) memory.query[size_t{d} * lanes + lane] = one[d] * factor;
     }
   }
 
@@ -118,6 +121,7 @@ class PromptRun {
         factor = std::exp(memory.maxima[lane] - largest);
         total = total * factor + std::exp(call_.sinks[head] - largest);
       }
+      factor *= call_.storage.value_scale;
       for (uint32_t d = 0; d < head_dim; ++d) one[d] = memory.output[size_t{d} * lanes + lane] * factor / total;
       const size_t place = (size_t{row} * call_.num_heads + head) * head_dim;
       if (call_.is_bfloat16) {

@@ -57,11 +57,31 @@ struct GateWork {
   uint32_t size;
 };
 
+// What pages of keys, values and latents hold: float32, bfloat16, or 8-bit floats (e4m3, without infinity).
+enum class PageType : uint8_t { kFloat32, kBFloat16, kFloat8 };
+
+// Whether pages hold 8-bit floats instead of the activations' type; these are elements divided by a scale. Of latents,
+// which are both keys and values, the scales are equal.
+struct PageStorage {
+  bool is_float8;
+  float key_scale;            // 1 where the pages hold the activations' type
+  float value_scale;          // likewise
+};
+
+// output = values / scale as e4m3, rounded to nearest even; what is too large saturates, infinity becomes NaN.
+struct EncodeFloat8Work {
+  bool is_bfloat16;           // values
+  const void* values;         // [size]
+  float scale;
+  uint8_t* output;            // [size]
+  uint32_t size;
+};
+
 // The query heads of one key head, of one row, over positions [begin, end): softmax without its division, so that
 // parts of a sequence can be joined.
 struct AttendWork {
-  bool is_bfloat16;           // pages
-  const float* query;         // [group][head_dim], multiplied by the softmax's scale
+  PageType page_type;
+  const float* query;         // [group][head_dim], multiplied by the scales of the softmax and of keys
   const std::byte* keys;      // of the key head in slot 0: slot s lies slot_bytes * s further
   const std::byte* values;
   size_t slot_bytes;
@@ -81,8 +101,8 @@ struct AttendWork {
 // Queries of one key head, the lanes of a tile, over what they see of one request's positions. Softmax without its
 // division, in the order of positions: the bits of a lane do not depend on the others.
 struct AttendTileWork {
-  bool is_bfloat16;           // pages
-  const float* query;         // [head_dim][lanes], multiplied by the softmax's scale
+  PageType page_type;
+  const float* query;         // [head_dim][lanes], multiplied by the scales of the softmax and of keys
   const std::byte* keys;      // as in AttendWork
   const std::byte* values;
   size_t slot_bytes;
@@ -231,6 +251,7 @@ struct RowKernels {
   void (*gate)(const GateWork& work);
   void (*attend)(const AttendWork& work);
   void (*attend_tile)(const AttendTileWork& work);
+  void (*encode_float8)(const EncodeFloat8Work& work);
   // sum of a[i] * b[i], b float32.
   float (*dot)(const void* a, bool is_bfloat16, const float* b, uint32_t size);
   void (*convolve)(const ConvolveWork& work);

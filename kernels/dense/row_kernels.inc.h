@@ -13,6 +13,12 @@ struct BFloat16 {
   static void store(Vec value, uint16_t* at) { value.store_bfloat16(at); }
 };
 
+// Memory of pages, written by encode_float8.
+struct Float8 {
+  using Element = uint8_t;
+  static Vec load(const uint8_t* at) { return Vec::from_float8(at); }
+};
+
 // The value as `Type` holds it.
 template <class Type>
 [[gnu::always_inline]] inline Vec rounded(Vec value) {
@@ -238,6 +244,40 @@ float dot(const void* a, bool is_bfloat16, const float* b, uint32_t size) {
   return dot_typed<Float32>(static_cast<const float*>(a), b, size);
 }
 
+// --- 8-bit floats
+
+// Bits of the e4m3 code, without branches: compilers compute the lanes of a vector together.
+[[gnu::always_inline]] inline uint8_t float8_code(float value) {
+  constexpr uint32_t kInfinity = 0x7f800000, kLargest = 0x43e00000, kLeastNormal = 0x3c800000;
+  const uint32_t bits = __builtin_bit_cast(uint32_t, value);
+  const uint32_t magnitude = bits & 0x7fffffff;
+  const uint32_t kept = magnitude < kLargest ? magnitude : kLargest;
+  // Three bits of the mantissa, and an exponent that is 120 less.
+  const uint32_t normal = ((kept + 0x7ffff + (kept >> 20 & 1)) >> 20) - (120u << 3);
+  // The unit of the last place of 2^14 is the least e4m3.
+  const uint32_t whole = __builtin_bit_cast(uint32_t, __builtin_bit_cast(float, kept) + 16384.0f) - 0x46800000;
+  const uint32_t finite = kept < kLeastNormal ? whole : normal;
+  return static_cast<uint8_t>((magnitude < kInfinity ? finite : 0x7f) | (bits >> 24 & 0x80));
+}
+
+template <class Type>
+void encode_float8_typed(const EncodeFloat8Work& work) {
+  const auto* const values = static_cast<const typename Type::Element*>(work.values);
+  for_each(
+      work.size,
+      [&](uint32_t i) {
+        float scaled[Vec::kLanes];
+        Vec::div(Type::load(values + i), Vec::broadcast(work.scale)).store(scaled);
+        for (uint32_t lane = 0; lane < Vec::kLanes; ++lane) work.output[i + lane] = float8_code(scaled[lane]);
+      },
+      [&](uint32_t i) { work.output[i] = float8_code(load_one<Type>(values + i) / work.scale); });
+}
+
+void encode_float8(const EncodeFloat8Work& work) {
+  if (work.is_bfloat16) return encode_float8_typed<BFloat16>(work);
+  encode_float8_typed<Float32>(work);
+}
+
 // --- attention
 
 // Heads that share a loaded key or value, and vectors of a head's output in registers.
@@ -369,8 +409,11 @@ void attend_typed(const AttendWork& work) {
 }
 
 void attend(const AttendWork& work) {
-  if (work.is_bfloat16) return attend_typed<BFloat16>(work);
-  attend_typed<Float32>(work);
+  switch (work.page_type) {
+    case PageType::kFloat32: return attend_typed<Float32>(work);
+    case PageType::kBFloat16: return attend_typed<BFloat16>(work);
+    case PageType::kFloat8: return attend_typed<Float8>(work);
+  }
 }
 
 #include "kernels/dense/attention_tiles.inc.h"
@@ -382,6 +425,7 @@ constexpr RowKernels kKernels{add_norm,
                               gate,
                               attend,
                               attend_tile,
+                              encode_float8,
                               dot,
                               convolve,
                               compute_decays,

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <mutex>
 
 #include "kernels/dense/dense_threads.h"
@@ -21,6 +22,25 @@ inline const std::byte* at(const void* memory, size_t elements, bool is_bfloat16
 
 inline std::byte* at(void* memory, size_t elements, bool is_bfloat16) {
   return static_cast<std::byte*>(memory) + elements * element_bytes(is_bfloat16);
+}
+
+inline PageType page_type(const PageStorage& storage, bool is_bfloat16) {
+  if (storage.is_float8) return PageType::kFloat8;
+  return is_bfloat16 ? PageType::kBFloat16 : PageType::kFloat32;
+}
+
+inline size_t page_element_bytes(const PageStorage& storage, bool is_bfloat16) {
+  return storage.is_float8 ? 1 : element_bytes(is_bfloat16);
+}
+
+// Copies activations to a page, in its type.
+inline void store_in_page(const RowKernels& kernels, bool is_bfloat16, bool is_float8, float scale, const void* values,
+                          std::byte* target, uint32_t count) {
+  if (is_float8) {
+    kernels.encode_float8({is_bfloat16, values, scale, reinterpret_cast<uint8_t*>(target), count});
+  } else {
+    std::memcpy(target, values, count * element_bytes(is_bfloat16));
+  }
 }
 
 // run(row, worker) for every row, in pieces of at least kLeastElements where rows have `row_elements`.

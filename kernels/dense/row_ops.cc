@@ -61,14 +61,19 @@ void rotate(DenseThreads& threads, const RotateWork& first, size_t heads_stride,
 void rotate_and_append(DenseThreads& threads, const RotateAppend& call) {
   const RotateWork& first = call.first;
   const bool is_bfloat16 = first.is_bfloat16;
-  const size_t key_size = size_t{first.num_heads - first.num_query_heads} * first.head_dim;
-  const size_t bytes = key_size * element_bytes(is_bfloat16);
+  const uint32_t key_size = (first.num_heads - first.num_query_heads) * first.head_dim;
+  const PageStorage& storage = call.storage;
+  const size_t bytes = key_size * page_element_bytes(storage, is_bfloat16);
+  const RowKernels& kernels = threads.row_kernels();
   for_rows(threads, call.num_rows, 2 * size_t{first.num_heads} * first.head_dim, [&](uint32_t row, uint32_t worker) {
     rotate_row(threads, first, call.heads_stride, row, worker);
     const size_t keys = row * call.heads_stride + size_t{first.num_query_heads} * first.head_dim;
-    std::byte* const slot = at(call.slots, static_cast<size_t>(call.slot_mapping[row]) * 2 * key_size, is_bfloat16);
-    std::memcpy(slot, at(first.heads, keys, is_bfloat16), bytes);
-    std::memcpy(slot + bytes, at(call.values, row * call.values_stride, is_bfloat16), bytes);
+    const size_t before = static_cast<size_t>(call.slot_mapping[row]) * 2 * bytes;
+    std::byte* const slot = static_cast<std::byte*>(call.slots) + before;
+    store_in_page(kernels, is_bfloat16, storage.is_float8, storage.key_scale, at(first.heads, keys, is_bfloat16), slot,
+                  key_size);
+    store_in_page(kernels, is_bfloat16, storage.is_float8, storage.value_scale,
+                  at(call.values, row * call.values_stride, is_bfloat16), slot + bytes, key_size);
   });
 }
 
@@ -116,11 +121,11 @@ class AttentionRun {
     const size_t query_floats = size_t{group_} * call_.head_dim;
     scratch.grow((query_floats + size_t{group_} * kAttendBlock) * sizeof(float));
     const Partial result = parts(pair).part(split);
-    const size_t head_bytes = call_.head_dim * element_bytes(call_.is_bfloat16);
+    const size_t head_bytes = call_.head_dim * page_element_bytes(call_.storage, call_.is_bfloat16);
     const auto* const keys = static_cast<const std::byte*>(call_.pages) + head * head_bytes;
     read_query(row, head, scratch.as<float>());
-    threads_.row_kernels().attend({call_.is_bfloat16, scratch.as<float>(), keys, keys + call_.num_kv_heads * head_bytes,
-                                   2 * call_.num_kv_heads * head_bytes,
+    threads_.row_kernels().attend({page_type(call_.storage, call_.is_bfloat16), scratch.as<float>(), keys,
+                                   keys + call_.num_kv_heads * head_bytes, 2 * call_.num_kv_heads * head_bytes,
                                    call_.block_table + call_.requests[row] * call_.table_stride, call_.page_size,
                                    begin + split * kPartPositions, std::min(begin + (split + 1) * kPartPositions, end),
                                    group_, call_.head_dim, call_.head_dim, scratch.as<float>() + query_floats,
@@ -135,7 +140,8 @@ class AttentionRun {
     const size_t count = size_t{group_} * call_.head_dim;
     const std::byte* const source = at(call_.query, row * call_.query_stride + head * count, call_.is_bfloat16);
     read_floats(threads_, call_.is_bfloat16, source, target, count);
-    for (size_t i = 0; i < count; ++i) target[i] *= call_.scale;
+    const float factor = call_.scale * call_.storage.key_scale;
+    for (size_t i = 0; i < count; ++i) target[i] *= factor;
   }
 
   void join(uint32_t pair, uint32_t worker) {
@@ -145,6 +151,7 @@ class AttentionRun {
     scratch.grow(call_.head_dim * sizeof(float));
     for (uint32_t h = 0; h < group_; ++h) {
       join_parts(parts(pair), h, call_.sinks == nullptr ? nullptr : call_.sinks + first + h, scratch.as<float>());
+      for (uint32_t d = 0; d < call_.head_dim; ++d) scratch.as<float>()[d] *= call_.storage.value_scale;
       const size_t place = (size_t{row} * call_.num_heads + first + h) * call_.head_dim;
       write_floats(threads_, call_.is_bfloat16, scratch.as<float>(), at(call_.output, place, call_.is_bfloat16),
                    call_.head_dim);

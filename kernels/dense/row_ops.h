@@ -34,6 +34,7 @@ struct RotateAppend {
   size_t values_stride;
   void* slots;            // [slots][2 * num_kv_heads][head_dim]
   const int64_t* slot_mapping;  // [num_rows]
+  PageStorage storage;          // of the slots
 };
 void rotate_and_append(DenseThreads& threads, const RotateAppend& call);
 
@@ -56,6 +57,7 @@ struct Attention {
   uint32_t num_kv_heads;
   uint32_t head_dim;           // a multiple of 16
   uint32_t page_size;
+  PageStorage storage;         // of the pages
 };
 void attend(DenseThreads& threads, const Attention& call);
 

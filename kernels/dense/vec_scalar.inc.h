@@ -13,6 +13,7 @@ struct Vec {
     const uint32_t bits = uint32_t{*static_cast<const uint16_t*>(at)} << 16;
     return {std::bit_cast<float>(bits)};
   }
+  static Vec from_float8(const void* at) { return {kFloat8Values[*static_cast<const uint8_t*>(at)]}; }
   static Vec fma(Vec a, Vec b, Vec c) { return {a.v * b.v + c.v}; }
   static Vec add(Vec a, Vec b) { return {a.v + b.v}; }
   static Vec sub(Vec a, Vec b) { return {a.v - b.v}; }

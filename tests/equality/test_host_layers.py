@@ -1,8 +1,8 @@
 """Invariant: on a CPU, layers of a decode step that one call computes have the bits of calls one by one.
 
-Also keys and values in the cache, latents, states, and choices that are sampled; for families that differ in
-norms, biases, gates, windows, rotation, recurrences and routers, with one row, several and draft tokens, and
-at every instruction-set level.
+Also keys, values and latents in the cache (in 8 bits, too), states, and choices that are sampled; for
+families that differ in norms, biases, gates, windows, rotation, recurrences and routers, with one row,
+several and draft tokens, and at every instruction-set level.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from gpu_service.attention.registry import make_attention
+from gpu_service.cache.fp8 import E4M3
+from gpu_service.cache.kv_cache import KVCache, MlaCache, make_cache
 from gpu_service.core.depths import make_depths
 from gpu_service.core.step import ForwardInputs
 from gpu_service.experts.choice_samples import ChoiceSamples
@@ -51,6 +54,8 @@ NAMES = (
     "granitemoeshared",  # The same scale with rotation.
     "kimi_linear",  # Decays of elements, through a bottleneck; latent attention that does not rotate.
 )
+# Whose caches may hold 8-bit floats: keys and values with and without norms and rotation, and latents.
+STORED_IN_8_BITS = "gpt_oss", "glm4_moe", "granitemoehybrid", "deepseek_v3", "kimi_linear"
 # Where runs end, of models some of whose layers are called one by one (latent attention with gates).
 ENDS = {"bailing_hybrid": [1, 3]}
 # Published as safetensors in bfloat16: what no GGUF file of the tests is written of.
@@ -200,6 +205,11 @@ def samples_of(runner: PagedRunner) -> ChoiceSamples:
     return ChoiceSamples(list(layers), 1 << 20, next(iter(layers.values())).top_k, 8, torch.device("cpu"))
 
 
+def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Returns whether all bytes are the same; torch compares no 8-bit floats."""
+    return torch.equal(first.view(torch.uint8), second.view(torch.uint8))
+
+
 def draft_rows(runner: PagedRunner, sequence: Decoding, count: int) -> ForwardInputs:
     """Returns a step of one request's next token and drafts, each a row, as speculation has them."""
     rows = [replace(sequence, computed=sequence.computed + place) for place in range(count)]
@@ -212,11 +222,30 @@ def draft_rows(runner: PagedRunner, sequence: Decoding, count: int) -> ForwardIn
     return replace(inputs, state_reads=reads, depths=make_depths(list(range(count))))
 
 
+def store_in_8_bits(runner: PagedRunner) -> None:
+    """Gives a model an empty cache of 8-bit floats with scales other than 1."""
+    layers, kept = runner.model.config.layers, runner.kv_cache
+    cache = make_cache(layers, kept.num_pages, kept.page_size, kept.dtype, storage_dtype=E4M3)
+    if isinstance(cache, KVCache):
+        cache.key_scales, cache.value_scales = [0.75] * cache.num_layers, [0.3] * cache.num_layers
+    else:
+        assert isinstance(cache, MlaCache)
+        cache.scales = [0.3] * cache.num_layers
+    runner.kv_cache, runner.attention = cache, make_attention(layers, cache, "cpu")
+
+
+CASES = [(name, dtype, False) for name in (*NAMES, *PUBLISHED) for dtype in ("bfloat16", "float32")]
+CASES += [(name, dtype, True) for name in STORED_IN_8_BITS for dtype in ("bfloat16", "float32")]
+
+
 @pytest.mark.usefixtures("level")
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("name", [*NAMES, *PUBLISHED])
+@pytest.mark.parametrize(("name", "dtype", "in_8_bits"), CASES)
 def test_one_call_gives_the_bits_of_many(
-    name: str, dtype: DTypeName, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    name: str,
+    dtype: DTypeName,
+    in_8_bits: bool,
+    checkpoint: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lengths: list[int] = []
     whole = HostLayers.forward
@@ -227,6 +256,8 @@ def test_one_call_gives_the_bits_of_many(
         return done
 
     with running(checkpoint(name), dtype) as (runner, _):
+        if in_8_bits:
+            store_in_8_bits(runner)
         sequences = [runner.prefill(PROMPT[:length])[0] for length in (3, 12, 7)]
         for number, sequence in enumerate(sequences):
             sequence.tokens += [9 + number, 77, 31]
@@ -239,7 +270,7 @@ def test_one_call_gives_the_bits_of_many(
             monkeypatch.setattr(HostLayers, "forward", counted)
             found, found_written = taken(runner, inputs)
             assert torch.equal(found, expected)
-            assert all(map(torch.equal, found_written, expected_written))
+            assert all(map(same_bits, found_written, expected_written))
             assert bool((found_written[-1][0] >= 0).any())
             assert (client.stats().calls - calls) % 2 == 0, "either way counts the same layers"
         # Once a step, unless a layer lies between that no run takes.

@@ -19,7 +19,9 @@ from gpu_service.ops.host_kernels import dense_threads
 
 
 class CpuMlaAttention(TorchMlaAttention, HostAttention):
-    """Float32 and bfloat16 latents as they are stored, attended to by all tokens after them."""
+    """Latents as they are stored, in the activations' float32 or bfloat16 or as e4m3, attended to by all
+    tokens after them.
+    """
 
     def __init__(self, dimensions: MlaDimensions, cache: MlaCache) -> None:
         super().__init__(dimensions, cache)
@@ -32,8 +34,8 @@ class CpuMlaAttention(TorchMlaAttention, HostAttention):
     @classmethod
     def unsupported(cls, dimensions: MlaDimensions, cache: MlaCache) -> str:
         """Returns the reason, as `MlaAttentionBackend.unsupported`."""
-        if cache.is_quantised or cache.dtype not in (torch.float32, torch.bfloat16):
-            return f"latents are {cache.storage_dtype}; allowed: float32, bfloat16"
+        if cache.dtype not in (torch.float32, torch.bfloat16):
+            return f"activations are {cache.dtype}; allowed: float32, bfloat16"
         if dimensions.index is not None:
             return "an indexer chooses which tokens are attended to"
         sizes = dimensions.latent_dim, dimensions.rope_dim
@@ -81,14 +83,15 @@ class CpuMlaAttention(TorchMlaAttention, HostAttention):
     ) -> torch.Tensor:
         """Computes the lone rows; arguments and result as `forward`'s."""
         sizes, pages, rows = self.dimensions, self.cache.pages(layer_id), self._attending_rows()
-        query = query.to(pages.dtype).contiguous()
-        query_rope = query_rope.to(pages.dtype)
+        dtype, (is_float8, page_scale, _) = self.cache.dtype, self.cache.host_storage(layer_id)
+        query = query.to(dtype).contiguous()
+        query_rope = query_rope.to(dtype)
         if query_rope.stride(2) != 1:
             query_rope = query_rope.contiguous()
         wide_sinks = None if sinks is None else sinks.float().contiguous()
         output, table = torch.empty_like(query), self._planned.block_table
         self.threads.attend_latents(
-            pages.dtype == torch.bfloat16,
+            dtype == torch.bfloat16,
             query.data_ptr(),
             query_rope.data_ptr(),
             query_rope.stride(0),
@@ -106,6 +109,8 @@ class CpuMlaAttention(TorchMlaAttention, HostAttention):
             query.shape[1],
             sizes.latent_dim,
             sizes.rope_dim,
+            is_float8,
+            page_scale,
         )
         return output
 

@@ -100,6 +100,31 @@ def test_rotation_and_storing(isa: str, dtype: torch.dtype, interleaved: bool) -
 
 @LEVELS
 @DTYPES
+def test_storing_in_8_bits(isa: str, dtype: torch.dtype) -> None:
+    """Every number that bfloat16 has, and float32 on both sides of every step of e4m3, to the bit; NaN stays
+    NaN, infinity becomes it, and what is too large the largest number.
+    """
+    every = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16).to(dtype)
+    if dtype == torch.float32:
+        halves = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+        middles = (halves[1:] + halves[:-1]) / 2
+        near = torch.cat((middles, middles.nextafter(halves[1:]), middles.nextafter(halves[:-1])))
+        every = torch.cat((every, near, -near, torch.zeros(-6 * near.numel() // 3 % 64)))
+    rows = every[: every.numel() // 64 * 64].view(-1, 2, 32)
+    table = rope_table.reference(torch.zeros(len(rows), dtype=torch.int64), torch.zeros(0), dtype, False)
+    for key_scale, value_scale in ((1.0, 1.0), (0.7, 3.0)):
+        stored = []
+        for function in (kernels(isa).rotate_and_append, kv.rotate_and_append.reference):
+            slots = torch.zeros(len(rows), 4, 32, dtype=torch.float8_e4m3fn)
+            scales, mapping = (key_scale, value_scale), torch.arange(len(rows)).flip(0)
+            function(rows.clone(), None, None, 1e-6, 0, table, rows, slots, mapping, *scales)
+            stored.append(slots)
+        ours, theirs = (slots.float() for slots in stored)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+@LEVELS
+@DTYPES
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rotation_alone(isa: str, dtype: torch.dtype, interleaved: bool) -> None:
     """Heads are columns of a wider product, which keeps the others."""
@@ -166,11 +191,15 @@ def test_the_setting_chooses_between_kernels_and_references() -> None:
 
 @LEVELS
 @DTYPES
-def test_attention(isa: str, dtype: torch.dtype) -> None:
-    """Lengths around the blocks and parts that sequences are cut into; heads in groups of any size."""
+@pytest.mark.parametrize("in_8_bits", [False, True])
+def test_attention(isa: str, dtype: torch.dtype, in_8_bits: bool) -> None:
+    """Lengths around the blocks and parts that sequences are cut into; heads in groups of any size; what is
+    stored in 8 bits counts as it is dequantised.
+    """
+    key_scale, value_scale = (0.3, 1.7) if in_8_bits else (1.0, 1.0)
     own = _kernels.DenseThreads(3, isa)
     for kv_heads, group, head_dim in ((2, 3, 16), (1, 9, 80), (3, 4, 64)):
-        pages = torch.randn(90, 16, 2 * kv_heads, head_dim).to(dtype)
+        pages = torch.randn(90, 16, 2 * kv_heads, head_dim).to(torch.float8_e4m3fn if in_8_bits else dtype)
         table = (torch.randperm(89)[:86].view(2, 43) + 1).int().contiguous()
         rows = [(0, 0, 1), (1, 0, 64), (0, 0, 65), (1, 7, 513), (0, 100, 612), (1, 0, 688)]
         requests, begins, ends = torch.tensor(rows, dtype=torch.int32).t().contiguous()
@@ -181,12 +210,15 @@ def test_attention(isa: str, dtype: torch.dtype) -> None:
             *(dtype == torch.bfloat16, query.data_ptr(), query.stride(0), pages.data_ptr(), 16),
             *(table.data_ptr(), 43, requests.data_ptr(), begins.data_ptr(), ends.data_ptr()),
             *(sinks.data_ptr(), output.data_ptr(), 0.3, len(rows), kv_heads * group, kv_heads, head_dim),
+            *(False, in_8_bits, key_scale, value_scale),
         )
         for row, (request, begin, end) in enumerate(rows):
-            seen = pages[table[request].long()].flatten(0, 1)[begin:end].double()
+            seen = pages.double()[table[request].long()].flatten(0, 1)[begin:end]
+            seen[:, :kv_heads] *= key_scale
+            seen[:, kv_heads:] *= value_scale
             key, value = (part.repeat_interleave(group, dim=1) for part in seen.chunk(2, dim=1))
             scores = torch.einsum("hd,thd->ht", query[row].double(), key) * 0.3
             weights = torch.cat((scores, sinks.double()[:, None]), dim=1).softmax(1)[:, :-1]
             expected = torch.einsum("ht,thd->hd", weights, value)
-            allowed = 2e-5 if dtype == torch.float32 else 8e-3
+            allowed = 2e-5 if dtype == torch.float32 else 8e-3 * value_scale
             torch.testing.assert_close(output[row].double(), expected, rtol=0, atol=allowed)

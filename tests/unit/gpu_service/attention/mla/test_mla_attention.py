@@ -95,11 +95,15 @@ WHOLE = replace(TINY, latent_dim=32, rope_dim=16)
 
 @pytest.mark.parametrize("page_size", [4, 16])
 @pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("storage", [None, E4M3])
 @pytest.mark.parametrize("mixture", sorted(STEPS))
-def test_a_cpu_computes_short_chunks_by_its_kernels(mixture: str, sinks: bool, page_size: int) -> None:
+def test_a_cpu_computes_short_chunks_by_its_kernels(
+    mixture: str, storage: torch.dtype | None, sinks: bool, page_size: int
+) -> None:
     """Alone, and with longer chunks in the same step, whose rows torch computes."""
     dimensions = replace(WHOLE, has_sinks=sinks)
-    case = make_mla_case(dimensions, STEPS[mixture], page_size)
+    case = make_mla_case(dimensions, STEPS[mixture], page_size, storage_dtype=storage)
+    case.cache.scales[LAYER] = 0.3 if storage else 1.0
     expected = naive_mla(case)
     output = run_absorbed(case, CpuMlaAttention(dimensions, case.cache))
     torch.testing.assert_close(output.double(), expected, rtol=0, atol=MLA_FLOAT32)
@@ -157,11 +161,12 @@ def test_a_cpu_gets_its_kernels_where_they_can() -> None:
     device = torch.device("cpu")
     case = make_mla_case(WHOLE, [(4, 1)])
     assert type(choose_backend(MLA_BACKENDS, WHOLE, case.cache, device)) is CpuMlaAttention
+    quantised = make_mla_case(WHOLE, [(4, 1)], storage_dtype=E4M3)
+    assert type(choose_backend(MLA_BACKENDS, WHOLE, quantised.cache, device)) is CpuMlaAttention
     assert type(choose_backend(MLA_BACKENDS, WHOLE, case.cache, device, "torch")) is TorchMlaAttention
     chooses = replace(WHOLE, index=IndexDimensions(7, 10, 6))
     left = {
         r"24 \+ 8 elements; allowed: multiples of 16": make_mla_case(TINY, [(4, 1)]),
-        "float8_e4m3fn; allowed: float32, bfloat16": make_mla_case(WHOLE, [(4, 1)], storage_dtype=E4M3),
         "float16; allowed: float32, bfloat16": make_mla_case(WHOLE, [(4, 1)], dtype=torch.float16),
         "an indexer chooses": make_mla_case(chooses, [(4, 1)]),
     }
