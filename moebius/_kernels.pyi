@@ -342,6 +342,24 @@ class DenseThreads:
         state_dim: int,
         head_dim: int,
     ) -> None: ...
+    def scan(
+        self,
+        is_bfloat16: bool,
+        values: tuple[int, int],
+        steps: tuple[int, int],
+        write: tuple[int, int],
+        read: tuple[int, int],
+        gates: tuple[int, int],
+        a_log: int,
+        skip: int,
+        states: int,
+        reads: int,
+        writes: int,
+        output: int,
+        num_rows: int,
+        channels: int,
+        state_dim: int,
+    ) -> None: ...
     def gated_group_norm(
         self,
         is_bfloat16: bool,
@@ -538,6 +556,28 @@ class StateSpaceWeights:
         head_dim: int,
     ) -> None: ...
 
+class SelectiveScanWeights:
+    def __init__(
+        self,
+        *,
+        input: _Projection,
+        narrow: _Projection,
+        steps: _Projection,
+        output: _Projection,
+        step_norm: NormWeights,
+        write_norm: NormWeights,
+        read_norm: NormWeights,
+        taps: int,
+        bias: int,
+        width: int,
+        a_log: int,
+        skip: int,
+        recent: int,
+        states: int,
+        channels: int,
+        state_dim: int,
+    ) -> None: ...
+
 class MlpWeights:
     def __init__(
         self, gate_up: _Projection, down: _Projection, output_gate: int, is_squared_relu: bool = False
@@ -552,7 +592,13 @@ class LayerWeights:
     def __init__(
         self,
         input_norm: NormWeights | None,
-        mixer: AttentionWeights | LatentWeights | DeltaWeights | ShortConvWeights | StateSpaceWeights | None,
+        mixer: AttentionWeights
+        | LatentWeights
+        | DeltaWeights
+        | ShortConvWeights
+        | StateSpaceWeights
+        | SelectiveScanWeights
+        | None,
         ffn_norm: NormWeights | None,
         mlp: MlpWeights | None,
         router: RouterWeights | None,

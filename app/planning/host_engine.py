@@ -22,7 +22,7 @@ from moebius.models.layers.gqa import GQA
 from moebius.models.layers.latent import MLA
 from moebius.models.layers.layer import Layer
 from moebius.models.layers.mixer import Mixer
-from moebius.models.layers.recurrent import KDA, GatedDeltaNet, Mamba2, ShortConv
+from moebius.models.layers.recurrent import KDA, GatedDeltaNet, Mamba2, SelectiveScan, ShortConv
 from moebius.models.layers.residual import Sequential, Single
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def _is_plain(mixer: Mixer) -> bool:
         return mixer.blocks is None and (mixer.rope is not None or mixer.qk_norm is None)
     if isinstance(mixer, MLA):
         return mixer.is_plain
-    return isinstance(mixer, GatedDeltaNet | KDA | Mamba2 | ShortConv)
+    return isinstance(mixer, GatedDeltaNet | KDA | Mamba2 | SelectiveScan | ShortConv)
 
 
 def product_seconds(

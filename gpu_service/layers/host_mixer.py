@@ -16,6 +16,7 @@ MixerWeights = (
     | _kernels.DeltaWeights
     | _kernels.ShortConvWeights
     | _kernels.StateSpaceWeights
+    | _kernels.SelectiveScanWeights
 )
 
 

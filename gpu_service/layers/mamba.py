@@ -6,11 +6,13 @@ import torch
 
 from gpu_service.layers.composition import Composition
 from gpu_service.layers.context import ForwardContext
+from gpu_service.layers.host_mixer import HostPlaces
 from gpu_service.layers.linear import Linear, RowParallelLinear
 from gpu_service.layers.norm import RMSNorm
 from gpu_service.layers.states import ConvTaps, StateLayer
 from gpu_service.ops.rope import RopeTable
 from gpu_service.ops.selective_scan import selective_scan_extend, selective_scan_update
+from moebius import _kernels
 from moebius.models.layers.layer import Places
 from moebius.models.layers.recurrent import SelectiveScan
 
@@ -25,7 +27,7 @@ class Mamba(StateLayer):
     def __init__(self, spec: SelectiveScan, places: Places, made: Composition) -> None:
         super().__init__(spec, places, made)
         own, eps = made.weights(spec.weights(made.hidden_size)), spec.eps
-        self._widths = spec.widths
+        self._widths, self._dtype, self._channels = spec.widths, made.dtype, made.own(spec).value_size
         self.in_proj, self.conv1d = Linear(own.under("in_proj")), ConvTaps(own.under("conv1d"))
         self.x_proj = RowParallelLinear(own.under("x_proj"), made.parallel)
         self.dt_layernorm = RMSNorm(own.under("dt_layernorm"), eps)
@@ -47,3 +49,30 @@ class Mamba(StateLayer):
         values = states.recur(selective_scan_update, selective_scan_extend, rows, self.A_log, self.D)
         output: torch.Tensor = self.out_proj(values)
         return output
+
+    def host_weights(self, places: HostPlaces) -> _kernels.SelectiveScanWeights | None:
+        """Returns the layer as `_kernels.DecoderLayers` computes it, see `HostMixer`; None: its types are
+        others.
+        """
+        first, last = self.in_proj.projection, self.out_proj.projection
+        narrow, steps = self.x_proj.projection, self.steps.projection
+        assert places.states is not None, "a model with state spaces needs states"
+        recent, recurrent = places.states.of(self._state)
+        if first is None or narrow is None or steps is None or last is None or recent.dtype != self._dtype:
+            return None
+        return _kernels.SelectiveScanWeights(
+            input=first,
+            narrow=narrow,
+            steps=steps,
+            output=last,
+            step_norm=self.dt_layernorm.host_weights(),
+            write_norm=self.b_layernorm.host_weights(),
+            read_norm=self.c_layernorm.host_weights(),
+            **self.conv1d.host_taps(),
+            a_log=self.A_log.data_ptr(),
+            skip=self.D.data_ptr(),
+            recent=recent.data_ptr(),
+            states=recurrent.data_ptr(),
+            channels=self._channels,
+            state_dim=self._widths[1],
+        )

@@ -155,6 +155,40 @@ class HostRecurrent:
         )
         return output
 
+    def selective_scan_update(
+        self,
+        x: torch.Tensor,
+        dt: torch.Tensor,
+        b: torch.Tensor,
+        c: torch.Tensor,
+        gate: torch.Tensor,
+        a_log: torch.Tensor,
+        d: torch.Tensor,
+        states: torch.Tensor,
+        reads: torch.Tensor,
+        writes: torch.Tensor,
+    ) -> torch.Tensor:
+        """Computes `ops.selective_scan.selective_scan_update`."""
+        output = torch.empty(x.shape, dtype=x.dtype)
+        self._threads.scan(
+            x.dtype == torch.bfloat16,
+            _columns(x),
+            _columns(dt),
+            _columns(b),
+            _columns(c),
+            _columns(gate),
+            a_log.data_ptr(),
+            d.data_ptr(),
+            states.data_ptr(),
+            reads.data_ptr(),
+            writes.data_ptr(),
+            output.data_ptr(),
+            x.shape[0],
+            x.shape[1],
+            b.shape[1],
+        )
+        return output
+
     def gated_group_rms_norm(
         self, values: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, num_groups: int, eps: float
     ) -> torch.Tensor:
@@ -215,6 +249,11 @@ class HostRecurrent:
         return values
 
 
+def _columns(rows: torch.Tensor) -> tuple[int, int]:
+    """Returns where rows begin, and the elements from one to the next."""
+    return rows.data_ptr(), rows.stride(0)
+
+
 def _has_rows(*tensors: torch.Tensor) -> bool:
     """Returns whether these are rows, columns contiguous, of one type that the kernels compute."""
     dtype = tensors[0].dtype
@@ -265,6 +304,21 @@ def _steps(
     return _has_rows(xbc, dt) and known and states.shape[3] % VALUE_MULTIPLE == 0
 
 
+def _scans(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    gate: torch.Tensor,
+    a_log: torch.Tensor,
+    d: torch.Tensor,
+    states: torch.Tensor,
+    *_: object,
+) -> bool:
+    known = all(part.is_contiguous() and part.dtype == torch.float32 for part in (a_log, d, states))
+    return _has_rows(x, dt, b, c, gate) and known
+
+
 def _norms_groups(values: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, *_: object) -> bool:
     return values.dtype == torch.float32 and values.is_contiguous() and _has_rows(gate, weight)
 
@@ -285,6 +339,7 @@ def implementations(threads: _kernels.DenseThreads) -> Mapping[str, Implementati
         "gated_delta_update": Implementation(kernels.gated_delta_update, _updates),
         "kimi_delta_update": Implementation(kernels.kimi_delta_update, _updates_elements),
         "state_space_update": Implementation(kernels.state_space_update, _steps),
+        "selective_scan_update": Implementation(kernels.selective_scan_update, _scans),
         "gated_group_rms_norm": Implementation(kernels.gated_group_rms_norm, _norms_groups),
         "gated_rms_norm": Implementation(partial(kernels.gated_norm, False), _norms),
         "sigmoid_gated_rms_norm": Implementation(partial(kernels.gated_norm, True), _norms),

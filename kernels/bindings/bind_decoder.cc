@@ -24,7 +24,8 @@ using namespace dense;
 // A matrix and the addresses of its bias and of the order of its product's columns, 0: none.
 using GivenProjection = std::tuple<std::shared_ptr<DenseMatrix>, uintptr_t, uintptr_t>;
 using MaybeProjection = std::optional<GivenProjection>;
-using GivenMixer = std::variant<AttentionWeights, LatentWeights, DeltaWeights, ShortConvWeights, StateSpaceWeights>;
+using GivenMixer = std::variant<AttentionWeights, LatentWeights, DeltaWeights, ShortConvWeights, StateSpaceWeights,
+                                SelectiveScanWeights>;
 // Addresses of begins and ends, or of cosines and sines with their width and whether pairs are neighbours.
 using GivenSight = std::pair<uintptr_t, uintptr_t>;
 using GivenRotation = std::tuple<uintptr_t, uintptr_t, uint32_t, bool>;
@@ -165,6 +166,35 @@ void bind_state_space(py::module_& m) {
            py::arg("num_groups"), py::arg("num_heads"), py::arg("state_dim"), py::arg("head_dim"));
 }
 
+void bind_selective_scan(py::module_& m) {
+  py::class_<SelectiveScanWeights>(m, "SelectiveScanWeights")
+      .def(py::init([](const GivenProjection& input, const GivenProjection& narrow, const GivenProjection& steps,
+                       const GivenProjection& output, const NormWeights& step_norm, const NormWeights& write_norm,
+                       const NormWeights& read_norm, uintptr_t taps, uintptr_t bias, uint32_t width, uintptr_t a_log,
+                       uintptr_t skip, uintptr_t recent, uintptr_t states, uint32_t channels, uint32_t state_dim) {
+             return SelectiveScanWeights{projection(input),
+                                         projection(narrow),
+                                         projection(steps),
+                                         projection(output),
+                                         step_norm,
+                                         write_norm,
+                                         read_norm,
+                                         pointer<float>(taps),
+                                         pointer<float>(bias),
+                                         width,
+                                         pointer<float>(a_log),
+                                         pointer<float>(skip),
+                                         pointer<void>(recent),
+                                         pointer<float>(states),
+                                         channels,
+                                         state_dim};
+           }),
+           py::kw_only(), py::arg("input"), py::arg("narrow"), py::arg("steps"), py::arg("output"),
+           py::arg("step_norm"), py::arg("write_norm"), py::arg("read_norm"), py::arg("taps"), py::arg("bias"),
+           py::arg("width"), py::arg("a_log"), py::arg("skip"), py::arg("recent"), py::arg("states"),
+           py::arg("channels"), py::arg("state_dim"));
+}
+
 // Of a layer that has one, or the lack of it.
 decltype(LayerWeights::mixer) layer_mixer(const std::optional<GivenMixer>& given) {
   if (!given) return NoMixer{};
@@ -180,6 +210,7 @@ void bind_weights(py::module_& m) {
   bind_mixers(m);
   bind_short_convolution(m);
   bind_state_space(m);
+  bind_selective_scan(m);
   py::class_<MlpWeights>(m, "MlpWeights")
       .def(py::init([](const GivenProjection& gate_up, const GivenProjection& down, uintptr_t output_gate,
                        bool is_squared_relu) {

@@ -217,6 +217,22 @@ void update_state_space(DenseThreads& threads, bool is_bfloat16, uintptr_t xbc, 
                                       pointer<float>(output), num_rows, num_groups, num_heads, state_dim, head_dim});
 }
 
+// Addresses of columns of rows, with the elements between two rows.
+using GivenColumns = std::pair<uintptr_t, size_t>;
+
+void scan(DenseThreads& threads, bool is_bfloat16, const GivenColumns& values, const GivenColumns& steps,
+          const GivenColumns& write, const GivenColumns& read, const GivenColumns& gates, uintptr_t a_log,
+          uintptr_t skip, uintptr_t states, uintptr_t reads, uintptr_t writes, uintptr_t output, uint32_t num_rows,
+          uint32_t channels, uint32_t state_dim) {
+  const ReleasedGil release;
+  const auto columns = [](const GivenColumns& given) {
+    return dense::RowColumns{pointer<void>(given.first), given.second};
+  };
+  dense::scan(threads, {is_bfloat16, columns(values), columns(steps), columns(write), columns(read), columns(gates),
+                        pointer<float>(a_log), pointer<float>(skip), pointer<float>(states), pointer<int64_t>(reads),
+                        pointer<int64_t>(writes), pointer<void>(output), num_rows, channels, state_dim});
+}
+
 void gated_group_norm(DenseThreads& threads, bool is_bfloat16, uintptr_t values, uintptr_t gates, size_t gates_stride,
                       uintptr_t weight, uintptr_t output, float eps, uint32_t size, uint32_t num_groups,
                       uint32_t num_rows) {
@@ -261,6 +277,9 @@ void bind_recurrent(py::class_<DenseThreads, std::shared_ptr<DenseThreads>>& thr
            py::arg("dt"), py::arg("dt_stride"), py::arg("step"), py::arg("states"), py::arg("reads"), py::arg("writes"),
            py::arg("output"), py::arg("num_rows"), py::arg("num_groups"), py::arg("num_heads"), py::arg("state_dim"),
            py::arg("head_dim"))
+      .def("scan", &scan, py::arg("is_bfloat16"), py::arg("values"), py::arg("steps"), py::arg("write"),
+           py::arg("read"), py::arg("gates"), py::arg("a_log"), py::arg("skip"), py::arg("states"), py::arg("reads"),
+           py::arg("writes"), py::arg("output"), py::arg("num_rows"), py::arg("channels"), py::arg("state_dim"))
       .def("gated_group_norm", &gated_group_norm, py::arg("is_bfloat16"), py::arg("values"), py::arg("gates"),
            py::arg("gates_stride"), py::arg("weight"), py::arg("output"), py::arg("eps"), py::arg("size"),
            py::arg("num_groups"), py::arg("num_rows"))

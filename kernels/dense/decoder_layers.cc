@@ -73,6 +73,14 @@ void check_mixer(const StateSpaceWeights& space, uint32_t hidden_size, size_t in
   check_shape(space.output, inner, hidden_size, index, "output");
 }
 
+void check_mixer(const SelectiveScanWeights& scan, uint32_t hidden_size, size_t index) {
+  const uint32_t step_rank = scan.steps.matrix->in_features();
+  check_shape(scan.input, hidden_size, 2 * scan.channels, index, "input");
+  check_shape(scan.narrow, scan.channels, step_rank + 2 * scan.state_dim, index, "narrow");
+  check_shape(scan.steps, step_rank, scan.channels, index, "steps");
+  check_shape(scan.output, scan.channels, hidden_size, index, "output");
+}
+
 void check_mixer(const NoMixer&, uint32_t, size_t) {}
 
 void check_layer(const LayerWeights& layer, uint32_t hidden_size, size_t index) {

@@ -1,10 +1,10 @@
 // Consecutive decoder layers whose rows are all computed alone, as in decode: one call for all of them.
 //
 // A layer is `x += mixer(norm(x)); x += ffn(norm(x))`, or one of the two: the mixer is grouped-query attention over
-// paged keys and values, latent attention over paged latents, a delta rule, a state space or a short convolution, and
-// the other half an MLP, routed experts, or both. Its steps are those of row_ops.h, latent_attention.h, recurrent.h and
-// dense_matrix.h in the order in which the engine calls them one by one, on the same memory types, so that both ways
-// give the same bits.
+// paged keys and values, latent attention over paged latents, a delta rule, a state space of heads or of channels, or a
+// short convolution, and the other half an MLP, routed experts, or both. Its steps are those of row_ops.h,
+// latent_attention.h, recurrent.h and dense_matrix.h in the order in which the engine calls them one by one, on the same
+// memory types, so that both ways give the same bits.
 #pragma once
 
 #include <cstdint>
@@ -34,13 +34,13 @@ class DecoderLayers {
     AlignedBuffer unordered;   // columns of a product as its weight is stored
     AlignedBuffer projected;  // queries, keys, values; queries of latents; what a delta rule reads
     AlignedBuffer narrow;  // latents of queries and tokens, parts of keys
-    AlignedBuffer normed_narrow;  // latents of queries
+    AlignedBuffer normed_narrow;  // latents of queries, or what steps, writes and reads of channels are made of
     AlignedBuffer absorbed;  // num_heads * latent_dim: queries of latents
     AlignedBuffer attended_latents;  // likewise: what they attend to
     AlignedBuffer convolved;  // queries, keys, values of a delta rule, or what a short convolution answers
     AlignedBuffer attended;    // num_heads * head_dim, or what a delta rule answers
     AlignedBuffer wide;  // what a state space answers, float32
-    AlignedBuffer decays;  // what decays of a delta rule are made of
+    AlignedBuffer decays;  // what decays of a delta rule, or steps of channels, are made of
     AlignedBuffer gates;  // of what is attended to or remembered, or of an MLP
     AlignedBuffer gate_up;
     AlignedBuffer activated;   // half of it
@@ -49,11 +49,6 @@ class DecoderLayers {
     AlignedBuffer logits;      // num_experts, or one of an output gate; float32
     AlignedBuffer weights;     // top_k, float32
     AlignedBuffer ids;         // top_k, int32
-  };
-  // Neighbouring columns of rows.
-  struct Columns {
-    const std::byte* values;
-    size_t stride;
   };
   // What is to be added to the residual stream.
   struct Update {
@@ -75,7 +70,8 @@ class DecoderLayers {
   void mix(const StepRows& step, const DeltaWeights& delta);
   void mix(const StepRows& step, const ShortConvWeights& conv);
   void mix(const StepRows& step, const StateSpaceWeights& space);
-  Columns project_columns(const StepRows& step, const Projection& input, uint32_t begin, const Projection& next,
+  void mix(const StepRows& step, const SelectiveScanWeights& scan);
+  RowColumns project_columns(const StepRows& step, const Projection& input, uint32_t begin, const Projection& next,
                           AlignedBuffer& output);
   void ask_experts(const StepRows& step, const LayerWeights& layer, RoutedExperts& experts);
   void compute_mlp(const StepRows& step, const MlpWeights& mlp);

@@ -125,6 +125,26 @@ struct StateSpaceWeights {
   uint32_t head_dim;
 };
 
+// Mamba after a causal convolution, see recurrent.h.
+struct SelectiveScanWeights {
+  Projection input;  // values, then gates, of all channels
+  Projection narrow;  // from values: what steps are made of; what channels write, what they read
+  Projection steps;  // of all channels, from what the first of these norms gives
+  Projection output;
+  NormWeights step_norm;
+  NormWeights write_norm;
+  NormWeights read_norm;
+  const float* taps;  // [width][channels]
+  const float* bias;  // [channels]; null: none
+  uint32_t width;
+  const float* a_log;  // [channels][state_dim]
+  const float* skip;  // [channels]
+  void* recent;  // [slots][width - 1][channels]
+  float* states;  // [slots][channels][state_dim]
+  uint32_t channels;
+  uint32_t state_dim;
+};
+
 // A layer that is a feed-forward block alone.
 struct NoMixer {};
 
@@ -146,7 +166,9 @@ struct RouterWeights {
 
 struct LayerWeights {
   NormWeights input_norm;  // null weight: without a mixer
-  std::variant<AttentionWeights, LatentWeights, DeltaWeights, ShortConvWeights, StateSpaceWeights, NoMixer> mixer;
+  std::variant<AttentionWeights, LatentWeights, DeltaWeights, ShortConvWeights, StateSpaceWeights, SelectiveScanWeights,
+               NoMixer>
+      mixer;
   NormWeights ffn_norm;  // null weight: a layer that is a mixer alone
   MlpWeights mlp;        // of a layer with experts: those that are always active; null matrices: none
   RouterWeights router;

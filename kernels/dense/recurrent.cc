@@ -4,6 +4,7 @@
 #include <cmath>
 #include <mutex>
 
+#include "kernels/dense/attention_parts.h"
 #include "kernels/dense/row_memory.h"
 #include "kernels/format/numbers.h"
 
@@ -12,6 +13,8 @@ namespace {
 
 // Channels of a task of a convolution, a multiple of all vectors.
 constexpr uint32_t kChannelsTogether = 1024;
+// Likewise of a selective state space, whose channels have a state each.
+constexpr uint32_t kScannedTogether = 256;
 
 float value_at(const void* memory, size_t element, bool is_bfloat16) {
   if (is_bfloat16) return decode_bfloat16(static_cast<const uint16_t*>(memory)[element]);
@@ -55,6 +58,28 @@ void step_head(DenseThreads& threads, const StateSpace& call, uint32_t head, flo
          state(call.reads[row]), state(call.writes[row]),
          call.output + (size_t{row} * call.num_heads + head) * call.head_dim, scratch, std::exp(-rate * step), step,
          call.step.skip[head], call.state_dim, call.head_dim});
+  }
+}
+
+// All rows of some channels, in order.
+void scan_channels(DenseThreads& threads, const SelectiveScan& call, uint32_t first, uint32_t count, float* scratch) {
+  const bool is_bfloat16 = call.is_bfloat16;
+  float* const write = scratch + 3 * size_t{count};
+  float* const read = write + call.state_dim;
+  for (uint32_t row = 0; row < call.num_rows; ++row) {
+    const auto own = [&](const RowColumns& columns, uint32_t column) {
+      return at(columns.values, row * columns.stride + column, is_bfloat16);
+    };
+    const auto state = [&](int64_t slot) {
+      return call.states + (static_cast<size_t>(slot) * call.channels + first) * call.state_dim;
+    };
+    read_floats(threads, is_bfloat16, own(call.write, 0), write, call.state_dim);
+    read_floats(threads, is_bfloat16, own(call.read, 0), read, call.state_dim);
+    threads.row_kernels().scan({is_bfloat16, own(call.values, first), own(call.steps, first), own(call.gates, first),
+                                write, read, call.a_log + size_t{first} * call.state_dim, call.skip + first,
+                                state(call.reads[row]), state(call.writes[row]),
+                                at(call.output, size_t{row} * call.channels + first, is_bfloat16), scratch, count,
+                                call.state_dim});
   }
 }
 
@@ -123,6 +148,18 @@ void update_state_space(DenseThreads& threads, const StateSpace& call) {
     AlignedBuffer& scratch = threads.scratch(worker).result;
     scratch.grow(2 * size_t{call.state_dim} * sizeof(float));
     step_head(threads, call, head, scratch.as<float>());
+  });
+}
+
+void scan(DenseThreads& threads, const SelectiveScan& call) {
+  const std::lock_guard<std::mutex> lock(threads.call_mutex());
+  const uint32_t num_tasks = (call.channels + kScannedTogether - 1) / kScannedTogether;
+  threads.pool().parallel_for(num_tasks, [&](uint32_t task, uint32_t worker) {
+    const uint32_t first = task * kScannedTogether;
+    const uint32_t count = std::min(kScannedTogether, call.channels - first);
+    AlignedBuffer& scratch = threads.scratch(worker).result;
+    scratch.grow((3 * size_t{count} + 2 * size_t{call.state_dim}) * sizeof(float));
+    scan_channels(threads, call, first, count, scratch.as<float>());
   });
 }
 

@@ -87,6 +87,32 @@ struct StateSpace {
 };
 void update_state_space(DenseThreads& threads, const StateSpace& call);
 
+// Neighbouring columns of rows, `stride` elements apart.
+struct RowColumns {
+  const void* values;
+  size_t stride;
+};
+
+// Mamba, see SelectiveScanWork.
+struct SelectiveScan {
+  bool is_bfloat16;  // all rows
+  RowColumns values;  // [num_rows][channels]
+  RowColumns steps;  // [num_rows][channels]
+  RowColumns write;  // [num_rows][state_dim], of all channels
+  RowColumns read;  // [num_rows][state_dim], likewise
+  RowColumns gates;  // [num_rows][channels]
+  const float* a_log;  // [channels][state_dim]
+  const float* skip;  // [channels]
+  float* states;  // [slots][channels][state_dim]
+  const int64_t* reads;  // [num_rows], slots
+  const int64_t* writes;  // [num_rows]
+  void* output;  // [num_rows][channels]
+  uint32_t num_rows;
+  uint32_t channels;
+  uint32_t state_dim;
+};
+void scan(DenseThreads& threads, const SelectiveScan& call);
+
 // See GatedGroupNormWork, which describes the first group of the first row, without its scratch. Values and output:
 // [num_rows][num_groups][size].
 struct GatedGroupNorm {

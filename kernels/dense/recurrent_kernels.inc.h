@@ -240,6 +240,73 @@ void update_state_space(const StateSpaceWork& work) {
   state_space_typed<Float32>(work);
 }
 
+// --- Mamba
+
+// The state of one channel after the token, and what is read of it.
+[[gnu::always_inline]] inline float scan_channel(const SelectiveScanWork& work, uint32_t channel, float step,
+                                                 float added) {
+  const size_t first = size_t{channel} * work.state_dim;
+  const Vec steps = Vec::broadcast(step);
+  const auto after = [&](Vec a_log, Vec before, Vec write) {
+    const Vec decay = exponential(Vec::sub(Vec::zero(), Vec::mul(steps, exponential(a_log))));
+    return Vec::fma(write, Vec::broadcast(added), Vec::mul(before, decay));
+  };
+  Vec sums = Vec::zero();
+  float rest = 0.0f;
+  for_each(
+      work.state_dim,
+      [&](uint32_t i) {
+        const Vec next = after(Vec::load(work.a_log + first + i), Vec::load(work.state + first + i),
+                               Vec::load(work.write + i));
+        next.store(work.next + first + i);
+        sums = Vec::fma(Vec::load(work.read + i), next, sums);
+      },
+      [&](uint32_t i) {
+        const Vec next = after(Vec::broadcast(work.a_log[first + i]), Vec::broadcast(work.state[first + i]),
+                               Vec::broadcast(work.write[i]));
+        store_first<Float32>(next, work.next + first + i);
+        rest += work.read[i] * work.next[first + i];
+      });
+  return sum_of(sums) + rest;
+}
+
+template <class Type>
+void scan_typed(const SelectiveScanWork& work) {
+  using Element = typename Type::Element;
+  const auto* const dt = static_cast<const Element*>(work.steps);
+  const auto* const gates = static_cast<const Element*>(work.gates);
+  auto* const output = static_cast<Element*>(work.output);
+  float* const steps = work.scratch;
+  float* const values = steps + work.channels;
+  float* const sums = values + work.channels;
+  widen<Type>(work.values, work.channels, values);
+  for_each(
+      work.channels, [&](uint32_t i) { softplus(Type::load(dt + i)).store(steps + i); },
+      [&](uint32_t i) { store_first<Float32>(softplus(Vec::broadcast(load_one<Type>(dt + i))), steps + i); });
+  for (uint32_t channel = 0; channel < work.channels; ++channel) {
+    sums[channel] = scan_channel(work, channel, steps[channel], steps[channel] * values[channel]);
+  }
+  const auto gated = [](Vec sum, Vec skip, Vec value, Vec gate) {
+    return Vec::mul(Vec::fma(skip, value, sum), Vec::mul(gate, sigmoid(gate)));
+  };
+  for_each(
+      work.channels,
+      [&](uint32_t i) {
+        Type::store(gated(Vec::load(sums + i), Vec::load(work.skip + i), Vec::load(values + i), Type::load(gates + i)),
+                    output + i);
+      },
+      [&](uint32_t i) {
+        const Vec gate = Vec::broadcast(load_one<Type>(gates + i));
+        const Vec value = Vec::broadcast(values[i]);
+        store_first<Type>(gated(Vec::broadcast(sums[i]), Vec::broadcast(work.skip[i]), value, gate), output + i);
+      });
+}
+
+void scan(const SelectiveScanWork& work) {
+  if (work.is_bfloat16) return scan_typed<BFloat16>(work);
+  scan_typed<Float32>(work);
+}
+
 template <class Type>
 void gated_group_norm_typed(const GatedGroupNormWork& work) {
   using Element = typename Type::Element;

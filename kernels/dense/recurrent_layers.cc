@@ -16,12 +16,12 @@ void DecoderLayers::mix(const StepRows& step, const DeltaWeights& delta) {
   convolve(*threads_,
            {is_bfloat16_, true, projected, nullptr, nullptr, stride, step.num_rows, channels, delta.width, delta.recent,
             step.state_reads, step.state_writes, delta.taps, delta.bias, buffers_.convolved.data()});
-  const Columns a = project_columns(step, delta.input, delta.a_column, delta.decays, buffers_.decays);
+  const RowColumns a = project_columns(step, delta.input, delta.a_column, delta.decays, buffers_.decays);
   update_delta(*threads_, {is_bfloat16_, buffers_.convolved.data(), channels, a.values, a.stride,
                            at(projected, delta.b_column, is_bfloat16_), stride, delta.decay, delta.states,
                            step.state_reads, step.state_writes, buffers_.attended.data(), step.num_rows,
                            delta.num_key_heads, delta.num_value_heads, delta.key_dim, delta.value_dim});
-  const Columns gates = project_columns(step, delta.input, delta.gate_column, delta.gates, buffers_.gates);
+  const RowColumns gates = project_columns(step, delta.input, delta.gate_column, delta.gates, buffers_.gates);
   const GatedNormWork first{is_bfloat16_, delta.gates_are_sigmoid,  buffers_.attended.data(), gates.values,
                             delta.norm,   buffers_.attended.data(), delta.norm_eps,           delta.value_dim};
   gated_norm(*threads_, {first, step.num_rows, delta.num_value_heads, gates.stride});
@@ -29,8 +29,8 @@ void DecoderLayers::mix(const StepRows& step, const DeltaWeights& delta) {
 }
 
 // Columns of what `input` has projected, or what `next`, where there is one, makes of them.
-DecoderLayers::Columns DecoderLayers::project_columns(const StepRows& step, const Projection& input, uint32_t begin,
-                                                      const Projection& next, AlignedBuffer& output) {
+RowColumns DecoderLayers::project_columns(const StepRows& step, const Projection& input, uint32_t begin,
+                                          const Projection& next, AlignedBuffer& output) {
   const size_t stride = input.matrix->out_features();
   const std::byte* const columns = at(buffers_.projected.data(), begin, is_bfloat16_);
   if (next.matrix == nullptr) return {columns, stride};
@@ -59,6 +59,49 @@ void DecoderLayers::mix(const StepRows& step, const StateSpaceWeights& space) {
                                  nullptr,      buffers_.attended.data(),  space.norm_eps, inner / space.num_groups};
   gated_group_norm(*threads_, {first, step.num_rows, space.num_groups, stride});
   multiply(step, space.output, buffers_.attended, buffers_.dense);
+}
+
+void DecoderLayers::mix(const StepRows& step, const SelectiveScanWeights& scan) {
+  const uint32_t channels = scan.channels;
+  const uint32_t step_rank = scan.steps.matrix->in_features();
+  const uint32_t width = step_rank + 2 * scan.state_dim;
+  const size_t stride = 2 * size_t{channels};
+  multiply(step, scan.input, buffers_.normed, buffers_.projected);
+  const std::byte* const projected = buffers_.projected.data();
+  buffers_.convolved.grow(size_t{step.num_rows} * channels * element_bytes_);
+  buffers_.attended.grow(size_t{step.num_rows} * channels * element_bytes_);
+  buffers_.normed_narrow.grow(size_t{step.num_rows} * width * element_bytes_);
+  convolve(*threads_,
+           {is_bfloat16_, true, projected, nullptr, nullptr, stride, step.num_rows, channels, scan.width, scan.recent,
+            step.state_reads, step.state_writes, scan.taps, scan.bias, buffers_.convolved.data()});
+  multiply(step, scan.narrow, buffers_.convolved, buffers_.narrow);
+  std::byte* const normed = buffers_.normed_narrow.data();
+  const auto norm = [&](const NormWeights& weights, uint32_t begin, uint32_t size) {
+    norm_rows(*threads_,
+              {is_bfloat16_, false, weights.is_bfloat16, at(buffers_.narrow.data(), begin, is_bfloat16_), nullptr,
+               weights.weight, at(normed, begin, is_bfloat16_), weights.eps, size},
+              width, width, step.num_rows);
+  };
+  norm(scan.step_norm, 0, step_rank);
+  norm(scan.write_norm, step_rank, scan.state_dim);
+  norm(scan.read_norm, step_rank + scan.state_dim, scan.state_dim);
+  multiply_columns(step, scan.steps, normed, width, buffers_.decays);
+  dense::scan(*threads_, {is_bfloat16_,
+                          {buffers_.convolved.data(), channels},
+                          {buffers_.decays.data(), channels},
+                          {at(normed, step_rank, is_bfloat16_), width},
+                          {at(normed, step_rank + scan.state_dim, is_bfloat16_), width},
+                          {at(projected, channels, is_bfloat16_), stride},
+                          scan.a_log,
+                          scan.skip,
+                          scan.states,
+                          step.state_reads,
+                          step.state_writes,
+                          buffers_.attended.data(),
+                          step.num_rows,
+                          channels,
+                          scan.state_dim});
+  multiply(step, scan.output, buffers_.attended, buffers_.dense);
 }
 
 void DecoderLayers::mix(const StepRows& step, const ShortConvWeights& conv) {

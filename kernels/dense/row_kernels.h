@@ -194,6 +194,26 @@ struct StateSpaceWork {
   uint32_t head_dim;          // a multiple of 16
 };
 
+// Mamba's selective state space (arXiv:2312.00752) for neighbouring channels of one token, see
+// gpu_service/ops/selective_scan.py: with step = softplus(steps), decay = exp(-step * exp(a_log)),
+// state = decay * state + write * (step * value); output = (sum of read * state + skip * value) * silu(gate).
+struct SelectiveScanWork {
+  bool is_bfloat16;           // values, steps, gates and output
+  const void* values;         // [channels]
+  const void* steps;          // [channels]
+  const void* gates;          // [channels]
+  const float* write;         // [state_dim]
+  const float* read;          // [state_dim]
+  const float* a_log;         // [channels][state_dim]
+  const float* skip;          // [channels]
+  const float* state;         // [channels][state_dim]
+  float* next;                // [channels][state_dim], the state after the token; other memory
+  void* output;               // [channels]
+  float* scratch;             // [3 * channels]
+  uint32_t channels;
+  uint32_t state_dim;
+};
+
 // output = rms_norm(values * silu(gates)) * weight, rounded once; neighbouring columns of one row.
 struct GatedGroupNormWork {
   bool is_bfloat16;           // gates, weight and output
@@ -258,6 +278,7 @@ struct RowKernels {
   void (*compute_decays)(const DecayWork& work);
   void (*update_delta)(const DeltaWork& work);
   void (*update_state_space)(const StateSpaceWork& work);
+  void (*scan)(const SelectiveScanWork& work);
   void (*gated_group_norm)(const GatedGroupNormWork& work);
   void (*gated_norm)(const GatedNormWork& work);
   void (*apply_gate)(const ApplyGateWork& work);

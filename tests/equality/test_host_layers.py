@@ -50,6 +50,7 @@ NAMES = (
     "deepseek_v3",  # Latent attention with YaRN's temperature.
     "deepseek_v3_whole_kv_b",  # The same without latents of queries.
     "lfm2_moe",  # Short convolutions.
+    "jamba",  # Mamba, and attention that does not rotate.
     "granitemoehybrid",  # Mamba-2, what layers add is scaled, and attention does not rotate.
     "granitemoeshared",  # The same scale with rotation.
     "kimi_linear",  # Decays of elements, through a bottleneck; latent attention that does not rotate.

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_service.ops import activation, kimi_delta, linear_attention, norm, state_space
+from gpu_service.ops import activation, kimi_delta, linear_attention, norm, selective_scan, state_space
 from gpu_service.ops.host_recurrent import HostRecurrent, implementations
 from moebius import _kernels
 from moebius.kernels import supported_isas
@@ -117,6 +117,21 @@ def test_state_space(
     rows = (xbc, dt, *constants, torch.tensor([5, 0]), torch.tensor([2, 3]))
     theirs = state_space.state_space_update.reference
     same_with_states(kernels(isa).state_space_update, theirs, rows, states, 5)
+
+
+@LEVELS
+@DTYPES
+@pytest.mark.parametrize(("channels", "state_dim"), [(48, 16), (300, 8), (530, 21), (7, 64)])
+def test_selective_scan(isa: str, dtype: torch.dtype, channels: int, state_dim: int) -> None:
+    """All rows are columns of wider products; steps reach from nearly 0 to ones that keep nothing."""
+    x, gate = torch.randn(2, 2 * channels).to(dtype).chunk(2, dim=1)
+    dt = (torch.randn(2, channels + 3) * 6).to(dtype)[:, 3:]
+    b, c = torch.randn(2, 2 * state_dim).to(dtype).chunk(2, dim=1)
+    constants = torch.randn(channels, state_dim), torch.randn(channels)
+    states = torch.randn(6, channels, state_dim, 1)
+    rows = (x, dt, b, c, gate, *constants, torch.tensor([5, 0]), torch.tensor([2, 3]))
+    theirs = selective_scan.selective_scan_update.reference
+    same_with_states(kernels(isa).selective_scan_update, theirs, rows, states, 7)
 
 
 @LEVELS
