@@ -165,6 +165,9 @@ class DenseThreads:
         num_rows: int,
     ) -> None: ...
     def gate(self, is_bfloat16: bool, gate_up: int, output: int, size: int, num_rows: int) -> None: ...
+    def silu(
+        self, is_bfloat16: bool, values: int, stride: int, output: int, size: int, num_rows: int
+    ) -> None: ...
     def rotate_and_append(
         self,
         is_bfloat16: bool,
@@ -578,6 +581,20 @@ class SelectiveScanWeights:
         state_dim: int,
     ) -> None: ...
 
+class LightningWeights:
+    def __init__(
+        self,
+        *,
+        input: _Projection,
+        output: _Projection,
+        step: StepRule,
+        norm: NormWeights,
+        states: int,
+        num_heads: int,
+        key_dim: int,
+        value_dim: int,
+    ) -> None: ...
+
 class MlpWeights:
     def __init__(
         self, gate_up: _Projection, down: _Projection, output_gate: int, is_squared_relu: bool = False
@@ -598,12 +615,14 @@ class LayerWeights:
         | ShortConvWeights
         | StateSpaceWeights
         | SelectiveScanWeights
+        | LightningWeights
         | None,
         ffn_norm: NormWeights | None,
         mlp: MlpWeights | None,
         router: RouterWeights | None,
         layer: int,
         residual_scale: float = 1.0,
+        normed_stream: tuple[float, float, float, float] | None = None,
     ) -> None: ...
 
 class RoutedExperts: ...

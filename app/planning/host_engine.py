@@ -22,8 +22,8 @@ from moebius.models.layers.gqa import GQA
 from moebius.models.layers.latent import MLA
 from moebius.models.layers.layer import Layer
 from moebius.models.layers.mixer import Mixer
-from moebius.models.layers.recurrent import KDA, GatedDeltaNet, Mamba2, SelectiveScan, ShortConv
-from moebius.models.layers.residual import Sequential, Single
+from moebius.models.layers.recurrent import KDA, GatedDeltaNet, Lightning, Mamba2, SelectiveScan, ShortConv
+from moebius.models.layers.residual import NormedStream, Sequential, Single
 
 if TYPE_CHECKING:
     from gpu_service.assembly.forecast import RankForecast
@@ -105,7 +105,9 @@ def _row_type(model: ModelConfig) -> str:
 
 def _is_joined(layer: Layer) -> bool:
     """Returns whether `_kernels.DecoderLayers` computes the layer, as far as its mixer and stream say."""
-    return isinstance(layer.residual, Sequential | Single) and all(map(_is_plain, layer.mixers))
+    return isinstance(layer.residual, NormedStream | Sequential | Single) and all(
+        map(_is_plain, layer.mixers)
+    )
 
 
 def _is_plain(mixer: Mixer) -> bool:
@@ -113,7 +115,7 @@ def _is_plain(mixer: Mixer) -> bool:
         return mixer.blocks is None and (mixer.rope is not None or mixer.qk_norm is None)
     if isinstance(mixer, MLA):
         return mixer.is_plain
-    return isinstance(mixer, GatedDeltaNet | KDA | Mamba2 | SelectiveScan | ShortConv)
+    return isinstance(mixer, GatedDeltaNet | KDA | Lightning | Mamba2 | SelectiveScan | ShortConv)
 
 
 def product_seconds(

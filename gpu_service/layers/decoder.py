@@ -351,11 +351,35 @@ class NormedResidualLayer(nn.Module):
         residual = layer.residual
         assert isinstance(residual, NormedStream)
         own = made.weights(residual.weights(layer.norm, made.hidden_size))
+        self.hidden_size = made.hidden_size
         self.input_layernorm = make_norm(layer.norm, own.under("input_layernorm"))
         self.self_attn, mlp = parts.both()
         self.post_attention_layernorm = make_norm(layer.norm, own.under("post_attention_layernorm"))
         self.mlp = mlp
         self._attention_weights, self._mlp_weights = residual.mixer, residual.ffn
+
+    @property
+    def block(self) -> nn.Module:
+        """What follows attention."""
+        return self.mlp
+
+    @property
+    def host_mixer(self) -> HostMixer | None:
+        """The layer's mixer, if one call may compute it with its neighbours."""
+        return self.self_attn if isinstance(self.self_attn, HostMixer) else None
+
+    def host_weights(self, places: HostPlaces) -> _kernels.LayerWeights | None:
+        """Returns the layer as `_kernels.DecoderLayers` computes it; None: it is another kind of layer."""
+        mixer, first, second = self.host_mixer, self.input_layernorm, self.post_attention_layernorm
+        if mixer is None or not isinstance(first, RMSNorm) or not isinstance(second, RMSNorm):
+            return None
+        mixes, block = mixer.host_weights(places), _host_block(self.mlp)
+        if mixes is None or block is None:
+            return None
+        factors = *self._attention_weights, *self._mlp_weights
+        return _kernels.LayerWeights(
+            first.host_weights(), mixes, second.host_weights(), *block, normed_stream=factors
+        )
 
     def forward(
         self, stream: ResidualStream, rope: RopeTable | None, context: ForwardContext
@@ -364,8 +388,8 @@ class NormedResidualLayer(nn.Module):
         hidden_states = stream.normed(self.input_layernorm)
         update = self.self_attn(hidden_states, rope, context)
         stream.restart(hidden_states, update, *self._attention_weights)
-        hidden_states = stream.normed(self.post_attention_layernorm)
-        stream.restart(hidden_states, self.mlp(hidden_states, context), *self._mlp_weights)
+        hidden_states, *begun = stream.read_for(self.mlp, self.post_attention_layernorm, context.inputs)
+        stream.restart(hidden_states, self.mlp(hidden_states, context, *begun), *self._mlp_weights)
         return stream
 
 

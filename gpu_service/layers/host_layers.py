@@ -17,7 +17,7 @@ from torch import nn
 from gpu_service.attention.cpu_backend import AttendingRows, HostAttention
 from gpu_service.cache.state_cache import StateSlots
 from gpu_service.layers.context import ForwardContext
-from gpu_service.layers.decoder import DecoderLayer, ResidualStream, SingleLayer
+from gpu_service.layers.decoder import DecoderLayer, NormedResidualLayer, ResidualStream, SingleLayer
 from gpu_service.layers.host_mixer import HostPlaces, Sight
 from gpu_service.layers.moe import MoE, Router
 from gpu_service.ops.host_kernels import MOST_SCORED_ROWS
@@ -25,7 +25,7 @@ from gpu_service.ops.rope import RopeTable
 from moebius import _kernels
 
 # Kinds of layers, some of which one call computes.
-HostLayer = DecoderLayer | SingleLayer
+HostLayer = DecoderLayer | NormedResidualLayer | SingleLayer
 
 
 class HostLayers:

@@ -17,6 +17,7 @@ MixerWeights = (
     | _kernels.ShortConvWeights
     | _kernels.StateSpaceWeights
     | _kernels.SelectiveScanWeights
+    | _kernels.LightningWeights
 )
 
 

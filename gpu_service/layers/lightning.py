@@ -11,16 +11,19 @@ import math
 
 import structlog
 import torch
-from torch.nn import functional
 
 from gpu_service.layers.composition import Composition
 from gpu_service.layers.context import ForwardContext
+from gpu_service.layers.host_mixer import HostPlaces
 from gpu_service.layers.linear import Linear, RowParallelLinear, lightning_order
 from gpu_service.layers.norm import FullWidthNorm
 from gpu_service.layers.states import StateLayer
+from gpu_service.ops.activation import apply_gate, silu
+from gpu_service.ops.host_recurrent import VALUE_MULTIPLE
 from gpu_service.ops.norm import rms_norm
 from gpu_service.ops.rope import RopeTable
 from gpu_service.ops.state_space import state_space_extend, state_space_update
+from moebius import _kernels
 from moebius.checkpoint.errors import CheckpointError
 from moebius.models.layers.layer import Places
 from moebius.models.layers.recurrent import Lightning
@@ -43,6 +46,7 @@ class LightningAttention(StateLayer):
         own, rank, parallel = made.weights(spec.weights(made.hidden_size)), made.own(spec), made.parallel
         rates = decay_rates(spec.num_value_heads, spec.layer, spec.num_layers)
         self.slope_rate = own.parameter("slope_rate")
+        self._rank = rank
         self._layer, self._rates = spec.layer, rates[own.rows("slope_rate").slice]
         order = lightning_order(rank.num_value_heads, spec.value_head_dim)
         self._widths, self._group = (rank.conv_size, rank.value_size), parallel.tensor_group
@@ -87,10 +91,34 @@ class LightningAttention(StateLayer):
         states = self._states(context)
         vkq, gate = self.in_proj(hidden_states).split(self._widths, dim=1)
         steps = hidden_states.new_zeros((hidden_states.shape[0], len(self._rates)))
-        rows = functional.silu(vkq), steps
+        rows = silu(vkq), steps
         values = states.recur(state_space_update, state_space_extend, rows, *self._scalars).flatten(1)
-        output: torch.Tensor = self.out_proj(self._normed(values.to(hidden_states.dtype)) * gate.sigmoid())
+        normed = self._normed(values.to(hidden_states.dtype))
+        output: torch.Tensor = self.out_proj(apply_gate(normed, gate))
         return output
+
+    def host_weights(self, places: HostPlaces) -> _kernels.LightningWeights | None:
+        """Returns the layer as `_kernels.DecoderLayers` computes it, see `HostMixer`; None: its sizes or
+        ranks are others.
+        """
+        assert self._scalars is not None, "the loader calls `pack`"
+        rank, norm = self._rank, self.norm
+        first, last = self.in_proj.projection, self.out_proj.projection
+        assert places.states is not None, "a model with linear attention needs states"
+        _, recurrent = places.states.of(self._state)
+        fits = rank.value_head_dim % VALUE_MULTIPLE == 0 and norm.rows.is_whole
+        if first is None or last is None or not fits:
+            return None
+        return _kernels.LightningWeights(
+            input=first,
+            output=last,
+            step=_kernels.StepRule(*(row.data_ptr() for row in self._scalars)),
+            norm=_kernels.NormWeights(norm.weight.data_ptr(), norm.weight.dtype == torch.bfloat16, norm.eps),
+            states=recurrent.data_ptr(),
+            num_heads=rank.num_value_heads,
+            key_dim=rank.key_head_dim,
+            value_dim=rank.value_head_dim,
+        )
 
     def _normed(self, values: torch.Tensor) -> torch.Tensor:
         """Over the heads of all ranks."""

@@ -22,6 +22,12 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 @Op
+def silu(values: torch.Tensor) -> torch.Tensor:
+    """Returns `values / (1 + exp(-values))` of rows `[T, N]` (columns contiguous), in their dtype."""
+    return functional.silu(values)
+
+
+@Op
 def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """Computes GeGLU (Shazeer 2020) with the exact GELU; shapes as `silu_and_mul`."""
     gate, up = gate_up.chunk(2, dim=-1)

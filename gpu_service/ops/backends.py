@@ -15,6 +15,7 @@ from gpu_service.ops.activation import (
     clamped_swiglu_and_mul,
     gelu_and_mul,
     gelu_tanh_and_mul,
+    silu,
     silu_and_mul,
 )
 from gpu_service.ops.block_attention import block_scores, mean_block_scores
@@ -65,6 +66,7 @@ OPS: tuple[Op[..., Any], ...] = (
     rope_table,
     apply_rope,
     qk_norm_rope,
+    silu,
     silu_and_mul,
     gelu_and_mul,
     gelu_tanh_and_mul,

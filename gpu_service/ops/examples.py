@@ -383,6 +383,7 @@ _MAKERS: dict[str, Callable[[_Maker], tuple[Any, ...]]] = {
     "rope_table": _Maker.rope_table,
     "apply_rope": _Maker.apply_rope,
     "qk_norm_rope": _Maker.qk_norm_rope,
+    "silu": _Maker.gate_up,
     "silu_and_mul": _Maker.gate_up,
     "gelu_and_mul": _Maker.gate_up,
     "gelu_tanh_and_mul": _Maker.gate_up,

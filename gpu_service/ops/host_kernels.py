@@ -130,6 +130,15 @@ class HostKernels:
         )
         return heads
 
+    def silu(self, values: torch.Tensor) -> torch.Tensor:
+        """Computes `ops.activation.silu`."""
+        rows, size = values.shape
+        output = torch.empty(rows, size, dtype=values.dtype)
+        self._threads.silu(
+            _is_bfloat16(values), values.data_ptr(), values.stride(0), output.data_ptr(), size, rows
+        )
+        return output
+
     def rotate_and_append(
         self,
         heads: torch.Tensor,
@@ -290,6 +299,10 @@ def _gates(gate_up: torch.Tensor) -> bool:
     return gate_up.dtype in _FLOATS and gate_up.is_contiguous()
 
 
+def _activates(values: torch.Tensor) -> bool:
+    return values.dtype in _FLOATS and values.dim() == 2 and values.stride(1) == 1
+
+
 def _applies_rope(heads: torch.Tensor, table: RopeTable) -> bool:
     head_dim, dtype = heads.shape[2], heads.dtype
     rows = heads.stride(2) == 1 and table.cos.is_contiguous() and table.sin.is_contiguous()
@@ -364,6 +377,7 @@ def implementations(threads: _kernels.DenseThreads) -> Mapping[str, Implementati
         "rms_norm": Implementation(kernels.rms_norm, _norms),
         "fused_add_rms_norm": Implementation(kernels.fused_add_rms_norm, _adds_and_norms),
         "silu_and_mul": Implementation(kernels.silu_and_mul, _gates),
+        "silu": Implementation(kernels.silu, _activates),
         "apply_rope": Implementation(kernels.apply_rope, _applies_rope),
         "rotate_and_append": Implementation(kernels.rotate_and_append, _rotates),
         "absorb_query": Implementation(kernels.absorb_query, _multiplies_heads),

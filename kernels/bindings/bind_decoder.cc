@@ -25,7 +25,8 @@ using namespace dense;
 using GivenProjection = std::tuple<std::shared_ptr<DenseMatrix>, uintptr_t, uintptr_t>;
 using MaybeProjection = std::optional<GivenProjection>;
 using GivenMixer = std::variant<AttentionWeights, LatentWeights, DeltaWeights, ShortConvWeights, StateSpaceWeights,
-                                SelectiveScanWeights>;
+                                SelectiveScanWeights, LightningWeights>;
+using GivenStream = std::tuple<float, float, float, float>;  // as NormedStream has it
 // Addresses of begins and ends, or of cosines and sines with their width and whether pairs are neighbours.
 using GivenSight = std::pair<uintptr_t, uintptr_t>;
 using GivenRotation = std::tuple<uintptr_t, uintptr_t, uint32_t, bool>;
@@ -195,6 +196,24 @@ void bind_selective_scan(py::module_& m) {
            py::arg("channels"), py::arg("state_dim"));
 }
 
+void bind_lightning(py::module_& m) {
+  py::class_<LightningWeights>(m, "LightningWeights")
+      .def(py::init([](const GivenProjection& input, const GivenProjection& output, const StepRule& step,
+                       const NormWeights& norm, uintptr_t states, uint32_t num_heads, uint32_t key_dim,
+                       uint32_t value_dim) {
+             return LightningWeights{projection(input), projection(output), step,    norm,
+                                     pointer<float>(states), num_heads,     key_dim, value_dim};
+           }),
+           py::kw_only(), py::arg("input"), py::arg("output"), py::arg("step"), py::arg("norm"), py::arg("states"),
+           py::arg("num_heads"), py::arg("key_dim"), py::arg("value_dim"));
+}
+
+std::optional<NormedStream> normed_stream(const std::optional<GivenStream>& given) {
+  if (!given) return std::nullopt;
+  const auto& [mixer_kept, mixer_added, ffn_kept, ffn_added] = *given;
+  return NormedStream{mixer_kept, mixer_added, ffn_kept, ffn_added};
+}
+
 // Of a layer that has one, or the lack of it.
 decltype(LayerWeights::mixer) layer_mixer(const std::optional<GivenMixer>& given) {
   if (!given) return NoMixer{};
@@ -211,6 +230,7 @@ void bind_weights(py::module_& m) {
   bind_short_convolution(m);
   bind_state_space(m);
   bind_selective_scan(m);
+  bind_lightning(m);
   py::class_<MlpWeights>(m, "MlpWeights")
       .def(py::init([](const GivenProjection& gate_up, const GivenProjection& down, uintptr_t output_gate,
                        bool is_squared_relu) {
@@ -227,17 +247,19 @@ void bind_weights(py::module_& m) {
   py::class_<LayerWeights>(m, "LayerWeights")
       .def(py::init([](const std::optional<NormWeights>& input_norm, const std::optional<GivenMixer>& mixer,
                        const std::optional<NormWeights>& ffn_norm, const std::optional<MlpWeights>& mlp,
-                       const std::optional<RouterWeights>& router, uint32_t layer, float residual_scale) {
+                       const std::optional<RouterWeights>& router, uint32_t layer, float residual_scale,
+                       const std::optional<GivenStream>& stream) {
              return LayerWeights{input_norm.value_or(NormWeights{}),
                                  layer_mixer(mixer),
                                  ffn_norm.value_or(NormWeights{}),
                                  mlp.value_or(MlpWeights{}),
                                  router.value_or(RouterWeights{}),
                                  layer,
-                                 residual_scale};
+                                 residual_scale,
+                                 normed_stream(stream)};
            }),
            py::arg("input_norm"), py::arg("mixer"), py::arg("ffn_norm"), py::arg("mlp"), py::arg("router"),
-           py::arg("layer"), py::arg("residual_scale") = 1.0f);
+           py::arg("layer"), py::arg("residual_scale") = 1.0f, py::arg("normed_stream") = std::nullopt);
 }
 
 void run(DecoderLayers& layers, RoutedExperts* experts, uintptr_t residual, uintptr_t update, uint32_t num_rows,

@@ -74,6 +74,12 @@ void gate(DenseThreads& threads, bool is_bfloat16, uintptr_t gate_up, uintptr_t 
   dense::gate(threads, {is_bfloat16, false, pointer<void>(gate_up), pointer<void>(output), size}, num_rows);
 }
 
+void silu(DenseThreads& threads, bool is_bfloat16, uintptr_t values, size_t stride, uintptr_t output, uint32_t size,
+          uint32_t num_rows) {
+  const ReleasedGil release;
+  dense::silu(threads, {is_bfloat16, pointer<void>(values), pointer<void>(output), size}, stride, num_rows);
+}
+
 void rotate_and_append(DenseThreads& threads, bool is_bfloat16, uintptr_t heads, size_t heads_stride,
                        uint32_t num_heads, uint32_t num_query_heads, uint32_t head_dim, uintptr_t query_weight,
                        uintptr_t key_weight, bool weights_are_bfloat16, float eps, uintptr_t cosine, uintptr_t sine,
@@ -332,6 +338,8 @@ void bind_dense(py::module_& m) {
            py::arg("eps"), py::arg("size"), py::arg("num_rows"))
       .def("gate", &gate, py::arg("is_bfloat16"), py::arg("gate_up"), py::arg("output"), py::arg("size"),
            py::arg("num_rows"))
+      .def("silu", &silu, py::arg("is_bfloat16"), py::arg("values"), py::arg("stride"), py::arg("output"),
+           py::arg("size"), py::arg("num_rows"))
       .def("rotate_and_append", &rotate_and_append, py::arg("is_bfloat16"), py::arg("heads"), py::arg("heads_stride"),
            py::arg("num_heads"), py::arg("num_query_heads"), py::arg("head_dim"), py::arg("query_weight"),
            py::arg("key_weight"), py::arg("weights_are_bfloat16"), py::arg("eps"), py::arg("cosine"), py::arg("sine"),

@@ -81,6 +81,12 @@ void check_mixer(const SelectiveScanWeights& scan, uint32_t hidden_size, size_t 
   check_shape(scan.output, scan.channels, hidden_size, index, "output");
 }
 
+void check_mixer(const LightningWeights& lightning, uint32_t hidden_size, size_t index) {
+  const uint32_t values = lightning.num_heads * lightning.value_dim;
+  check_shape(lightning.input, hidden_size, 2 * (values + lightning.num_heads * lightning.key_dim), index, "input");
+  check_shape(lightning.output, values, hidden_size, index, "output");
+}
+
 void check_mixer(const NoMixer&, uint32_t, size_t) {}
 
 void check_layer(const LayerWeights& layer, uint32_t hidden_size, size_t index) {
@@ -122,11 +128,13 @@ void DecoderLayers::run(const StepRows& step, RoutedExperts* experts) {
       std::visit([&](const auto& mixer) { mix(step, mixer); }, layer.mixer);
       update = {buffers_.dense.data(), is_bfloat16_};
       scale(update, layer.residual_scale, step.num_rows);
+      if (const auto& stream = layer.normed_stream) restart(step, update, stream->mixer_kept, stream->mixer_added);
     }
     if (layer.ffn_norm.weight == nullptr) continue;
     add_norm(step, layer.ffn_norm, update);
     update = compute_ffn(step, layer, experts);
     scale(update, layer.residual_scale, step.num_rows);
+    if (const auto& stream = layer.normed_stream) restart(step, update, stream->ffn_kept, stream->ffn_added);
   }
   copy_update(step, update);
 }
@@ -388,6 +396,13 @@ void DecoderLayers::scale(const Update& update, float factor, uint32_t num_rows)
   for (size_t i = 0; i < count; ++i) values[i] *= factor;
   if (!update.is_bfloat16) return;
   threads_->vectors().float32_to_bfloat16(values, reinterpret_cast<uint16_t*>(update.values), count);
+}
+
+// The stream becomes what the half has read.
+void DecoderLayers::restart(const StepRows& step, const Update& update, float kept, float added) {
+  std::memcpy(step.residual, buffers_.normed.data(), size_t{step.num_rows} * hidden_size_ * element_bytes_);
+  scale({static_cast<std::byte*>(step.residual), is_bfloat16_}, kept, step.num_rows);
+  scale(update, added, step.num_rows);
 }
 
 void DecoderLayers::copy_update(const StepRows& step, const Update& update) const {

@@ -1,10 +1,11 @@
 // Consecutive decoder layers whose rows are all computed alone, as in decode: one call for all of them.
 //
-// A layer is `x += mixer(norm(x)); x += ffn(norm(x))`, or one of the two: the mixer is grouped-query attention over
-// paged keys and values, latent attention over paged latents, a delta rule, a state space of heads or of channels, or a
-// short convolution, and the other half an MLP, routed experts, or both. Its steps are those of row_ops.h,
-// latent_attention.h, recurrent.h and dense_matrix.h in the order in which the engine calls them one by one, on the same
-// memory types, so that both ways give the same bits.
+// A layer is `x += mixer(norm(x)); x += ffn(norm(x))`, or one of the two, or, where the stream is normed,
+// `x = norm(x); x = a x + b mixer(x)` and the same of the other half: the mixer is grouped-query attention over paged
+// keys and values, latent attention over paged latents, a delta rule, a state space of heads or of channels, Lightning
+// attention, or a short convolution, and the other half an MLP, routed experts, or both. Its steps are those of
+// row_ops.h, latent_attention.h, recurrent.h and dense_matrix.h in the order in which the engine calls them one by one,
+// on the same memory types, so that both ways give the same bits.
 #pragma once
 
 #include <cstdint>
@@ -71,6 +72,7 @@ class DecoderLayers {
   void mix(const StepRows& step, const ShortConvWeights& conv);
   void mix(const StepRows& step, const StateSpaceWeights& space);
   void mix(const StepRows& step, const SelectiveScanWeights& scan);
+  void mix(const StepRows& step, const LightningWeights& lightning);
   RowColumns project_columns(const StepRows& step, const Projection& input, uint32_t begin, const Projection& next,
                           AlignedBuffer& output);
   void ask_experts(const StepRows& step, const LayerWeights& layer, RoutedExperts& experts);
@@ -79,6 +81,7 @@ class DecoderLayers {
   void add_dense(size_t count);
   Update compute_ffn(const StepRows& step, const LayerWeights& layer, RoutedExperts* experts);
   void scale(const Update& update, float factor, uint32_t num_rows);
+  void restart(const StepRows& step, const Update& update, float kept, float added);
   void copy_update(const StepRows& step, const Update& update) const;
 
   std::shared_ptr<DenseThreads> threads_;

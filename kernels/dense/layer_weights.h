@@ -145,6 +145,18 @@ struct SelectiveScanWeights {
   uint32_t state_dim;
 };
 
+// Lightning attention (arXiv:2501.08313): the recurrence of Mamba-2 with steps of one, after SiLU.
+struct LightningWeights {
+  Projection input;  // values, keys, queries of all heads; gates of values
+  Projection output;
+  StepRule step;  // makes steps of one without a projection, and nothing skips the state
+  NormWeights norm;  // over all heads together
+  float* states;  // [slots][num_heads][key_dim][value_dim]
+  uint32_t num_heads;
+  uint32_t key_dim;
+  uint32_t value_dim;
+};
+
 // A layer that is a feed-forward block alone.
 struct NoMixer {};
 
@@ -164,16 +176,25 @@ struct RouterWeights {
   RoutingRule rule;
 };
 
+// Factors of what a half reads, which is the stream from there on, and of what it adds (MiniMax-01).
+struct NormedStream {
+  float mixer_kept;
+  float mixer_added;
+  float ffn_kept;
+  float ffn_added;
+};
+
 struct LayerWeights {
   NormWeights input_norm;  // null weight: without a mixer
   std::variant<AttentionWeights, LatentWeights, DeltaWeights, ShortConvWeights, StateSpaceWeights, SelectiveScanWeights,
-               NoMixer>
+               LightningWeights, NoMixer>
       mixer;
   NormWeights ffn_norm;  // null weight: a layer that is a mixer alone
   MlpWeights mlp;        // of a layer with experts: those that are always active; null matrices: none
   RouterWeights router;
   uint32_t layer;        // as experts are asked for it
   float residual_scale;  // of what either half adds, which is rounded before it is added
+  std::optional<NormedStream> normed_stream;  // none: norms are read by the halves alone
 };
 
 struct Rotation {

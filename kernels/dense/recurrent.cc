@@ -47,7 +47,7 @@ void step_head(DenseThreads& threads, const StateSpace& call, uint32_t head, flo
   for (uint32_t row = 0; row < call.num_rows; ++row) {
     const size_t own = row * call.xbc_stride;
     const size_t write = own + inner + group * call.state_dim;
-    const float dt = value_at(call.dt, row * call.dt_stride + head, call.is_bfloat16);
+    const float dt = call.dt == nullptr ? 0.0f : value_at(call.dt, row * call.dt_stride + head, call.is_bfloat16);
     const float step = softplus(dt + call.step.dt_bias[head]);
     const auto state = [&](int64_t slot) {
       return call.states + (static_cast<size_t>(slot) * call.num_heads + head) * state_size;

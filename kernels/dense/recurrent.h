@@ -72,7 +72,7 @@ struct StateSpace {
   bool is_bfloat16;  // all rows
   const void* xbc;  // [num_rows][xbc_stride]: values of all heads, then what groups write, then what they read
   size_t xbc_stride;
-  const void* dt;  // [num_rows][dt_stride], num_heads columns
+  const void* dt;  // [num_rows][dt_stride], num_heads columns; null: zeros
   size_t dt_stride;
   StepRule step;
   float* states;  // [slots][num_heads][state_dim][head_dim]

@@ -1,4 +1,5 @@
 // Mixers of decoder layers that keep a state of each request.
+#include "kernels/dense/attention_parts.h"
 #include "kernels/dense/decoder_layers.h"
 #include "kernels/dense/recurrent.h"
 #include "kernels/dense/row_memory.h"
@@ -59,6 +60,32 @@ void DecoderLayers::mix(const StepRows& step, const StateSpaceWeights& space) {
                                  nullptr,      buffers_.attended.data(),  space.norm_eps, inner / space.num_groups};
   gated_group_norm(*threads_, {first, step.num_rows, space.num_groups, stride});
   multiply(step, space.output, buffers_.attended, buffers_.dense);
+}
+
+void DecoderLayers::mix(const StepRows& step, const LightningWeights& lightning) {
+  const uint32_t heads = lightning.num_heads;
+  const uint32_t values = heads * lightning.value_dim;
+  const uint32_t channels = values + 2 * heads * lightning.key_dim;
+  const size_t stride = lightning.input.matrix->out_features();
+  multiply(step, lightning.input, buffers_.normed, buffers_.projected);
+  const std::byte* const projected = buffers_.projected.data();
+  buffers_.convolved.grow(size_t{step.num_rows} * channels * element_bytes_);
+  buffers_.wide.grow(size_t{step.num_rows} * values * sizeof(float));
+  buffers_.attended.grow(size_t{step.num_rows} * values * element_bytes_);
+  std::byte* const attended = buffers_.attended.data();
+  silu(*threads_, {is_bfloat16_, projected, buffers_.convolved.data(), channels}, stride, step.num_rows);
+  update_state_space(*threads_, {is_bfloat16_, buffers_.convolved.data(), channels, nullptr, 0, lightning.step,
+                                 lightning.states, step.state_reads, step.state_writes, buffers_.wide.as<float>(),
+                                 step.num_rows, heads, heads, lightning.key_dim, lightning.value_dim});
+  write_floats(*threads_, is_bfloat16_, buffers_.wide.as<float>(), attended, size_t{step.num_rows} * values);
+  norm_rows(*threads_,
+            {is_bfloat16_, false, lightning.norm.is_bfloat16, attended, nullptr, lightning.norm.weight, attended,
+             lightning.norm.eps, values},
+            values, values, step.num_rows);
+  apply_gate(*threads_,
+             {is_bfloat16_, false, attended, at(projected, channels, is_bfloat16_), attended, values, values}, stride,
+             step.num_rows);
+  multiply(step, lightning.output, buffers_.attended, buffers_.dense);
 }
 
 void DecoderLayers::mix(const StepRows& step, const SelectiveScanWeights& scan) {

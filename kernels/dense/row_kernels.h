@@ -77,6 +77,14 @@ struct EncodeFloat8Work {
   uint32_t size;
 };
 
+// output = silu(values), neighbouring columns of one row.
+struct SiluWork {
+  bool is_bfloat16;
+  const void* values;         // [size]
+  void* output;               // [size]
+  uint32_t size;
+};
+
 // The query heads of one key head, of one row, over positions [begin, end): softmax without its division, so that
 // parts of a sequence can be joined.
 struct AttendWork {
@@ -269,6 +277,7 @@ struct RowKernels {
   void (*add_norm)(const NormWork& work);
   void (*rotate)(const RotateWork& work);
   void (*gate)(const GateWork& work);
+  void (*silu)(const SiluWork& work);
   void (*attend)(const AttendWork& work);
   void (*attend_tile)(const AttendTileWork& work);
   void (*encode_float8)(const EncodeFloat8Work& work);

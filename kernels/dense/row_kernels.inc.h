@@ -227,6 +227,27 @@ void gate(const GateWork& work) {
 }
 
 template <class Type>
+void silu_typed(const SiluWork& work) {
+  const auto* const values = static_cast<const typename Type::Element*>(work.values);
+  auto* const output = static_cast<typename Type::Element*>(work.output);
+  const auto activated = [](Vec x) {
+    return Vec::div(x, Vec::add(Vec::broadcast(1.0f), exponential(Vec::sub(Vec::zero(), x))));
+  };
+  for_each(
+      work.size, [&](uint32_t i) { Type::store(activated(Type::load(values + i)), output + i); },
+      [&](uint32_t i) {
+        float one[Vec::kLanes];
+        activated(Vec::broadcast(load_one<Type>(values + i))).store(one);
+        store_one<Type>(one[0], output + i);
+      });
+}
+
+void silu(const SiluWork& work) {
+  if (work.is_bfloat16) return silu_typed<BFloat16>(work);
+  silu_typed<Float32>(work);
+}
+
+template <class Type>
 float dot_typed(const typename Type::Element* a, const float* b, uint32_t size) {
   Vec sums[2] = {Vec::zero(), Vec::zero()};
   uint32_t i = 0;
@@ -423,6 +444,7 @@ void attend(const AttendWork& work) {
 constexpr RowKernels kKernels{add_norm,
                               rotate,
                               gate,
+                              silu,
                               attend,
                               attend_tile,
                               encode_float8,

@@ -41,6 +41,16 @@ void gate(DenseThreads& threads, const GateWork& first, uint32_t num_rows) {
   });
 }
 
+void silu(DenseThreads& threads, const SiluWork& first, size_t stride, uint32_t num_rows) {
+  const RowKernels& kernels = threads.row_kernels();
+  for_rows(threads, num_rows, 4 * size_t{first.size}, [&](uint32_t row, uint32_t) {
+    SiluWork work = first;
+    work.values = at(first.values, row * stride, first.is_bfloat16);
+    work.output = at(first.output, size_t{row} * first.size, first.is_bfloat16);
+    kernels.silu(work);
+  });
+}
+
 void rotate_row(DenseThreads& threads, const RotateWork& first, size_t heads_stride, uint32_t row, uint32_t worker) {
   AlignedBuffer& scratch = threads.scratch(worker).result;
   scratch.grow(first.head_dim * sizeof(float));

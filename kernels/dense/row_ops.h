@@ -20,6 +20,9 @@ void norm_rows(DenseThreads& threads, const NormWork& first, size_t stride, size
 // See GateWork, which describes the first row.
 void gate(DenseThreads& threads, const GateWork& first, uint32_t num_rows);
 
+// See SiluWork, which describes the first row; rows of values are `stride` apart.
+void silu(DenseThreads& threads, const SiluWork& first, size_t stride, uint32_t num_rows);
+
 // Rotates heads in place, see RotateWork, which describes the first row; its scratch is not read.
 void rotate(DenseThreads& threads, const RotateWork& first, size_t heads_stride, uint32_t num_rows);
 // The same of one row, by a worker of a call that runs already.

@@ -113,6 +113,28 @@ PUBLISHED = {
             "ssm_state_size": 32,
         },
     ),
+    # MiniMax-01: Lightning attention, and a stream that becomes what its halves read.
+    "minimax": TinyModel(
+        "minimax",
+        {
+            "hidden_size": 64,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "num_hidden_layers": 4,
+            "intermediate_size": 32,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "block_size": 4,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+            "full_attn_alpha_factor": 1.5,
+            "full_attn_beta_factor": 0.8,
+            "linear_attn_alpha_factor": 1.2,
+            "linear_attn_beta_factor": 0.9,
+            "mlp_alpha_factor": 1.3,
+            "mlp_beta_factor": 0.7,
+        },
+    ),
     # Ling 3: decays of elements with a bound, projected directly, as gates are.
     "bailing_hybrid": TinyModel(
         "bailing_hybrid",

@@ -90,9 +90,11 @@ def test_every_format_of_the_demo_is_timed() -> None:
     assert host_engine(config, planner.model, ranks, HOST).products == {}
 
 
-@pytest.mark.parametrize(("name", "share"), [("kimi_linear", 1.0), ("lfm2_moe", 1.0), ("jamba", 1.0)])
+@pytest.mark.parametrize(
+    ("name", "share"), [("kimi_linear", 1.0), ("lfm2_moe", 1.0), ("jamba", 1.0), ("minimax", 1.0)]
+)
 def test_layers_with_states_are_in_the_call(name: str, share: float, tmp_path: Path) -> None:
-    """Kimi Delta, short convolutions and Mamba are: as `tests/equality/test_host_layers.py` finds."""
+    """All of these layers are, as `tests/equality/test_host_layers.py` finds."""
     write_tiny_model(TINY_MODELS[name], tmp_path, seed=1)
     config = settings(tmp_path, device="cpu", gpu_threads=1)
     planner = make_planner(config, HOST, fill=False)

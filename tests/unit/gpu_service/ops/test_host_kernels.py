@@ -73,6 +73,15 @@ def test_gating(isa: str, dtype: torch.dtype) -> None:
 
 @LEVELS
 @DTYPES
+def test_activation(isa: str, dtype: torch.dtype) -> None:
+    """Rows may be columns of a wider product."""
+    for size in SIZES:
+        values = (torch.randn(5, size + 3) * 6).to(dtype)[:, 3:]
+        assert_same(kernels(isa).silu(values), activation.silu.reference(values))
+
+
+@LEVELS
+@DTYPES
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rotation_and_storing(isa: str, dtype: torch.dtype, interleaved: bool) -> None:
     """Whole heads and parts of them, with norms and without; other slots keep what they have."""
