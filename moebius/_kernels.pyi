@@ -602,7 +602,14 @@ class MlpWeights:
 
 class RouterWeights:
     def __init__(
-        self, weight: int, is_bfloat16: bool, bias: int, correction: int, rule: RoutingRule
+        self,
+        weight: int,
+        is_bfloat16: bool,
+        bias: int,
+        correction: int,
+        rule: RoutingRule,
+        inputs: _Projection | None = None,
+        outputs: _Projection | None = None,
     ) -> None: ...
 
 class LayerWeights:

@@ -47,7 +47,9 @@ class HostLayers:
         # Layers with routed experts, and experts of a row there.
         self._routed = [(moe.layer_id, moe.gate.top_k) for moe in self._moes if isinstance(moe.gate, Router)]
         # Sums over experts are float32.
-        self._update_dtype = torch.float32 if isinstance(layers[-1].block, MoE) else self._dtype
+        last = layers[-1].block
+        sums_experts = isinstance(last, MoE) and not last.has_own_space
+        self._update_dtype = torch.float32 if sums_experts else self._dtype
         is_bfloat16, size = self._dtype == torch.bfloat16, layers[0].hidden_size
         self._kernel = _kernels.DecoderLayers(attention.threads, is_bfloat16, size, weights)
 

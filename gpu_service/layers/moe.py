@@ -20,7 +20,7 @@ from gpu_service.layers.asked_experts import AskedExperts, ask_experts
 from gpu_service.layers.composition import Composition
 from gpu_service.layers.context import ForwardContext
 from gpu_service.layers.deferral import Collect, add_late
-from gpu_service.layers.linear import Linear, RowParallelLinear, Seam
+from gpu_service.layers.linear import Linear, Projection, RowParallelLinear, Seam
 from gpu_service.layers.norm import ScaledRMSNorm, make_norm
 from gpu_service.layers.rank_weights import RankWeights
 from gpu_service.ops.activation import (
@@ -123,8 +123,11 @@ class Router(nn.Module):
         # As `host_weights` gives it away.
         self._wide_bias: torch.Tensor | None = None
 
-    def host_weights(self) -> _kernels.RouterWeights | None:
-        """Returns the router as `_kernels.DecoderLayers` computes it; None: it chooses in another way."""
+    def host_weights(self, space: tuple[Projection, ...] = ()) -> _kernels.RouterWeights | None:
+        """Returns the router as `_kernels.DecoderLayers` computes it; None: it chooses in another way.
+
+        `space`: the projections to a space of the experts' and back, if they have one.
+        """
         rule, weight, correction = routing_rule(self._config), self.weight, self.e_score_correction_bias
         kinds = (torch.float32, torch.bfloat16)
         has_more = self.tid2eid is not None or self.expert_scales is not None
@@ -133,7 +136,9 @@ class Router(nn.Module):
         self._wide_bias = None if self.bias is None else self.bias.float()
         bias = 0 if self._wide_bias is None else self._wide_bias.data_ptr()
         chosen_by = 0 if correction is None else correction.data_ptr()
-        return _kernels.RouterWeights(weight.data_ptr(), weight.dtype == kinds[1], bias, chosen_by, rule)
+        return _kernels.RouterWeights(
+            weight.data_ptr(), weight.dtype == kinds[1], bias, chosen_by, rule, *space
+        )
 
     def pack(self) -> None:
         """Checks what was loaded; the loader calls it once. Raises CheckpointError for an unknown expert."""
@@ -260,16 +265,24 @@ class MoE(nn.Module):
         """Returns the always active experts (None: there are none) and the router as
         `_kernels.DecoderLayers` computes them; None: the block does more than it.
         """
-        spaces = self.fc1_latent_proj is not None or self._num_experts is not None or self._weighs_inputs
-        scaled = self._output_scale != 1.0
-        if type(self) is not MoE or spaces or scaled or not isinstance(self.gate, Router):
+        differs = self._num_experts is not None or self._weighs_inputs or self._output_scale != 1.0
+        if type(self) is not MoE or differs or not isinstance(self.gate, Router):
             return None
-        router = self.gate.host_weights()
+        latent = [part for part in (self.fc1_latent_proj, self.fc2_latent_proj) if part is not None]
+        space = tuple(part.projection for part in latent if part.projection is not None)
+        if len(space) < len(latent):
+            return None
+        router = self.gate.host_weights(space)
         gate = None if self.shared_expert_gate is None else self.shared_expert_gate.weight
         shared = None if self.shared_experts is None else self.shared_experts.host_weights(gate)
         if router is None or (shared is None) != (self.shared_experts is None):
             return None
         return shared, router
+
+    @property
+    def has_own_space(self) -> bool:
+        """Whether experts have a space of their own; then `forward` gives the activations' type."""
+        return self.fc2_latent_proj is not None
 
     def read_seam(self, seam: Seam, inputs: ForwardInputs) -> tuple[torch.Tensor, ...] | None:
         """Returns weights and ids of the chosen, of a model with one router; see `ReadsSeam`."""

@@ -239,11 +239,12 @@ void bind_weights(py::module_& m) {
            py::arg("gate_up"), py::arg("down"), py::arg("output_gate"), py::arg("is_squared_relu") = false);
   py::class_<RouterWeights>(m, "RouterWeights")
       .def(py::init([](uintptr_t weight, bool is_bfloat16, uintptr_t bias, uintptr_t correction,
-                       const RoutingRule& rule) {
+                       const RoutingRule& rule, const MaybeProjection& inputs, const MaybeProjection& outputs) {
              return RouterWeights{pointer<void>(weight), pointer<float>(bias), pointer<float>(correction), is_bfloat16,
-                                  rule};
+                                  rule, projection(inputs), projection(outputs)};
            }),
-           py::arg("weight"), py::arg("is_bfloat16"), py::arg("bias"), py::arg("correction"), py::arg("rule"));
+           py::arg("weight"), py::arg("is_bfloat16"), py::arg("bias"), py::arg("correction"), py::arg("rule"),
+           py::arg("inputs") = std::nullopt, py::arg("outputs") = std::nullopt);
   py::class_<LayerWeights>(m, "LayerWeights")
       .def(py::init([](const std::optional<NormWeights>& input_norm, const std::optional<GivenMixer>& mixer,
                        const std::optional<NormWeights>& ffn_norm, const std::optional<MlpWeights>& mlp,

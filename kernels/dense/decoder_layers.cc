@@ -1,11 +1,13 @@
 #include "kernels/dense/decoder_layers.h"
 
+#include <algorithm>
 #include <cstring>
 #include <stdexcept>
 #include <string>
 #include <utility>
 #include <variant>
 
+#include "kernels/dense/attention_parts.h"
 #include "kernels/dense/latent_attention.h"
 #include "kernels/dense/row_memory.h"
 
@@ -91,6 +93,12 @@ void check_mixer(const NoMixer&, uint32_t, size_t) {}
 
 void check_layer(const LayerWeights& layer, uint32_t hidden_size, size_t index) {
   std::visit([&](const auto& mixer) { check_mixer(mixer, hidden_size, index); }, layer.mixer);
+  const RouterWeights& router = layer.router;
+  if (router.inputs.matrix != nullptr) {
+    const uint32_t latent_size = router.inputs.matrix->out_features();
+    check_shape(router.inputs, hidden_size, latent_size, index, "inputs of experts");
+    check_shape(router.outputs, latent_size, hidden_size, index, "outputs of experts");
+  }
   if (layer.mlp.down.matrix == nullptr) return;
   const uint32_t intermediate = layer.mlp.down.matrix->in_features();
   const uint32_t products = layer.mlp.is_squared_relu ? 1 : 2;
@@ -329,8 +337,11 @@ void DecoderLayers::ask_experts(const StepRows& step, const LayerWeights& layer,
   for (const NotedChoices& noted : step.noted) {
     if (noted.layer == layer.layer) std::memcpy(noted.ids, routing.ids, chosen * sizeof(int32_t));
   }
-  experts.begin({layer.layer, step.num_rows, float_type(is_bfloat16_), buffers_.normed.data(), routing.ids,
-                 routing.weights, routing.top_k});
+  const bool has_space = router.inputs.matrix != nullptr;
+  if (has_space) multiply(step, router.inputs, buffers_.normed, buffers_.latents);
+  const AlignedBuffer& rows = has_space ? buffers_.latents : buffers_.normed;
+  experts.begin({layer.layer, step.num_rows, float_type(is_bfloat16_), rows.data(), routing.ids, routing.weights,
+                 routing.top_k});
 }
 
 void DecoderLayers::compute_mlp(const StepRows& step, const MlpWeights& mlp) {
@@ -365,11 +376,32 @@ DecoderLayers::Update DecoderLayers::compute_ffn(const StepRows& step, const Lay
   if (has_experts) ask_experts(step, layer, *experts);
   if (has_mlp) compute_mlp(step, layer.mlp);
   if (!has_experts) return {buffers_.dense.data(), is_bfloat16_};
+  const Projection& outputs = layer.router.outputs;
   const size_t count = size_t{step.num_rows} * hidden_size_;
-  buffers_.answer.grow(count * sizeof(float));
+  const size_t latents = outputs.matrix == nullptr ? 0 : size_t{step.num_rows} * outputs.matrix->in_features();
+  buffers_.answer.grow(std::max(count, latents) * sizeof(float));
   experts->finish(buffers_.answer.as<float>());
+  if (outputs.matrix != nullptr) return expand_answer(step, outputs, has_mlp);
   if (has_mlp) add_dense(count);
   return {buffers_.answer.data(), false};
+}
+
+// What experts have answered in their space, rounded, and what that is in the layer's, and the always active ones.
+DecoderLayers::Update DecoderLayers::expand_answer(const StepRows& step, const Projection& outputs, bool has_mlp) {
+  const size_t latents = size_t{step.num_rows} * outputs.matrix->in_features();
+  write_floats(*threads_, is_bfloat16_, buffers_.answer.as<float>(), buffers_.latents.data(), latents);
+  multiply(step, outputs, buffers_.latents, buffers_.expanded);
+  if (has_mlp) {
+    const size_t count = size_t{step.num_rows} * hidden_size_;
+    threads_->shared().grow(2 * count * sizeof(float));
+    float* const sum = threads_->shared().as<float>();
+    float* const dense = sum + count;
+    read_floats(*threads_, is_bfloat16_, buffers_.expanded.data(), sum, count);
+    read_floats(*threads_, is_bfloat16_, buffers_.dense.data(), dense, count);
+    for (size_t i = 0; i < count; ++i) sum[i] += dense[i];
+    write_floats(*threads_, is_bfloat16_, sum, buffers_.expanded.data(), count);
+  }
+  return {buffers_.expanded.data(), is_bfloat16_};
 }
 
 // What experts have answered, and the always active ones.

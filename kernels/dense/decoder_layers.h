@@ -46,7 +46,9 @@ class DecoderLayers {
     AlignedBuffer gate_up;
     AlignedBuffer activated;   // half of it
     AlignedBuffer dense;       // hidden_size: what a mixer, or an MLP, adds
-    AlignedBuffer answer;      // hidden_size, float32: what experts add
+    AlignedBuffer answer;      // hidden_size, float32: what experts add, in their space if they have one
+    AlignedBuffer latents;     // what experts read and answer in a space of their own
+    AlignedBuffer expanded;    // hidden_size: such an answer
     AlignedBuffer logits;      // num_experts, or one of an output gate; float32
     AlignedBuffer weights;     // top_k, float32
     AlignedBuffer ids;         // top_k, int32
@@ -79,6 +81,7 @@ class DecoderLayers {
   void compute_mlp(const StepRows& step, const MlpWeights& mlp);
   void weigh_mlp(const StepRows& step, const void* output_gate);
   void add_dense(size_t count);
+  Update expand_answer(const StepRows& step, const Projection& outputs, bool has_mlp);
   Update compute_ffn(const StepRows& step, const LayerWeights& layer, RoutedExperts* experts);
   void scale(const Update& update, float factor, uint32_t num_rows);
   void restart(const StepRows& step, const Update& update, float kept, float added);

@@ -174,6 +174,9 @@ struct RouterWeights {
   const float* correction;  // as Routing has it
   bool is_bfloat16;         // of the weight, and what logits are rounded to
   RoutingRule rule;
+  // From what the layer reads to a space of the experts', and back; null: experts read what the layer reads.
+  Projection inputs;
+  Projection outputs;
 };
 
 // Factors of what a half reads, which is the stream from there on, and of what it adds (MiniMax-01).

@@ -113,6 +113,27 @@ PUBLISHED = {
             "ssm_state_size": 32,
         },
     ),
+    # Nemotron 3 Super: experts in a space of their own, the last layer's, too.
+    "nemotron_h_latent": TinyModel(
+        "nemotron_h",
+        {
+            "hidden_size": 64,
+            "moe_intermediate_size": 32,
+            "intermediate_size": 96,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_latent_size": 32,
+            "moe_shared_expert_intermediate_size": 128,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "n_groups": 2,
+            "ssm_state_size": 32,
+        },
+    ),
     # MiniMax-01: Lightning attention, and a stream that becomes what its halves read.
     "minimax": TinyModel(
         "minimax",
