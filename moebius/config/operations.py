@@ -69,7 +69,7 @@ class SpeculationSettings(Section):
     def mtp_heads(self) -> int:
         """Layers of multi-token prediction that are wanted at most: one for each token that is drafted.
 
-        What auto wants, `served_model.with_drafts` decides.
+        None with auto, which `moebius serve` and `moebius plan` replace by what they decide.
         """
         return self.num_draft_tokens if "mtp" in self.speculative_method else 0
 
