@@ -233,9 +233,17 @@ def _add_engines(app: typer.Typer) -> None:
 
 
 def _prepared(config: MoebiusConfig, print_config: bool, needs_model: bool = True) -> MoebiusConfig:
-    """Checks the model; prints the effective configuration if asked."""
+    """Checks the model; prints the effective configuration if asked.
+
+    A process that is started alone has no layers of multi-token prediction unless `mtp` is set, since what
+    the others have room for is not known to it.
+    """
     if needs_model or config.model.model:
         config = with_checkpoint(config)
+    if config.gpu.speculative_method == "auto" and config.gpu.speculative_model:
+        from moebius.models.served import with_drafts
+
+        config = with_drafts(config)
     if print_config:
         print_configuration(config)
     return config

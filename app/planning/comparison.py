@@ -15,7 +15,8 @@ from rich.table import Table
 
 from app.bench.output import write_json
 from app.planning.capacity import CapacityPlan, DoesNotFit, Wish
-from app.planning.hardware import HardwareOptions, hardware
+from app.planning.drafts import decided_drafts
+from app.planning.hardware import Hardware, HardwareOptions, hardware
 from app.planning.planner import plan_capacity
 from app.planning.report import EXIT_DOES_NOT_FIT, document, quiet, serve_command
 from moebius.config import MoebiusConfig
@@ -77,11 +78,19 @@ def compare(
         for machine, host in hosts.items():
             try:
                 with quiet():
-                    plan = plan_capacity(variant.config, host, wish, fill)
+                    plan = _plan(variant.config, host, wish, fill)
                 found.append(Compared(variant, machine, plan, ""))
             except DoesNotFit as error:
                 found.append(Compared(variant, machine, None, " ".join(str(error).split())))
     return found
+
+
+def _plan(config: MoebiusConfig, host: Hardware, wish: Wish, fill: bool) -> CapacityPlan:
+    def planned(each: MoebiusConfig) -> CapacityPlan:
+        return plan_capacity(each, host, wish, fill, explain=False)
+
+    decided, _ = decided_drafts(config, planned, wish)
+    return plan_capacity(decided, host, wish, fill)
 
 
 def best(rows: Sequence[Compared], least: float = LEAST_TOKENS_PER_SECOND) -> Compared | None:

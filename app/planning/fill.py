@@ -8,21 +8,27 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
+from typing import TYPE_CHECKING
 
 import structlog
 
-from app.planning.capacity import DoesNotFit, Filled
+from app.planning.capacity import DoesNotFit, Filled, Wish
 from app.planning.gpu_models import GpuModel, find_gpu_model, least_of
 from app.planning.hardware import Hardware, HardwareOptions, gpu_names, hardware
 from app.planning.memory import has_placement
 from app.planning.stages import with_all_gpus
 from moebius.config import GpuConfig, MoebiusConfig
 from moebius.errors import ConfigError
+from moebius.models.served import with_drafts, with_method, with_own_layers
 from moebius.process.limits import available_memory
+
+if TYPE_CHECKING:
+    from app.planning.capacity import CapacityPlan
+    from app.planning.planner import Planner
 
 _log = structlog.get_logger(__name__)
 _MIB = 2**20
@@ -81,11 +87,62 @@ def with_free_memory(host: Hardware, settings: GpuConfig) -> Hardware:
 
 
 def with_filled_gpus(config: MoebiusConfig) -> MoebiusConfig:
-    """The same settings with what they leave open about the placement of experts, if there is a GPU.
+    """The same settings with what they leave open about the placement of experts, if there is a GPU, and
+    about draft tokens (`speculative_method` auto).
 
     Where it cannot be known the settings stay: then the engine says what is wrong, or nothing is resident.
     Raises UserError for a setting that cannot be.
     """
+    # No process starts before something is to be decided.
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return _filled_placement(_with_chosen_drafts(config, pool), pool)
+
+
+def _with_chosen_drafts(config: MoebiusConfig, pool: Executor) -> MoebiusConfig:
+    """Returns the settings without `speculative_method` auto, and logs why a model with layers that draft is
+    served without them.
+    """
+    from app.supervisor.placement import find_gpus, runs_on_gpus
+
+    drafting, reason = with_own_layers(config)
+    if drafting is None:
+        return with_drafts(config)
+    decided = with_method(config, "off")
+    if not reason and config.experts.expert_transport == "local":
+        reason = "expert_transport local is not planned"
+    if not reason:
+        memory = gpu_memory() if runs_on_gpus(config, find_gpus()) else None
+        parallel = config.parallel
+        if parallel.rank_hosts > 1 or (memory is not None and len(memory) < parallel.num_ranks):
+            reason = "the memory of the GPUs is not known here"
+        else:
+            decided, reason = pool.submit(drafts_here, config, memory, tuple(gpu_names())).result()
+    if reason:
+        _log.info("speculative_method auto: no draft tokens", reason=reason)
+    else:
+        _log.info("speculative_method auto: draft tokens by the model's own layers")
+    return decided
+
+
+def drafts_here(
+    config: MoebiusConfig, memory: tuple[DeviceUse, ...] | None, names: tuple[str, ...] = ()
+) -> tuple[MoebiusConfig, str]:
+    """Returns what `decided_drafts` does on this host; `memory`, `names`: as `filled` has them, None: the
+    engine runs on the CPU.
+    """
+    from app.planning.drafts import decided_drafts
+    from app.planning.planner import Planner
+
+    host = _cpu_host() if memory is None else _gpu_host(config, memory, names)
+
+    def planned(each: MoebiusConfig) -> CapacityPlan:
+        planner = Planner(each, on_gpu=False) if memory is None else _planner(each, host)
+        return planner.plan(host, explain=False)
+
+    return decided_drafts(config, planned, Wish())
+
+
+def _filled_placement(config: MoebiusConfig, pool: Executor) -> MoebiusConfig:
     from app.supervisor.placement import find_gpus, runs_on_gpus
 
     if config.experts.expert_transport == "local":
@@ -99,9 +156,7 @@ def with_filled_gpus(config: MoebiusConfig) -> MoebiusConfig:
     memory = gpu_memory()
     if parallel.rank_hosts > 1 or len(memory) < parallel.num_ranks:
         return config
-    context = get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context) as pool:
-        found = pool.submit(filled, config, memory, tuple(gpu_names())).result()
+    found = pool.submit(filled, config, memory, tuple(gpu_names())).result()
     if found is None:
         return config
     if found.parallel != config.parallel:
@@ -139,23 +194,35 @@ def filled(
     All of them are used where they are of several kinds, no setting says how many, and the first alone does
     not hold every expert. Raises UserError for a setting that cannot be.
     """
-    from app.planning.planner import Planner
-
-    gpus = [(find_gpu_model(name) if name else None) or _UNKNOWN for name in names[: len(memory)]]
-    gpus += [_UNKNOWN] * (len(memory) - len(gpus))
-    host = replace(hardware(HardwareOptions(gpus="none")), gpus=len(gpus), ram_bytes=available_memory())
-    host = replace(host, gpu=least_of(gpus), sockets=max(1, host.sockets))
-    host = host.with_gpu_memory(as_empty(memory, config.gpu))
-    assert host.gpu is not None
+    host = _gpu_host(config, memory, names)
     try:
-        if config.parallel.num_ranks == config.parallel.data_parallel_size == 1 and host.gpu.is_mixed:
-            planner = Planner(config, on_gpu=True)
-            first = planner.fill(host)
-            if first.placement.gpu_experts_ratio == 1.0:
-                return first
-            with suppress(ConfigError):  # Layers that one stage has to have together.
-                return Planner(with_all_gpus(config, host), on_gpu=True).fill(host)
-            return first
-        return Planner(config, on_gpu=True).fill(host)
+        return _planner(config, host).fill(host)
     except DoesNotFit:
         return None
+
+
+def _planner(config: MoebiusConfig, host: Hardware) -> Planner:
+    """Returns the planner of one GPU for each rank, or of a stage for each GPU; raises as `filled`, and
+    DoesNotFit.
+    """
+    from app.planning.planner import Planner
+
+    planner = Planner(config, on_gpu=True)
+    assert host.gpu is not None
+    is_one = config.parallel.num_ranks == config.parallel.data_parallel_size == 1
+    if is_one and host.gpu.is_mixed and planner.fill(host).placement.gpu_experts_ratio != 1.0:
+        with suppress(ConfigError):  # Layers that one stage has to have together.
+            return Planner(with_all_gpus(config, host), on_gpu=True)
+    return planner
+
+
+def _cpu_host() -> Hardware:
+    return replace(hardware(HardwareOptions(gpus="none")), ram_bytes=available_memory())
+
+
+def _gpu_host(config: MoebiusConfig, memory: tuple[DeviceUse, ...], names: tuple[str, ...]) -> Hardware:
+    gpus = [(find_gpu_model(name) if name else None) or _UNKNOWN for name in names[: len(memory)]]
+    gpus += [_UNKNOWN] * (len(memory) - len(gpus))
+    host = _cpu_host()
+    host = replace(host, gpus=len(gpus), gpu=least_of(gpus), sockets=max(1, host.sockets))
+    return host.with_gpu_memory(as_empty(memory, config.gpu))

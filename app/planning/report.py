@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +23,18 @@ from app.cli_options import MODEL_LEAF
 from app.planning.capacity import CapacityPlan, DoesNotFit, Wish
 from app.planning.chart_values import chart_values, write_values
 from app.planning.cold import cost
+from app.planning.completeness import refuse_incomplete
+from app.planning.drafts import decided_drafts
 from app.planning.fill import with_free_memory
 from app.planning.hardware import Hardware, HardwareOptions, hardware
 from app.planning.measured_products import with_measured_products
 from app.planning.planner import plan_capacity
 from app.planning.smallest_change import smaller_quantisation, smallest_change
 from app.planning.speed import ASSUMED_EXPERT_BANDWIDTH_SHARE, Speed
-from moebius.checkpoint.index import has_weights
 from moebius.config import MoebiusConfig
 from moebius.config.loader import SECRET_LEAVES, leaves
 from moebius.errors import UserError
-from moebius.models.served import read_served_geometry, read_served_model
+from moebius.models.served import with_method
 
 GIB = 2**30
 FORMULA = (
@@ -219,15 +220,17 @@ def run(
             host = hardware(options)
             if options.gpus == "auto" and options.gpu_memory_gib is None:
                 host = with_free_memory(host, config.gpu)
-            _refuse_incomplete(config)
+            refuse_incomplete(config)
             if options.measure:
                 host = with_measured_products(config, host)
+            config, asked, note = _with_drafts(config, asked, host, wish, fill)
             found = plan_capacity(config, host, wish, fill)
     except DoesNotFit as error:
         with quiet():
             remedy = what_fits(config, asked, host, wish, fill)
         print(f"moebius: does not fit: {' '.join(str(error).split())}; {remedy}", file=sys.stderr)
         raise typer.Exit(EXIT_DOES_NOT_FIT) from error
+    found = replace(found, notes=(*found.notes, *note))
     command = serve_command(asked, found)
     print_plan(found, command)
     if json_file is not None:
@@ -237,6 +240,22 @@ def run(
             raise UserError("--values: the chart keeps experts in RAM; allowed: --cold-experts ram")
         write_values(values_file, chart_values(config, found), f"{found.model} on {hardware_line(found)}")
     return found
+
+
+def _with_drafts(
+    config: MoebiusConfig, asked: MoebiusConfig, host: Hardware, wish: Wish, fill: bool
+) -> tuple[MoebiusConfig, MoebiusConfig, tuple[str, ...]]:
+    """Returns both settings with what `speculative_method` auto becomes, and a note where it is decided."""
+
+    def planned(each: MoebiusConfig) -> CapacityPlan:
+        return plan_capacity(each, host, wish, fill, explain=False)
+
+    decided, reason = decided_drafts(config, planned, wish)
+    method = decided.gpu.speculative_method
+    if method == config.gpu.speculative_method:
+        return config, asked, ()
+    why = f": {reason}" if reason else ", the method of the model's own layers"
+    return decided, with_method(asked, method), (f"speculative_method auto is {method} here{why}",)
 
 
 def what_fits(config: MoebiusConfig, asked: MoebiusConfig, host: Hardware, wish: Wish, fill: bool) -> str:
@@ -250,24 +269,6 @@ def what_fits(config: MoebiusConfig, asked: MoebiusConfig, host: Hardware, wish:
     if kind:
         return f"no settings make it fit here; a GGUF model of it with experts in {kind} would"
     return "neither settings nor a GGUF model with experts in Q2_K make it fit here"
-
-
-def _refuse_incomplete(config: MoebiusConfig) -> None:
-    """Checks what services prove of their tensors before they read one, in their words, where there are any.
-
-    Raises CheckpointError or ModelConfigError.
-    """
-    directory = config.model.model
-    if not has_weights(directory):
-        return
-    from expert_service.loader import plan_load
-    from gpu_service.loader.load import check_weights
-
-    geometry = read_served_geometry(config)
-    if geometry.moe_layers:
-        experts = config.model.expert_checkpoint
-        plan_load(geometry, directory, config.experts.expert_dtype, experts)
-    check_weights(read_served_model(config), directory)
 
 
 @contextmanager

@@ -37,7 +37,7 @@ from lab.bench.engine.run import EngineBenchOptions, with_room
 from lab.bench.engine.servers import running_servers
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
-from moebius.models.served import read_served_model, with_drafts
+from moebius.models.served import read_served_model, with_drafts, with_own_layers
 
 if TYPE_CHECKING:
     from gpu_service.core.interface import EngineLoad
@@ -116,7 +116,9 @@ def run(
     from gpu_service.assembly.speculation import check_speculation
 
     config = with_room(config, EngineBenchOptions(options.streams))
-    device, config = resolve_device(config.gpu), with_drafts(config)
+    drafting, reason = with_own_layers(config)
+    config = with_drafts(config) if drafting is None or reason else drafting
+    device = resolve_device(config.gpu)
     method = "ngram" if config.gpu.speculative_method == "off" else config.gpu.speculative_method
     speculative, parallel = with_method(config, method), config.parallel
     # Draft tokens of others do not follow from what prompts repeat.

@@ -30,7 +30,7 @@ class SpeculationSettings(Section):
         default="off",
         description="Where draft tokens come from: the request's own text (ngram), or the model's MTP layers "
         "(mtp), or an EAGLE-3 head (eagle3), or a smaller model (draft_model), or the text and one of these, "
-        "whichever is accepted more often; auto: what speculative_model is, or mtp if the checkpoint has it",
+        "whichever is accepted more often; auto: what speculative_model is, or mtp if there is room for it",
     )
     speculative_model: str = Field(
         default="",
@@ -69,7 +69,7 @@ class SpeculationSettings(Section):
     def mtp_heads(self) -> int:
         """Layers of multi-token prediction that are wanted at most: one for each token that is drafted.
 
-        What auto wants, `served_model.with_drafts` decides.
+        None with auto, which `moebius serve` and `moebius plan` replace by what they decide.
         """
         return self.num_draft_tokens if "mtp" in self.speculative_method else 0
 

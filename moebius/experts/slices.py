@@ -69,11 +69,6 @@ class SliceRequest:
     def from_config(config: MoebiusConfig) -> SliceRequest:
         """Returns the settings of `moebius expert`."""
         experts = config.experts
-        if config.gpu.speculative_method == "auto":
-            # What reads checkpoints takes half of an expert server's imports.
-            from moebius.models.served import with_drafts
-
-            config = with_drafts(config)
         return SliceRequest(
             model_path=config.model.model,
             split=experts.expert_split,

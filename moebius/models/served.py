@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import structlog
-
 from moebius.checkpoint.errors import CheckpointError
 from moebius.config import GpuConfig, MoebiusConfig
 from moebius.errors import UserError, brief
@@ -12,31 +10,53 @@ from moebius.models.eagle3 import is_head
 from moebius.models.geometry import MoeGeometry
 from moebius.models.read import read_geometry, read_model_config
 
-_log = structlog.get_logger(__name__)
 
-
-def with_drafts(config: MoebiusConfig) -> MoebiusConfig:
-    """The same settings, `speculative_method` auto decided: what `speculative_model` is, where one is named;
-    mtp where the checkpoint has layers of multi-token prediction that can be served, else off."""
-    if config.gpu.speculative_method != "auto":
-        return config
-    if config.gpu.speculative_model:
-        method = "eagle3" if is_head(config.gpu.speculative_model) else "draft_model"
-    else:
-        method = "mtp" if _has_heads(config) else "off"
+def with_method(config: MoebiusConfig, method: str) -> MoebiusConfig:
+    """Returns the same settings with another `speculative_method`."""
     return config.model_copy(update={"gpu": config.gpu.model_copy(update={"speculative_method": method})})
 
 
-def _has_heads(config: MoebiusConfig) -> bool:
+def with_drafts(config: MoebiusConfig) -> MoebiusConfig:
+    """Returns the same settings, `speculative_method` auto decided without a look at memory: what
+    `speculative_model` is, where one is named, else off.
+
+    Layers of multi-token prediction take memory of engine and expert servers, so `auto` has them only where
+    both are planned together (`app.planning.drafts`), which leaves `mtp` or `off` in the settings.
+    """
+    if config.gpu.speculative_method != "auto":
+        return config
+    if config.gpu.speculative_model:
+        return with_method(config, "eagle3" if is_head(config.gpu.speculative_model) else "draft_model")
+    return with_method(config, "off")
+
+
+def with_own_layers(config: MoebiusConfig) -> tuple[MoebiusConfig | None, str]:
+    """Returns the settings in which `speculative_method` auto is mtp, and why they cannot be served; None:
+    nothing is to be decided, or the model has no such layers.
+
+    By configuration and names of tensors; whether there is memory for them is not asked.
+    """
+    gpu = config.gpu
+    if gpu.speculative_method != "auto" or gpu.speculative_model or not _promises_layers(config):
+        return None, ""
+    drafting = with_method(config, "mtp")
     if config.parallel.pipeline_parallel_size > 1:
-        return False
+        return drafting, "pipeline stages do not draft"
+    if config.experts.expert_addresses:
+        return drafting, "expert servers that others start may not hold the layers' experts"
     try:
-        read_geometry(config.model.model, config.model.experts_per_token, mtp_heads=1)
+        read_served_model(drafting)
     except (ModelConfigError, CheckpointError) as error:
-        # Whatever else may be wrong, reading the model without its heads says.
-        _log.info("speculative_method auto: no draft tokens", reason=brief(error))
-        return False
-    return True
+        return drafting, brief(error)
+    return drafting, ""
+
+
+def _promises_layers(config: MoebiusConfig) -> bool:
+    try:
+        model = read_served_model(with_method(config, "off"))
+    except (ModelConfigError, CheckpointError, UserError):
+        return False  # Whatever is wrong, reading the model without its layers says.
+    return model.num_mtp_layers > 0
 
 
 def read_served_model(config: MoebiusConfig) -> ModelConfig:

@@ -36,7 +36,7 @@ GIVEN: dict[str, tuple[float, tuple[Any, ...]]] = {
     "max_model_len": (0.2, (4096, 32768)),
     "max_num_batched_tokens": (0.2, (256, 2048, 8192)),
     "dense_weights": (0.2, ("keep",)),
-    "speculative_method": (0.2, ("ngram", "mtp")),
+    "speculative_method": (0.3, ("ngram", "mtp", "auto")),
     "pipeline_parallel_size": (0.15, (2,)),
     "gpu_experts": (0.1, (1, 4)),
     "gpu_memory_utilization": (0.2, (0.8, 0.95)),
