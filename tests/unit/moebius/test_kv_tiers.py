@@ -32,7 +32,7 @@ GIB = 2**30
 def test_prefixes_have_a_fifth_of_what_experts_leave(
     free: float, taken: float, lockable: float | None, expected: float
 ) -> None:
-    """Of free RAM and of what experts take, by hand, within what a driver page-locks; GiB."""
+    """Figures by hand: free RAM, what experts take of it, and what a driver page-locks; GiB."""
     limit = None if lockable is None else int(lockable * GIB)
     found = default_tier_bytes(int(free * GIB), int(taken * GIB), limit)
     assert found / GIB == pytest.approx(expected, abs=1e-6)

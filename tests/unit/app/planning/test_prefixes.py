@@ -56,7 +56,7 @@ def served(model: Path, monkeypatch: pytest.MonkeyPatch, ram_gib: float, **flags
 def test_a_plan_counts_what_serve_gives(
     model: Path, monkeypatch: pytest.MonkeyPatch, ram_gib: int, flags: dict[str, Any]
 ) -> None:
-    """Of a host with GPUs a fifth of what experts and processes leave, by both to a tenth of a GiB."""
+    """Both give a host with GPUs a fifth of what experts and processes leave, to a tenth of a GiB."""
     found = plan(model, ram_gib, "h100", **flags)
     prefixes, experts = sizes(found)
     assert 0 < prefixes < default_tier_bytes(ram_gib * GIB, experts)
