@@ -195,7 +195,9 @@ def _add_engines(app: typer.Typer) -> None:
     @with_settings(*OF_ENGINES, needs_device=True)
     def gpu(config: MoebiusConfig, print_config: PrintConfig = False) -> None:
         """Run one engine process alone, --rank N of several. It finds experts as --expert-transport says."""
-        config = _prepared(config, print_config)
+        from app.supervisor.prefix_memory import with_prefix_memory_of_engine
+
+        config = with_prefix_memory_of_engine(_prepared(config, print_config))
         from gpu_service.main import run
 
         raise typer.Exit(run(config))

@@ -153,6 +153,7 @@ class CapacityPlan:
     drop_resident: str = "auto"  # What it becomes, where something is resident.
     start_seconds: float = 0.0  # Until requests are answered, where nothing has to be compiled.
     cold: ColdExperts | None = None  # Experts on disk; None: all are in memory.
+    kv_offload_gib: float = 0.0  # RAM for prefixes, as set or as chosen beside experts.
     max_num_seqs: int | None = None  # Chosen beside experts; None: an engine chooses the same by itself.
 
     @property

@@ -119,12 +119,16 @@ def _engine_bytes(plan: CapacityPlan) -> int:
 
 def _with_residents(config: MoebiusConfig, plan: CapacityPlan) -> MoebiusConfig:
     """Returns the settings with as many experts on GPUs as the plan has put there, in RAM as often as the
-    plan counts them, and with as many outputs at once as it left them room for.
+    plan counts them, with as many outputs at once as it left them room for, and the RAM for prefixes.
     """
     update: dict[str, Any] = {"drop_resident": plan.drop_resident}
     if plan.residency.is_filled:
         update["gpu_experts"] = max(plan.residency.by_layer.values())
-    gpu = config.gpu.model_copy(update={"max_num_seqs": plan.max_num_seqs or config.gpu.max_num_seqs})
+    chosen = {
+        "max_num_seqs": plan.max_num_seqs or config.gpu.max_num_seqs,
+        "kv_offload_gib": plan.kv_offload_gib or config.gpu.kv_offload_gib,
+    }
+    gpu = config.gpu.model_copy(update=chosen)
     placement = config.placement.model_copy(update=update)
     return config.model_copy(update={"placement": placement, "gpu": gpu})
 

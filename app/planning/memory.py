@@ -215,6 +215,7 @@ def expert_format(
 RAM = "RAM"
 # How parts begin that are packed experts; the server's number follows.
 EXPERTS_OF_SERVER = "experts of server"
+MAILBOX = "mailbox"
 MIB = 2**20
 # Resident sizes of processes without weights: interpreters, libraries, tokenizer. An engine with a GPU also
 # has the driver's and torch's CUDA libraries and its page-locked buffers.
@@ -302,7 +303,7 @@ def ram_components(
     if config.experts.expert_transport == "mailbox":
         split = config.experts.model_copy(update={"split_count": len(servers)})
         shared = config.model_copy(update={"experts": split})
-        found.append(Component(RAM, "mailbox", mailbox_geometry(shared, geometry).regions().total))
+        found.append(Component(RAM, MAILBOX, mailbox_geometry(shared, geometry).regions().total))
     source = max((layer.nbytes for layer in stored.values()), default=0)
     found.append(Component(RAM, "source experts while loading", max(threads, len(servers)) * source))
     return tuple(found)

@@ -42,6 +42,7 @@ from app.planning.memory import (
     total_bytes,
     with_split,
 )
+from app.planning.prefixes import with_prefixes
 from app.planning.rings import ring_bytes
 from app.planning.sequences import plan_with_num_seqs, with_num_seqs
 from app.planning.speed import (
@@ -114,7 +115,9 @@ class Planner:
         planner = self._with_step_sizes(hardware, residency) if self.on_gpu else self
         planner = with_tables(planner._with_kept(hardware, residency), hardware, residency)
         planner = with_cold_experts(planner, hardware, residency)
-        return planner._planned(hardware, wish, residency, kv_tokens, fill, explain)
+        return with_prefixes(planner, hardware, residency)._planned(
+            hardware, wish, residency, kv_tokens, fill, explain
+        )
 
     def fill(self, hardware: Hardware) -> Filled:
         """Returns what `moebius serve` places on GPUs of so much memory, beside so much RAM.
@@ -220,6 +223,7 @@ class Planner:
             prefill=predict_prefill(work, paced, self.config.gpu.num_batched_tokens, context, streamed),
             drop_resident=self.config.placement.drop_resident,
             cold=self.cold,
+            kv_offload_gib=self.config.gpu.kv_offload_gib or 0.0,
             max_num_seqs=self.seqs_beside_experts,
             start_seconds=predict_start(self.geometry, self.stored, self._dense_bytes(), hardware),
             notes=make_notes(self.config, work, hardware, kv, context),
@@ -389,8 +393,7 @@ class Planner:
         if wanted > allowed:
             others = self._ram_by_dtype(hardware, kv_tokens, fill) if explain else {}
             experts = sum(part.nbytes for part in components if part.part.startswith("experts of"))
-            chosen = self._settings()["experts"]
-            raise DoesNotFit(ram_refusal(wanted, experts, allowed, chosen, others))
+            raise DoesNotFit(ram_refusal(wanted, experts, allowed, self._settings()["experts"], others))
         for node in sorted({part.node for part in components if part.node >= 0}):
             there = sum(part.nbytes for part in components if part.node == node)
             if there > allowed // hardware.sockets:
@@ -426,14 +429,13 @@ class Planner:
         formats = {layer.gate_up or "no packed format" for layer in self.stored.values()}
         stored = ", ".join(sorted(formats)) or "none"
         parallel = self.config.parallel
-        layers = parallel.pipeline_layers
         return {
             "experts": REQUANTISED.get(self.config.experts.expert_dtype, stored),
             "experts stored": stored,
             "dense weights": self.model.dtype,
             "tensor_parallel_size": str(parallel.tensor_parallel_size),
             "pipeline_parallel_size": str(parallel.pipeline_parallel_size),
-            **({"pipeline_layers": ",".join(map(str, layers))} if layers else {}),
+            **({"pipeline_layers": ",".join(map(str, found))} if (found := parallel.pipeline_layers) else {}),
             "gpu_expert_split": parallel.gpu_expert_split,
             "max_num_seqs": str(self.config.gpu.num_seqs),
             "max_num_batched_tokens": str(self.config.gpu.num_batched_tokens),

@@ -155,7 +155,3 @@ def refuse_data_parallel(config: MoebiusConfig) -> None:
         )
     if config.gateway.engines:
         raise ConfigError("engines names engines that run elsewhere; allowed with data_parallel_size 1 only")
-    if config.gpu.kv_offload_gib:
-        raise ConfigError(
-            "kv_offload_gib is the memory of one engine's prefixes; allowed with data_parallel_size 1 only"
-        )

@@ -45,6 +45,7 @@ from app.supervisor.placement import (
     refuse_data_parallel,
     runs_on_gpus,
 )
+from app.supervisor.prefix_memory import with_prefix_memory, with_prefix_memory_of_engine
 from app.supervisor.runfile import SHARED_MEMORY, clean_up_stale, own_state_directory
 from app.supervisor.shortages import refuse_shortages, shared_memory_shortage
 from app.supervisor.tables import with_tables
@@ -111,7 +112,7 @@ def plan_processes(config: MoebiusConfig) -> ServePlan:
         cores, given = division.cores, config
         placements = expert_placements(config, model, cores)
         config = with_cold_experts(_shared_settings(config, directory, len(placements)), given, model)
-        config = with_tables(config, given, model)
+        config = with_tables(with_prefix_memory(config, given, model), given, model)
         with problems.collected():
             refuse_shortages(given, config, model)
         problems.refuse()
@@ -164,6 +165,7 @@ def plan_ranks(config: MoebiusConfig) -> ServePlan:
         identity_file=config.model.identity_file or str(directory / IDENTITY_FILE),
         sleep_file=config.model.sleep_file or str(directory / SLEEP_FILE),
     )
+    config = with_prefix_memory_of_engine(config)
     ranks = place_ranks(config, find_gpus(), known_cores(config.experts).nodes)
     probe = GrpcProbe(leader, ENGINE_HEALTH)
     members = [_rank_member(rank_settings(config, placed), placed, probe, "ranks") for placed in ranks]
@@ -463,13 +465,14 @@ def _weight_files(
 
 
 def _prefix_files(config: MoebiusConfig, directory: Path) -> tuple[WeightFile, ...]:
-    """Returns the memory for the engine's prefixes in RAM; none where the user gave a directory for it, or
+    """Returns the memory for each engine's prefixes in RAM; none where the user gave a directory for it, or
     wants none, and for several ranks, whose parts end with them.
     """
-    wants = config.gpu.kv_offload_gib > 0 and config.parallel.num_ranks == 1
+    wants = config.gpu.kv_offload_bytes > 0 and config.parallel.num_ranks == 1
     if config.gpu.kv_offload_dir != str(directory) or not wants:
         return ()
-    return (WeightFile(ram_tier_path(str(directory)), 0, -1),)
+    engines = range(config.parallel.data_parallel_size)
+    return tuple(WeightFile(ram_tier_path(str(directory), engine), 0, -1) for engine in engines)
 
 
 def _mailbox(config: MoebiusConfig, model: MoeGeometry, name: str) -> Segment:

@@ -76,6 +76,22 @@ def needs_of(given: MoebiusConfig, config: MoebiusConfig, model: MoeGeometry) ->
     )
 
 
+def missing_bytes(given: MoebiusConfig, config: MoebiusConfig, model: MoeGeometry) -> int:
+    """Returns the RAM that will be taken beside engines' own: by packed experts that are not there yet,
+    evicted prefixes and mailboxes; 0 where experts cannot be packed, which their server refuses. Arguments as
+    of `needs_of`.
+    """
+    try:
+        needs = needs_of(given, config, model)
+    except (UserError, ValueError):
+        return 0
+    missing = sum(
+        max(0, nbytes - _size(Path(segment_path(config.experts.expert_weights_dir, index))))
+        for index, nbytes in enumerate(needs.segments)
+    )
+    return missing + needs.prefixes + needs.mailbox
+
+
 def find_shortages(needs: Needs, weights_dir: str, root: Path = Path("/")) -> Iterator[Shortage]:
     """`weights_dir`: where the user has the packed experts lie; empty: in memory that `serve` makes."""
     if needs.mailbox:

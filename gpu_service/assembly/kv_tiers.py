@@ -8,6 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import structlog
+import torch
 
 from gpu_service.cache.kv_cache import AttendedPages
 from gpu_service.cache.prefix_events import PrefixEvents
@@ -17,11 +18,13 @@ from gpu_service.cache.tiers.digests import ENGINE_BYTES, identity_digest, rank_
 from gpu_service.cache.tiers.disk_cipher import read_cipher
 from gpu_service.cache.tiers.disk_tier import DiskTier
 from gpu_service.cache.tiers.payloads import Payloads, make_payloads
+from gpu_service.cache.tiers.piece_locks import make_piece_locks
 from gpu_service.cache.tiers.prefix_tiers import PrefixTiers
 from gpu_service.cache.tiers.ram_segment import RamSegment, slots_within
 from gpu_service.cache.tiers.ram_tier import RamTier, slot_size
 from gpu_service.core.interface import Inbox, RunOperation
-from gpu_service.device.stream import CudaDeviceStream, DeviceStream, HostDeviceStream, page_lock
+from gpu_service.device.pinned import registrar
+from gpu_service.device.stream import CudaDeviceStream, DeviceStream, HostDeviceStream
 from gpu_service.engine.step_check import StepCheck
 from gpu_service.parallel.group import RankGroup
 from gpu_service.telemetry.kv_event_stream import KvEventStream
@@ -77,7 +80,7 @@ def make_tiers(
     Raises UserError for more RAM than is free, and for places that cannot be used.
     """
     gpu = config.gpu
-    ram_bytes = _ram_bytes(config)
+    ram_bytes = group.minimum("RAM of prefixes", _ram_bytes(config)) if cache.prefix_caching else 0
     if not cache.prefix_caching or not (ram_bytes or gpu.kv_disk_gib):
         return {}
     device = kv_cache.device
@@ -90,7 +93,7 @@ def make_tiers(
         if parallel.stage_sizes:
             place += f" of {parallel.stage_sizes}"
         named = _keyed(config, rank_identity(chosen, f"{place}\n{form}"))
-        return _make_rank_tiers(config, cache, payloads, named, stream, group, inbox)
+        return _make_rank_tiers(config, ram_bytes, cache, payloads, named, stream, group, inbox)
     named = _keyed(config, identity_digest(f"{chosen}\n{form}"))
     ram, disk = _ram_tier(config, ram_bytes, named, payloads, stream), _disk_tier(config, named)
     _log_tiers(config, ram, disk)
@@ -134,6 +137,7 @@ def _disk_tier(config: MoebiusConfig, identity: bytes) -> DiskTier | None:
 
 def _make_rank_tiers(
     config: MoebiusConfig,
+    nbytes: int,
     cache: RequestCache,
     payloads: Payloads,
     identity: bytes,
@@ -154,7 +158,7 @@ def _make_rank_tiers(
 
     largest = {"page": payloads.page_bytes, "state": payloads.state_bytes}
     page_bytes, state_bytes = (-group.minimum(f"{what} bytes", -size) for what, size in largest.items())
-    ram, nbytes = None, rank_tier_bytes(config)
+    ram = None
     if nbytes:
         size = slot_size(page_bytes)
         segment = RamSegment(identity, size, slots_within(nbytes, size))
@@ -179,16 +183,26 @@ def _make_rank_tiers(
 
 
 def _ram_bytes(config: MoebiusConfig) -> int:
-    """Returns the bytes of this rank's part. Raises UserError where all parts together are more than there
-    is.
+    """Returns the bytes of this rank's part. Raises UserError where all parts of this host together are more
+    than is free, but for what a predecessor has filled.
     """
-    wanted = config.gpu.kv_offload_gib
-    free = available_memory()
-    if config.gpu.kv_offload_bytes > free:
+    engines = rank_tier_bytes(config) * len(config.parallel.host_ranks) * config.parallel.data_parallel_size
+    path = _ram_path(config)
+    held = path.stat().st_blocks * 512 if path is not None and path.exists() else 0
+    free = available_memory() + held
+    if engines > free:
         raise UserError(
-            f"kv_offload_gib: {wanted:g} GiB are wanted, and {free / _GIB:.1f} GiB of RAM are free"
+            f"kv_offload_gib: {engines / _GIB:g} GiB are wanted, and {free / _GIB:.1f} GiB of RAM are free"
         )
     return rank_tier_bytes(config)
+
+
+def _ram_path(config: MoebiusConfig) -> Path | None:
+    """Returns the file of an engine without further ranks; None: its memory is its own."""
+    directory, parallel = config.gpu.kv_offload_dir, config.parallel
+    if not directory or parallel.num_ranks > 1:
+        return None
+    return ram_tier_path(directory, parallel.data_parallel_rank)
 
 
 def _ram_tier(
@@ -200,16 +214,16 @@ def _ram_tier(
 ) -> RamTier | None:
     if not nbytes:
         return None
-    directory, size = config.gpu.kv_offload_dir, slot_size(payloads.page_bytes)
-    path = ram_tier_path(directory) if directory else None
-    segment = RamSegment(identity, size, slots_within(nbytes, size), path)
+    size = slot_size(payloads.page_bytes)
+    segment = RamSegment(identity, size, slots_within(nbytes, size), _ram_path(config))
     _page_lock(segment, stream)
     return RamTier(segment, payloads.page_bytes, payloads.state_bytes)
 
 
 def _page_lock(segment: RamSegment, stream: DeviceStream) -> None:
+    """Page-locks the slots of a GPU's engine, in the background as blocks reach them."""
     if stream.device.type == "cuda":
-        page_lock(segment.tensor, stream.device, "the RAM tier of the prefix cache")
+        segment.locks = make_piece_locks(torch.from_numpy(segment.slots), registrar(stream.device))
 
 
 def _identity_texts(

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from moebius.process.limits import is_on_windows
+
 MIB = 2**20
 # What is left of page-locked memory where there is a limit to it, for what steps get their inputs through and
 # for the buffers through which memory beyond the limit is copied.
@@ -86,12 +88,8 @@ def registrar(device: torch.device) -> Registrar:
 
 def may_be_limited(root: Path = Path("/")) -> bool:
     """Returns whether there is a known reason for a limit: Windows below Linux, or one of locked memory."""
-    try:
-        version = (root / "proc/version").read_text()
-    except OSError:
-        version = ""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return "microsoft" in version.lower() or soft != resource.RLIM_INFINITY
+    return is_on_windows(root) or soft != resource.RLIM_INFINITY
 
 
 def pinned_limit(registrar: Registrar, wanted: int) -> int | None:

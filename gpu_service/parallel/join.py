@@ -210,7 +210,8 @@ _COLLECTIVE_PATIENCE = 5
 _OWN_LEAVES = {
     "model": {"identity_file", "sleep_file"},
     "parallel": {"rank", "host_index"},
-    "gpu": {"gpu_metrics_port", "gpu_address", "gpu_threads"},
+    # Hosts may leave different RAM for prefixes: the least counts.
+    "gpu": {"gpu_metrics_port", "gpu_address", "gpu_threads", "kv_offload_gib"},
 }
 _OWN_SECTIONS = {"gateway", "supervisor", "telemetry", "security"}
 

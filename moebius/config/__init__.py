@@ -101,11 +101,11 @@ class GpuConfig(SpeculationSettings):
         gt=0,
         description="KV cache, at least, GiB, if num_pages is unset; unset: 1 on a CPU, the rest of a GPU",
     )
-    # Not by default until it has run on a GPU.
-    kv_offload_gib: float = Field(
-        default=0.0,
+    kv_offload_gib: float | None = Field(
+        default=None,
         ge=0,
-        description="RAM for prefixes that the KV cache evicts, GiB; on a CPU the KV cache is RAM",
+        description="RAM for prefixes that the KV cache evicts, GiB; unset: a fifth of what is free beside "
+        "experts, 0 on a CPU, whose KV cache is RAM",
     )
     kv_offload_dir: str = Field(
         default="",
@@ -229,8 +229,8 @@ class GpuConfig(SpeculationSettings):
 
     @property
     def kv_offload_bytes(self) -> int:
-        """RAM for prefixes below the device; 0 without prefix caching, too."""
-        return int(self.kv_offload_gib * 2**30) if self.prefix_caching else 0
+        """RAM for prefixes below the device; 0 without prefix caching, and before an unset one is chosen."""
+        return int((self.kv_offload_gib or 0.0) * 2**30) if self.prefix_caching else 0
 
     def usable_bytes(self, total: int) -> int:
         """Returns what the engine may use of a GPU of `total` bytes."""

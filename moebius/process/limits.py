@@ -123,6 +123,21 @@ def available_memory(root: Path = Path("/")) -> int:
     return available
 
 
+def is_on_windows(root: Path = Path("/")) -> bool:
+    """Returns whether this Linux runs below Windows (WSL2)."""
+    try:
+        return "microsoft" in (root / "proc/version").read_text().lower()
+    except OSError:
+        return False
+
+
+def lockable_memory(root: Path = Path("/")) -> int | None:
+    """Returns the bytes that GPUs' drivers page-lock at most, as far as it is known without asking one: half
+    of the RAM below Windows. None: there is no such limit.
+    """
+    return total_memory(root) // 2 if is_on_windows(root) else None
+
+
 def _table(path: Path) -> dict[str, int]:
     """Returns the first number of each line, by its first word; empty where there is no such file."""
     try:

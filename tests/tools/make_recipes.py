@@ -225,7 +225,9 @@ def plan_command(model: Model, machine: Machine, expert_dtype: str) -> str:
 def _row(name: str, found: CapacityPlan) -> str:
     gpus = [found.total_of(place) for place in found.places if place != "RAM"]
     gpu = f"{max(gpus) / GIB:.1f}" if gpus else "–"
-    cells = [name, f"{found.total_of('RAM') / GIB:.0f}", gpu, f"{found.residency.share:.0%}"]
+    # Prefixes have a part of what is left, whatever that is.
+    ram = found.total_of("RAM") / GIB - found.kv_offload_gib
+    cells = [name, f"{ram:.0f}", gpu, f"{found.residency.share:.0%}"]
     cells += [f"{found.kv.tokens:,}".replace(",", " ")]
     cells += [_rate(row.tokens_per_second) for row in (*found.decode, found.prefill)]
     return f"| {' | '.join(cells)} |"

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu_service.cache.tiers.digests import DIGEST_BYTES, is_state, state_key
-from gpu_service.cache.tiers.disk_cipher import NO_KEY, SALT_BYTES, DiskCipher, FileCipher
+from gpu_service.cache.tiers.disk_cipher import NO_KEY, SALT_BYTES, DiskCipher
 from moebius import _kernels
 
 Bytes = npt.NDArray[np.uint8]
@@ -240,8 +240,9 @@ class FileWriter:
             os.ftruncate(self._file, self.nbytes)
             os.ftruncate(self._index, self._indexed)
             raise
-        # Read again only after a restart, or once memory has evicted the block.
-        os.posix_fadvise(self._file, self.nbytes, end - self.nbytes, os.POSIX_FADV_DONTNEED)
+        # Read again only after a restart, or once memory has evicted the block. The system begins to write
+        # what is new, and gives up what it has written since the last calls.
+        os.posix_fadvise(self._file, 0, end, os.POSIX_FADV_DONTNEED)
         self.nbytes, self._indexed = end, self._indexed + _RECORD.itemsize
         found = _parsed(self.path, record.tobytes())
         assert found is not None
@@ -261,26 +262,3 @@ def _write(descriptor: int, parts: list[bytes | memoryview], offset: int) -> int
             written = os.pwrite(descriptor, left, offset)
             left, offset = left[written:], offset + written
     return offset
-
-
-def read_payload(descriptor: int, record: DiskRecord, into: Bytes, cipher: FileCipher | None = None) -> None:
-    """Reads a block into uint8 `[n]`. `cipher`: of its file, None: it is not encrypted.
-
-    Raises UnreadableBlock, or OSError of the system.
-    """
-    if cipher is not None:
-        stored = np.empty(record.nbytes, np.uint8)
-        read_payload(descriptor, record, stored)
-        if not cipher.open(record.key, stored, into):
-            raise UnreadableBlock(f"{record.path.name}: a block at byte {record.offset} cannot be decrypted")
-        return
-    view, offset = into.data, record.offset
-    while view:
-        count = os.preadv(descriptor, [view], offset)
-        if count == 0:
-            raise UnreadableBlock(f"{record.path.name} ends before byte {record.offset + record.nbytes}")
-        view, offset = view[count:], offset + count
-    if _kernels.weight_digest(into, 0) != record.checksum:
-        raise UnreadableBlock(
-            f"{record.path.name}: a block at byte {record.offset} differs from its checksum"
-        )

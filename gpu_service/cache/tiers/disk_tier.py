@@ -19,6 +19,7 @@ from pathlib import Path
 
 import structlog
 
+from gpu_service.cache.tiers.block_reader import BlockReader
 from gpu_service.cache.tiers.digests import DIGEST_BYTES, ENGINE_BYTES
 from gpu_service.cache.tiers.disk_cipher import NO_KEY, DiskCipher, FileCipher
 from gpu_service.cache.tiers.disk_file import (
@@ -31,7 +32,6 @@ from gpu_service.cache.tiers.disk_file import (
     file_bytes,
     is_locked,
     read_header,
-    read_payload,
     remove_file,
 )
 from gpu_service.cache.tiers.disk_marks import append_mark, read_marks
@@ -75,7 +75,7 @@ class DiskTier:
         self._ciphers: dict[Path, FileCipher] = {}
         self._records: dict[bytes, DiskRecord] = {}
         self._readers: dict[Path, FileReader] = {}
-        self._descriptors: dict[Path, int] = {}
+        self._blocks = BlockReader()
         self._used: dict[Path, float] = {}
         # Until when pages are kept, by digest, seconds since the epoch; marks of each file that were read.
         self._kept: dict[bytes, float] = {}
@@ -114,6 +114,11 @@ class DiskTier:
     def held_bytes(self) -> int:
         """Bytes of the blocks that can be read."""
         return sum(record.nbytes for record in list(self._records.values()))
+
+    @property
+    def reads_directly(self) -> bool:
+        """Whether reads go past the page cache, as far as is known."""
+        return self._blocks.is_direct
 
     @property
     def accepts(self) -> bool:
@@ -161,7 +166,8 @@ class DiskTier:
     def read(self, record: DiskRecord, into: Bytes) -> bool:
         """Reads a block into uint8 `[nbytes]`; False: it cannot be read and is forgotten."""
         try:
-            read_payload(self._descriptor(record.path), record, into, self._cipher_of(record.path))
+            self._used_now(record.path)
+            self._blocks.read(record, into, self._cipher_of(record.path))
         except OSError as error:
             if error.errno in _GONE:  # Another engine needed the room.
                 self._forget(record.path)
@@ -173,14 +179,10 @@ class DiskTier:
         return True
 
     def announce(self, keys: Iterable[bytes]) -> None:
-        """These are going to be read, in this order: the disk may begin with all of them."""
+        """These are going to be read, in this order: those that lie together are read at once."""
+        records = [self._records.get(key) for key in keys]
         with suppress(OSError):  # `read` meets it again
-            for key in keys:
-                record = self._records.get(key)
-                if record is None:
-                    continue
-                descriptor = self._descriptor(record.path)
-                os.posix_fadvise(descriptor, record.offset, record.nbytes, os.POSIX_FADV_WILLNEED)
+            self._blocks.announce(record for record in records if record is not None)
 
     def refresh(self) -> None:
         """Takes in what other engines have written. Raises OSError."""
@@ -202,8 +204,8 @@ class DiskTier:
             for digest, until in marks:
                 if generation == self.generation:
                     self._take_in_mark(digest, until)
-        for path in [path for path in self._descriptors if not path.exists()]:
-            os.close(self._descriptors.pop(path))
+        for path in [path for path in self._blocks.paths if not path.exists()]:
+            self._blocks.forget(path)
 
     def drop(self) -> None:
         """Forgets all blocks and removes their files, but for those that other engines append to."""
@@ -222,9 +224,7 @@ class DiskTier:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
-        self._descriptors.clear()
+        self._blocks.close()
 
     def _files(self) -> list[Path]:
         return sorted(self._directory.glob(f"*{SUFFIX}"))
@@ -339,16 +339,12 @@ class DiskTier:
         for key in [key for key, record in list(self._records.items()) if record.path == path]:
             self._records.pop(key, None)
 
-    def _descriptor(self, path: Path) -> int:
-        """An open file; its time of last use is kept up to date. Raises OSError."""
+    def _used_now(self, path: Path) -> None:
+        """Keeps a file's time of last use up to date. Raises OSError."""
         now = self._clock()
         if now - self._used.get(path, -_USED_S) >= _USED_S:
             self._used[path] = now
             os.utime(path)
-        if path not in self._descriptors:
-            self._descriptors[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            os.posix_fadvise(self._descriptors[path], 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        return self._descriptors[path]
 
     def _note(self, event: str, error: OSError, **fields: float) -> None:
         self.num_errors += 1

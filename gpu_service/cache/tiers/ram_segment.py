@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from gpu_service.cache.tiers.piece_locks import PieceLocks
 from gpu_service.device.stream import own_pages
 from moebius import _kernels
 from moebius.errors import UserError
@@ -87,8 +88,8 @@ class RamSegment:
         self.records = self.data[begin : begin + num_slots * RECORD.itemsize].view(RECORD)
         begin = _size(num_slots, 0)
         self.slots = self.data[begin:].reshape(num_slots, slot_bytes)
-        # Of the same memory, for those who page-lock it; it lives as long as this.
-        self.tensor = torch.from_numpy(self.data)
+        # Of the slots' memory on a GPU's host; None: nothing is page-locked.
+        self.locks: PieceLocks | None = None
 
     def _open(self, path: Path, identity: bytes, slot_bytes: int, num_slots: int) -> int:
         try:
@@ -112,8 +113,16 @@ class RamSegment:
             raise UserError(f"kv_offload_dir: {path} cannot be used: {error.strerror}") from None
         return num_slots
 
+    def reached(self, slot: int) -> None:
+        """A block takes this slot; those that were never used are taken in order."""
+        if self.locks is not None:
+            self.locks.reached(slot)
+
     def close(self) -> None:
-        """Lets another engine use the file; the mapping goes with its last view."""
+        """Lets another engine use the file; the mapping goes with its last view. Copies must have ended."""
+        if self.locks is not None:
+            self.locks.close()
+            self.locks = None
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1

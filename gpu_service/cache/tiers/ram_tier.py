@@ -164,6 +164,7 @@ class RamTier:
                 self._leaves(parent)
                 return False
         slots = [self._free.pop() for _ in range(count)]
+        self.segment.reached(max(slots))
         entry = _Entry(key, parent, slots, nbytes, tokens / counted, pins=1)
         self._entries[key] = entry
         self._use(entry)
@@ -331,6 +332,7 @@ class RamTier:
             if [int(records[slot]["part"]) for slot in slots] == list(range(records[slots[0]]["num_parts"])):
                 self._adopt(key, slots, records[slots[0]])
         held = {slot for entry in self._entries.values() for slot in entry.slots}
+        self.segment.reached(max(held, default=0))
         self._free = [slot for slot in self._free if slot not in held]
         self.segment.records["is_complete"][self._free] = 0
         for entry in self._entries.values():

@@ -1,0 +1,124 @@
+"""Page-locks the slots of the RAM tier piece by piece, ahead of the blocks that fill them.
+
+Locking takes all of a piece's memory and zeroes it, at some GB/s: of the whole tier that would be a large
+part of an engine's start, and memory that prefixes may never need. So a thread locks the next piece when
+blocks reach the one before it. Copies of a slot that is not locked (yet, or because the driver refuses) are
+the same and slower, as the driver copies through a buffer of its own.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import threading
+
+import structlog
+import torch
+
+from gpu_service.device.pinned import LEFT_BYTES, MIB, MORE_PINNED, Registrar, may_be_limited
+
+_log = structlog.get_logger(__name__)
+_PIECE_BYTES = 256 * MIB
+# The reserve's mappings are of the same pages, and take the memory of one.
+_RESERVE_STEP = 16 * MIB
+
+
+class PieceLocks:
+    """Locks slots from the first on. `reached` is called by any one thread; a thread of its own locks."""
+
+    def __init__(
+        self,
+        slots: torch.Tensor,
+        registrar: Registrar,
+        piece_bytes: int = _PIECE_BYTES,
+        is_limited: bool = False,
+    ) -> None:
+        """`slots`: uint8 `[num_slots, slot_bytes]`, beginning at a page. `is_limited`: a driver may refuse;
+        then `LEFT_BYTES` of what it allows stay free for others.
+        """
+        self._slots, self._registrar, self._is_limited = slots, registrar, is_limited
+        # Pieces begin at pages, which are locked once.
+        self._step = math.lcm(slots.shape[1], mmap.PAGESIZE) // slots.shape[1]
+        self._step *= max(1, piece_bytes // (self._step * slots.shape[1]))
+        self._wanted = 0
+        # Slots that are locked, from the first on; bytes of them.
+        self.num_locked = self.locked_bytes = 0
+        self._changed, self._stopping = threading.Event(), False
+        self._thread = threading.Thread(target=self._run, name="prefix-locks", daemon=True)
+        self._thread.start()
+
+    def reached(self, slot: int) -> None:
+        """A block takes this slot: the piece with it is locked, and the next one."""
+        wanted = min(len(self._slots), (slot // self._step + 2) * self._step)
+        if wanted > self._wanted:
+            self._wanted = wanted
+            self._changed.set()
+
+    def close(self) -> None:
+        """Ends the thread, and takes back all locks. Copies must have ended."""
+        self._stopping = True
+        self._changed.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            with self._registrar.active():
+                self._lock_until_closed()
+        except Exception:  # a driver may raise anything; copies go on without locks
+            _log.exception("the RAM tier of the prefix cache is not page-locked any further")
+
+    def _lock_until_closed(self) -> None:
+        locked, problem = list[torch.Tensor](), ""
+        reserve: list[torch.Tensor] | None = None
+        while not self._stopping:
+            self._changed.wait()
+            self._changed.clear()
+            while not self._stopping and not problem and self.num_locked < self._wanted:
+                if reserve is None:
+                    reserve, problem = self._reserved() if self._is_limited else ([], "")
+                piece = self._slots[self.num_locked : self.num_locked + self._step].view(-1)
+                problem = problem or self._registrar.register(piece.data_ptr(), piece.nbytes)
+                if not problem:
+                    locked.append(piece)
+                    self.num_locked = min(len(self._slots), self.num_locked + self._step)
+                    self.locked_bytes += piece.nbytes
+            if problem and reserve is not None:
+                self._release(reserve)
+                reserve = None
+                self._complain(problem)
+        self._release([*locked, *(reserve or [])])
+
+    def _reserved(self) -> tuple[list[torch.Tensor], str]:
+        """Locks what is left to others where there is a limit; returns it, and why that fails."""
+        found: list[torch.Tensor] = []
+        file = os.memfd_create("moebius-prefix-reserve")
+        try:
+            os.ftruncate(file, _RESERVE_STEP)
+            while len(found) * _RESERVE_STEP < LEFT_BYTES:
+                pages = torch.frombuffer(mmap.mmap(file, _RESERVE_STEP), dtype=torch.uint8)
+                if problem := self._registrar.register(pages.data_ptr(), pages.nbytes):
+                    return found, problem
+                found.append(pages)
+        finally:
+            os.close(file)
+        return found, ""
+
+    def _release(self, locked: list[torch.Tensor]) -> None:
+        for pages in locked:
+            self._registrar.unregister(pages.data_ptr())
+
+    def _complain(self, problem: str) -> None:
+        _log.warning(
+            "not all RAM for prefixes can be page-locked; the rest is copied through the driver's buffer, "
+            "which is slower",
+            page_locked_gib=round(self.locked_bytes / 2**30, 2),
+            of_gib=round(self._slots.nbytes / 2**30, 2),
+            because=problem,
+            remedy=MORE_PINNED,
+        )
+
+
+def make_piece_locks(slots: torch.Tensor, registrar: Registrar) -> PieceLocks:
+    """Returns the locks of a tier on this machine."""
+    return PieceLocks(slots, registrar, is_limited=may_be_limited())
