@@ -16,8 +16,8 @@ _UNITS = 10
 
 
 def default_tier_bytes(free_bytes: int, taken_bytes: int, lockable_bytes: int | None = None) -> int:
-    """Returns the RAM that a host's engines on GPUs have for prefixes together where no setting says how
-    much, bytes; 0: there is too little.
+    """Returns the RAM that a host's engines on GPUs have for prefixes together where `kv_offload_gib` is
+    auto, bytes; 0: there is too little.
 
     `free_bytes`: that can be had now, within a container's limit. `taken_bytes`: what experts and processes
     of this host will take of it. `lockable_bytes`: what a GPU's driver page-locks at most, of which experts
@@ -30,10 +30,10 @@ def default_tier_bytes(free_bytes: int, taken_bytes: int, lockable_bytes: int | 
 
 
 def with_tier_bytes(config: MoebiusConfig, host_bytes: int) -> MoebiusConfig:
-    """Returns the settings with what an unset `kv_offload_gib` becomes on a host whose engines together have
+    """Returns the settings with what `kv_offload_gib` auto becomes on a host whose engines together have
     `host_bytes` for prefixes: the setting is of all hosts' ranks.
     """
-    if config.gpu.kv_offload_gib is not None:
+    if config.gpu.kv_offload_gib != "auto":
         return config
     gib = round(host_bytes * config.parallel.rank_hosts / _GIB, 3)
     return config.model_copy(update={"gpu": config.gpu.model_copy(update={"kv_offload_gib": gib})})

@@ -223,7 +223,7 @@ class Planner:
             prefill=predict_prefill(work, paced, self.config.gpu.num_batched_tokens, context, streamed),
             drop_resident=self.config.placement.drop_resident,
             cold=self.cold,
-            kv_offload_gib=self.config.gpu.kv_offload_gib or 0.0,
+            kv_offload_gib=self.config.gpu.kv_offload_bytes / 2**30,
             max_num_seqs=self.seqs_beside_experts,
             start_seconds=predict_start(self.geometry, self.stored, self._dense_bytes(), hardware),
             notes=make_notes(self.config, work, hardware, kv, context),

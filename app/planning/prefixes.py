@@ -1,4 +1,4 @@
-"""RAM for prefixes below the KV cache: how much engines on GPUs have by default, what `moebius plan` counts,
+"""RAM for prefixes below the KV cache: how much engines on GPUs have by `auto`, what `moebius plan` counts,
 and what `serve` and `doctor` refuse.
 """
 
@@ -48,7 +48,7 @@ def _shared_bytes(config: MoebiusConfig) -> int:
 def with_prefix_room(
     config: MoebiusConfig, on_gpu: bool, free_bytes: int, expert_bytes: int, root: Path = Path("/")
 ) -> MoebiusConfig:
-    """Returns the settings with what an unset `kv_offload_gib` becomes: `default_tier_bytes` of `kv_tiers`, 0
+    """Returns the settings with what `kv_offload_gib` auto becomes: `default_tier_bytes` of `kv_tiers`, 0
     on a CPU, whose pages are RAM themselves, and without a prefix cache.
 
     `free_bytes`: of RAM, what can be had now. `expert_bytes`: what packed experts, mailboxes and a
@@ -67,10 +67,10 @@ def _process_bytes(config: MoebiusConfig) -> int:
 
 
 def with_prefixes(planner: Planner, hardware: Hardware, residency: Residency) -> Planner:
-    """Returns the planner with what an unset `kv_offload_gib` becomes beside all else in RAM; never so much
+    """Returns the planner with what `kv_offload_gib` auto becomes beside all else in RAM; never so much
     that a plan would not fit because of it.
     """
-    if planner.config.gpu.kv_offload_gib is not None or not planner.on_gpu:
+    if planner.config.gpu.kv_offload_gib != "auto" or not planner.on_gpu:
         return planner
     # On a GPU's host no part of RAM depends on the KV cache.
     parts = planner.ram_parts(hardware, residency, planner.cpu_kv())

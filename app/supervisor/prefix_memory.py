@@ -1,4 +1,4 @@
-"""RAM for prefixes of engines that run on this host, where no setting says how much."""
+"""RAM for prefixes of engines that run on this host, where `kv_offload_gib` is auto."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _log = structlog.get_logger(__name__)
 
 
 def with_prefix_memory(config: MoebiusConfig, given: MoebiusConfig, model: MoeGeometry) -> MoebiusConfig:
-    """Returns the settings with what an unset `kv_offload_gib` becomes, from the memory that is free before
+    """Returns the settings with what `kv_offload_gib` auto becomes, from the memory that is free before
     experts are loaded. Arguments as of `shortages.needs_of`.
     """
-    if config.gpu.kv_offload_gib is not None:
+    if config.gpu.kv_offload_gib != "auto":
         return config
     on_gpu = runs_on_gpus(config, find_gpus()) and config.gpu.prefix_caching
     free = available_memory() if on_gpu else 0
@@ -42,7 +42,7 @@ def with_prefix_memory_of_engine(config: MoebiusConfig) -> MoebiusConfig:
 
     Raises CheckpointError for a model that is not known.
     """
-    if config.gpu.kv_offload_gib is not None:
+    if config.gpu.kv_offload_gib != "auto":
         return config
     experts = config.experts
     is_here = experts.expert_transport == "mailbox" and experts.mailbox

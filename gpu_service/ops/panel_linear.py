@@ -18,8 +18,8 @@ from gpu_service.ops.unpack_panels import unpack_panels
 from moebius.kernels.weight_formats import PANEL_COLUMNS
 
 # From this many rows on kernels unpack weights to the rows' type, at most this many bytes at a time, which a
-# plan's slack has. An estimate: by then what unpacking costs is gained by the faster product.
-UNPACK_FROM_ROWS = 512
+# plan's slack has: on an H200 what that costs was gained by the faster product from about here on.
+UNPACK_FROM_ROWS = 128
 UNPACKED_BYTES = 32 << 20
 
 

@@ -101,10 +101,10 @@ class GpuConfig(SpeculationSettings):
         gt=0,
         description="KV cache, at least, GiB, if num_pages is unset; unset: 1 on a CPU, the rest of a GPU",
     )
-    kv_offload_gib: float | None = Field(
-        default=None,
-        ge=0,
-        description="RAM for prefixes that the KV cache evicts, GiB; unset: a fifth of what is free beside "
+    # Off until page-locking it piece by piece has been seen on a GPU.
+    kv_offload_gib: Annotated[float, Ge(0)] | Literal["auto"] = Field(
+        default=0.0,
+        description="RAM for prefixes that the KV cache evicts, GiB; auto: a fifth of what is free beside "
         "experts, 0 on a CPU, whose KV cache is RAM",
     )
     kv_offload_dir: str = Field(
@@ -126,9 +126,8 @@ class GpuConfig(SpeculationSettings):
         default="",
         description="vLLM's JSON for a stream of what the prefix cache holds, for routers; empty: none",
     )
-    # Off until experts have been seen to come back after a long prompt on a GPU.
     elastic_memory: Literal["auto", "on", "off"] = Field(
-        default="off",
+        default="auto",
         description="KV pages and experts lend each other memory (auto: on one GPU; on: on a CPU, too)",
     )
     kv_cache_dtype: Literal["auto", "fp8_e4m3"] = Field(
@@ -229,8 +228,9 @@ class GpuConfig(SpeculationSettings):
 
     @property
     def kv_offload_bytes(self) -> int:
-        """RAM for prefixes below the device; 0 without prefix caching, and before an unset one is chosen."""
-        return int((self.kv_offload_gib or 0.0) * 2**30) if self.prefix_caching else 0
+        """RAM for prefixes below the device; 0 without prefix caching, and before `auto` is decided."""
+        size = self.kv_offload_gib
+        return 0 if size == "auto" or not self.prefix_caching else int(size * 2**30)
 
     def usable_bytes(self, total: int) -> int:
         """Returns what the engine may use of a GPU of `total` bytes."""

@@ -22,7 +22,8 @@ from tests.kernels.test_grouped_panels import ARCHITECTURES, host_library
 
 ENTRIES = """
 extern "C" void run(int tiles, unsigned blocks, unsigned strips, const u8* x, const u8* panels,
-                    const u8* bias, u8* output, int rows, int features, int x_stride, int output_stride, int bias_bytes) {
+                    const u8* bias, u8* output, int rows, int features, int x_stride, int output_stride,
+                    int bias_bytes) {
   run_grid(blocks, strips, 32 * kWarps, [=] {
     if (tiles == 1) dense_1(x, panels, bias, output, rows, features, x_stride, output_stride, bias_bytes);
     if (tiles == 2) dense_2(x, panels, bias, output, rows, features, x_stride, output_stride, bias_bytes);

@@ -2,8 +2,8 @@
 
 Few rows: a program has one panel, loads whole lines of it before it multiplies the first, and multiplies each
 with all rows, in float32. More: CUDA kernels of `dense_panels`, or where they cannot tiles on tensor cores,
-whose weights are dequantised in registers. Many: some features at a time are unpacked to the type of the rows, for
-torch's own product.
+whose weights are dequantised in registers. Many: some features at a time are unpacked to the type of the
+rows, for torch's own product.
 """
 
 from __future__ import annotations

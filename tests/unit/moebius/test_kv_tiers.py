@@ -70,7 +70,8 @@ def test_a_container_and_windows_bound_it(
 )
 def test_engines_and_ranks_of_a_host_divide_it(parallel: dict[str, int], parts: int) -> None:
     """Each has an equal part of its host's; an explicit number is that of all, and 0 is 0."""
-    config = MoebiusConfig(parallel=ParallelConfig(**parallel))  # type: ignore[arg-type]
+    gpu = GpuConfig(kv_offload_gib="auto")
+    config = MoebiusConfig(gpu=gpu, parallel=ParallelConfig(**parallel))  # type: ignore[arg-type]
     assert rank_tier_bytes(config) == 0
     assert rank_tier_bytes(with_tier_bytes(config, 24 * GIB)) == 24 * GIB // parts
     for given in (0.0, 3.0):

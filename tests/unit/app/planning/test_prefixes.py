@@ -20,6 +20,7 @@ from tests.helpers.plan_models import GIB, PUBLISHED, hardware, settings, write_
 
 NAME = "qwen3-30b-a3b"
 PREFIXES = "evicted prefixes"
+AUTO: dict[str, Any] = {"kv_offload_gib": "auto"}
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +30,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def plan(model: Path, ram_gib: float, gpu: str | None, **flags: Any) -> CapacityPlan:
-    """Returns the plan without experts on GPUs."""
+    """Returns the plan without experts on GPUs; `kv_offload_gib` is auto unless `flags` have it."""
     host = hardware(gpu, ram_gib=ram_gib, gpus=2, sockets=1, cores=16, isa="avx512")
-    return plan_capacity(settings(model, **flags), host, Wish(), fill=False)
+    return plan_capacity(settings(model, **AUTO | flags), host, Wish(), fill=False)
 
 
 def sizes(found: CapacityPlan) -> tuple[int, int]:
@@ -42,10 +43,10 @@ def sizes(found: CapacityPlan) -> tuple[int, int]:
 
 
 def served(model: Path, monkeypatch: pytest.MonkeyPatch, ram_gib: float, **flags: Any) -> MoebiusConfig:
-    """Returns the settings with what `serve` chooses on a machine with a GPU."""
+    """Returns the settings with what `serve` chooses on a machine with a GPU; `flags`: as of `plan`."""
     monkeypatch.setattr(prefix_memory, "find_gpus", lambda: (Gpu(-1), Gpu(-1)))
     monkeypatch.setattr(prefix_memory, "available_memory", lambda: int(ram_gib * GIB))
-    given = settings(model, **flags)
+    given = settings(model, **AUTO | flags)
     planned = {"expert_servers": 1, "mailbox": "moebius"}
     config = given.model_copy(update={"experts": given.experts.model_copy(update=planned)})
     return with_prefix_memory(config, given, read_served_geometry(given))
@@ -96,9 +97,9 @@ def test_an_engine_alone_leaves_room_for_experts_of_others(
     """Where a mailbox is, expert servers of the same host are; those over a network are elsewhere."""
     monkeypatch.setattr(prefix_memory, "find_gpus", lambda: (Gpu(-1),))
     monkeypatch.setattr(prefix_memory, "available_memory", lambda: 100 * GIB)
-    beside = with_prefix_memory_of_engine(settings(model, mailbox="moebius")).gpu.kv_offload_gib
+    beside = with_prefix_memory_of_engine(settings(model, mailbox="moebius", **AUTO)).gpu.kv_offload_gib
     addresses = {"expert_transport": "grpc", "expert_addresses": ("host:1",)}
-    alone = with_prefix_memory_of_engine(settings(model, **addresses)).gpu.kv_offload_gib
+    alone = with_prefix_memory_of_engine(settings(model, **addresses, **AUTO)).gpu.kv_offload_gib
     assert alone == pytest.approx((100 - 3.4) / 5, abs=0.2)
     assert beside == pytest.approx((100 - 54 - 3.5) / 5, abs=0.2)
     asked = settings(model, mailbox="moebius", kv_offload_gib=1.0)
