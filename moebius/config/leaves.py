@@ -74,19 +74,9 @@ class Leaf:
         if typing.get_origin(self.annotation) is Literal:
             return "|".join(map(str, typing.get_args(self.annotation)))
         if _is_union(self.annotation):
-            kinds = typing.get_args(self.annotation)
-            return "|".join(
-                (
-                    "INTEGER",
-                    *(
-                        w
-                        for kind in kinds
-                        if typing.get_origin(kind) is Literal
-                        for w in typing.get_args(kind)
-                    ),
-                )
-            )
-        return "A,B,…" if self.is_list else {int: "INTEGER", float: "NUMBER"}.get(self.annotation, "TEXT")
+            number, words = _number_or_words(self.annotation)
+            return "|".join((_METAVARS[number], *words))
+        return "A,B,…" if self.is_list else _METAVARS.get(self.annotation, "TEXT")
 
     def arguments(self, value: Any) -> list[str]:
         """Returns the command line's words for the value; `parse` reads them."""
@@ -153,6 +143,18 @@ def _is_union(kind: Any) -> bool:
     return typing.get_origin(kind) in (Union, types.UnionType)
 
 
+def _number_or_words(union: Any) -> tuple[Any, tuple[str, ...]]:
+    """Returns the type of numbers that a union takes, without its limits, and the words."""
+    words, number = tuple[str, ...](), None
+    for kind in typing.get_args(union):
+        if typing.get_origin(kind) is Literal:
+            words += typing.get_args(kind)
+        else:
+            number = typing.get_args(kind)[0] if typing.get_origin(kind) is Annotated else kind
+    return number, words
+
+
+_METAVARS = {int: "INTEGER", float: "NUMBER"}
 # As vLLM reads them: 32K tokens are 32768, 32k are 32000.
 _UNITS = {"k": 1000, "m": 1000**2, "K": 1024, "M": 1024**2}
 _COUNT = re.compile(r"(\d+)([kmKM])")
@@ -164,13 +166,8 @@ def _scalar(kind: Any, text: str) -> Any:
     A union is a number or one of some words.
     """
     if _is_union(kind):
-        words = [
-            word
-            for one in typing.get_args(kind)
-            if typing.get_origin(one) is Literal
-            for word in typing.get_args(one)
-        ]
-        return text if text in words else int(text)
+        number, words = _number_or_words(kind)
+        return text if text in words else _scalar(number, text)
     if kind is bool:
         lowered = text.lower()
         if lowered not in TRUE_WORDS + FALSE_WORDS:
