@@ -198,8 +198,9 @@ class DeviceRunner(ModelStepRunner):
         assert plan.sampling is not None
         is_greedy = plan.sampling.takes_argmax
         self._runner.begin_step()
-        needs_tensors = not is_greedy or plan.uploads or plan.drafts is not None
-        staged = self._stage(plan) if needs_tensors or self._runner.drafter is not None else plan
+        # A drafter that rests reads nothing of the plan.
+        needs_tensors = not is_greedy or plan.uploads or plan.drafts is not None or plan.runs_drafter
+        staged = self._stage(plan) if needs_tensors else plan
         self._runner.upload(staged)
         return staged, graphs.replay(graph, plan)
 
