@@ -252,7 +252,8 @@ DenseForm = Literal["dequantised", "packed", "panels"]
 def dense_form(chosen: ModelConfigSection, device: torch.device) -> DenseForm:
     """Returns what `dense_weights` means for a model on a device; one on "meta" is planned for a GPU."""
     on_cpu = device.type == "cpu"
-    # Kernels of panels have run in an interpreter alone: on a GPU they are for those who ask for them.
+    # Where a GPU has room for everything prompts and many streams are faster with values: packed weights are
+    # for those who ask for them.
     if chosen.dense_weights == "dequantise" or (chosen.dense_weights == "auto" and not on_cpu):
         return "dequantised"
     return "packed" if on_cpu else "panels"

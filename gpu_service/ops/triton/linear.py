@@ -9,10 +9,13 @@ import torch
 import triton.language as tl
 
 from gpu_service.ops.linear import GROUP
-from gpu_service.ops.panel_linear import UNPACK_FROM_ROWS, UNPACKED_BYTES
+from gpu_service.ops.panel_linear import UNPACKED_BYTES
 from gpu_service.ops.triton.e4m3 import as_loadable, widened
 from gpu_service.ops.triton.jit import jit, next_power_of_2
 
+# Rows from which on weights are widened ahead. An estimate: by then what that costs is gained by the faster
+# product.
+WIDEN_FROM_ROWS = 512
 # Rows of a GEMM: tensor cores take at least 16; more than that many are multiplied in several programs.
 _FEWEST_ROWS, _MOST_ROWS = 16, 64
 # Columns that a program widens.
@@ -96,7 +99,7 @@ def fp8_linear(
     result = x.new_empty((rows, outputs))
     if not result.numel():
         return result
-    if rows >= UNPACK_FROM_ROWS:
+    if rows >= WIDEN_FROM_ROWS:
         _widened_product(x, weight, scales, first_column, bias, result)
         return result
     block_rows = min(_MOST_ROWS, max(_FEWEST_ROWS, next_power_of_2(rows)))

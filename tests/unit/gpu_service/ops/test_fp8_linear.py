@@ -64,7 +64,7 @@ def test_the_kernel_is_the_reference(
 def test_many_rows_meet_widened_weights(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some outputs at a time, the last of which are fewer; groups that columns cut at both ends."""
     columns, first_column = 300, 50
-    monkeypatch.setattr(triton_linear, "UNPACK_FROM_ROWS", 6)
+    monkeypatch.setattr(triton_linear, "WIDEN_FROM_ROWS", 6)
     monkeypatch.setattr(triton_linear, "UNPACKED_BYTES", 4 * columns * 4)
     widened: list[int] = []
     product = triton_linear._widened_product
