@@ -3,6 +3,7 @@ libraries keep the GPU kernels they compile at run time.
 
 Both libraries take that place from a variable of the process's environment, which Triton reads at every
 compilation (`triton.knobs.cache.dir`) and FlashInfer once, when it is imported (`flashinfer.jit.env`).
+Our own CUDA kernels have it from `cuda_program.keep_compiled_in`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import structlog
 import torch
 
 from gpu_service.attention.registry import check_attention_backend
+from gpu_service.device.cuda_program import keep_compiled_in
 from moebius.config import GpuConfig, MoebiusConfig, ParallelConfig
 from moebius.errors import UserError
 from moebius.host.topology import Topology
@@ -40,6 +42,7 @@ def use_jit_cache(directory: str) -> None:
         raise UserError(f"jit_cache_dir: cannot write to {directory!r}; a writable directory is needed")
     if "flashinfer" in sys.modules:
         _log.warning("FlashInfer is imported already, its kernels stay where they were", directory=directory)
+    keep_compiled_in(str(root))
     os.environ["TRITON_CACHE_DIR"] = str(root / "triton")
     os.environ["FLASHINFER_WORKSPACE_BASE"] = str(root / "flashinfer")
 

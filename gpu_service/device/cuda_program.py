@@ -11,10 +11,19 @@ from pathlib import Path
 from moebius.errors import UserError
 from moebius.host.kernel_times import cache_directory
 
+# Where a process keeps compiled code by default; empty: the user's cache.
+_default_directory = ""
+
+
+def keep_compiled_in(directory: str) -> None:
+    """Keeps what this process compiles in a directory, where no call of `compiled` names another one."""
+    global _default_directory
+    _default_directory = directory
+
 
 def compiled(source: str, name: str, arch: str, directory: str = "") -> bytes:
     """Returns machine code of a complete source for `arch` (as in sm_90), from `directory` when it has it;
-    empty: the user's cache. `name`: that of its kernels, in files and messages.
+    empty: that of `keep_compiled_in`. `name`: that of its kernels, in files and messages.
 
     Raises UserError when NVRTC is not installed or the directory cannot be written.
     """
@@ -39,6 +48,7 @@ def cache_file(source: str, name: str, arch: str, directory: str) -> Path:
     """Returns the file that keeps the machine code of `source` for `arch`, named after a digest of the
     source.
     """
+    directory = directory or _default_directory
     root = Path(directory).expanduser() if directory else cache_directory()
     digest = hashlib.sha256(source.encode()).hexdigest()[:16]
     return root / name.replace(" ", "_") / f"{arch}-{digest}.cubin"
