@@ -84,6 +84,46 @@ def test_a_long_prompt_takes_memory_from_experts_and_gives_it_back(
             check_memory(engine)
 
 
+# Latents, indexed latents, compressed entries, windows, and states beside attention; bytes of pages at first.
+KINDS = {
+    "deepseek_v3": 60_000,
+    "deepseek_v32": 60_000,
+    "deepseek_v4": 20_000,
+    "gpt_oss": 60_000,
+    "qwen3_next": 60_000,
+    "nemotron_h": 60_000,
+}
+
+
+@pytest.mark.parametrize(("model_type", "page_bytes"), KINDS.items())
+def test_every_kind_of_cache_lends_memory(model_type: str, page_bytes: int, tmp_path: Path) -> None:
+    """Caches with other rows than keys and values: nothing reads a page that experts have."""
+    make_tiny_model(model_type, tmp_path / "model")
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    options = {"prefill_experts": "stream", "prefix_caching": False}
+    servers = running_cluster(
+        tmp_path / "model",
+        tmp_path / "servers",
+        dtype="float32",
+        placement=KEPT,
+        expert_weights_dir=str(memory),
+    )
+    with servers as cluster:
+        with running_engine(settings(cluster, 3, **FIXED, **options)) as engine:
+            wanted = [engine.run([request(f"s{n}", 9, 60, n)])[0] for n in range(2)]
+            wanted += engine.run([request("long", LONG, 4, 9)])
+        small = ELASTIC | {"kv_cache_gib": page_bytes / 2**30}
+        with running_engine(settings(cluster, 4, **small, **options)) as engine:
+            at_first = engine.built.engine.scheduler.cache.pool.usable
+            streams, long = [request(f"s{n}", 9, 60, n) for n in range(2)], request("long", LONG, 4, 9)
+            most, _ = run_with_long_prompt(engine, streams, long)
+            assert [each.output_token_ids for each in (*streams, long)] == wanted
+            assert most > at_first
+            engine.run([request("after", 9, 8)])
+            check_memory(engine)
+
+
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_random_requests_find_their_memory(seed: int, model: Path, tmp_path: Path) -> None:
     """Many lengths, aborts in between, prefixes that are found again: outputs are those of an engine with
