@@ -13,7 +13,7 @@ from app.supervisor.placement import find_gpus
 from moebius.host.instruction_sets import cpu_flags
 from moebius.host.topology import Topology, parse_cpu_list
 from moebius.kernels import isa_level
-from moebius.process.limits import MOST_FILES
+from moebius.process.limits import MOST_FILES, is_on_windows
 
 HUGE_PAGE = 2 << 20
 _DEVICE = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]", re.IGNORECASE)
@@ -137,7 +137,7 @@ def read_facts(root: Path = Path("/")) -> Facts:
         threads_per_core=_threads_per_core(sys, topology),
         nodes_per_socket=_nodes_per_socket(sys, topology),
         swappiness=int(_number(proc / "sys/vm/swappiness")),
-        is_wsl="microsoft" in _text(proc / "version").lower(),
+        is_wsl=is_on_windows(root),
         memory_modules=_memory_modules(sys),
         empty_places=sum(_text(size) == "0" for size in sys.glob(_MODULES + "/size")),
         in_container=(root / "var/run/secrets/kubernetes.io").exists()

@@ -144,6 +144,9 @@ def panel_linear(
     output = x.new_empty((num_rows, sum(part.rows for part in parts)))
     if not output.numel():
         return output
+    multiply = _by_rows if num_rows <= MAX_ROWS else _by_tiles
+    if num_rows >= UNPACK_FROM_ROWS:
+        multiply = _unpacked
     # What is not a parameter may be what the kernel before writes.
     is_fixed = isinstance(memory, nn.Parameter) and (bias is None or isinstance(bias, nn.Parameter))
     is_some = CUDA_FROM_ROWS <= num_rows < UNPACK_FROM_ROWS and dense_panels.takes(x, bias)
@@ -153,11 +156,8 @@ def panel_linear(
         kernels = dense_panels.dense_panels(part.panels, x.device) if is_some else None
         if kernels is not None:
             kernels.linear(x, part.memory(memory), own_bias, own_output, is_fixed)
-            continue
-        multiply = (
-            _unpacked if num_rows >= UNPACK_FROM_ROWS else _by_rows if num_rows <= MAX_ROWS else _by_tiles
-        )
-        multiply(x, views(part.memory(memory), part.panels), part, own_bias, own_output, is_fixed)
+        else:
+            multiply(x, views(part.memory(memory), part.panels), part, own_bias, own_output, is_fixed)
     return output
 
 
