@@ -12,8 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-# Decode steps after which it is decided, and of these those with drafts that are enough to go on.
-_WINDOW, _ENOUGH = 64, 4
+# Decode steps after which it is decided, and of these those with drafts that are enough to go on: of a
+# drafter that runs, and of one that has rested. The latter costs time in every trial, and a few steps show
+# whether what was given up is chosen again.
+_RUNNING, _RETRIED = (64, 4), (16, 1)
 # Decode steps of a rest, the first time and at most.
 _FIRST, _MOST = 256, 1 << 15
 
@@ -24,6 +26,7 @@ class DrafterRest:
     def __init__(self) -> None:
         self._left = 0
         self._next = _FIRST
+        self._window, self._enough = _RUNNING
         self._steps = self._with_drafts = 0
 
     @property
@@ -41,6 +44,7 @@ class DrafterRest:
     def ends(self) -> None:
         """Drafts pay again: the drafter runs from the next step on."""
         self._left, self._next = 0, _FIRST
+        self._window, self._enough = _RUNNING
 
     def planned(self, has_drafts: bool, pays: Callable[[], bool] = lambda: False) -> None:
         """A step was planned in which the drafter does not rest; `has_drafts`: it verifies or brings some;
@@ -48,10 +52,12 @@ class DrafterRest:
         """
         self._steps += 1
         self._with_drafts += has_drafts
-        if self._steps < _WINDOW:
+        if self._steps < self._window:
             return
-        if self._with_drafts >= _ENOUGH or pays():
+        if self._with_drafts >= self._enough or pays():
             self._next = _FIRST
+            self._window, self._enough = _RUNNING
         else:
             self._left, self._next = self._next, min(2 * self._next, _MOST)
+            self._window, self._enough = _RETRIED
         self._steps = self._with_drafts = 0

@@ -1,8 +1,8 @@
 """`moebius bench tiers`: time to the first token of a prompt that is in RAM or on disk, beside computing it.
 
 A second prompt takes the pages of the first, which then comes again. The limit is what the prompt's bytes
-take at the speed of the tier, measured in the same run: copies of pages within RAM, or reads of the tier's
-own files, each after the system has dropped them from its cache.
+take at the speed of the tier, measured in the same run: copies over a GPU's link (on a CPU, of pages within
+RAM), or reads of the tier's own files, each after the system has dropped them from its cache.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from app.bench.output import BenchTable, Column, write_json
 from lab.bench.engine.drive import EngineUnderTest, running_engine
 from lab.bench.engine.measure import random_prompts
 from lab.bench.engine.servers import ExpertServers, running_servers
+from lab.bench.prefill import link_rate
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
 
@@ -139,7 +140,11 @@ def _measure(engine: EngineUnderTest, tier: str, length: int, files: Path, optio
         _wait_until_copied(tiers)
         _first_token(engine, second, namespace)
         _wait_until_copied(tiers)
-        rates.append(_ram_rate(payloads.page_bytes) if tier == "ram" else _disk_rate(files))
+        if tier == "disk":
+            rates.append(_disk_rate(files))
+        else:
+            device = payloads.device
+            rates.append(_ram_rate(payloads.page_bytes) if device.type == "cpu" else link_rate(device))
         before, fetched = tiers.hit_tokens[tier], tiers.fetch_seconds
         seconds["tier"].append(_first_token(engine, first, namespace))
         hits = tiers.hit_tokens[tier] - before

@@ -25,6 +25,8 @@ from gpu_service.cache.tiers.payloads import Bytes, Payloads
 _log = structlog.get_logger(__name__)
 # Rest after a piece, by the time that it took.
 _REST = 3.0
+# Pages that are read from a disk before they are copied up together: a page at a time waits for the device.
+_TOGETHER_BYTES = 32 * 2**20
 # What counts of earlier copies in a tier's speed, with each copy.
 _EARLIER = 0.7
 # How long a speed is believed without another copy, seconds: one slow moment must not rule a tier out.
@@ -121,7 +123,8 @@ class Mover:
         self._stores: Executor = _OnTheSpot() if is_direct else ThreadPoolExecutor(1, "kv-store")
         largest = max(payloads.page_bytes, payloads.state_bytes)
         # Each thread has its own.
-        self._load_scratch, self._store_scratch = payloads.scratch(largest), payloads.scratch(largest)
+        self._load_scratch = payloads.scratch(max(largest, _TOGETHER_BYTES if disk is not None else 0))
+        self._store_scratch = payloads.scratch(largest)
         self._rest: Future[None] | None = None
         self.ram_speed, self.disk_speed = Speed(), Speed()
 
@@ -207,18 +210,23 @@ class Mover:
             self._disk.announce(keys)
         count = 0
         while count < len(items):
-            begin = time.monotonic()
-            run = _pages_in_ram(items, count)
-            if run:
-                part = items[count : count + run]
-                self._payloads.write_pages([item.place for item in part], [item.views[0] for item in part])
-                self.ram_speed.add(run * self._payloads.page_bytes, time.monotonic() - begin)
-                count += run
-            elif self._load_one(items[count], begin):
-                count += 1
-            else:
+            run = self._pages_together(items, count)
+            came = self._load_pages(items[count : count + run]) if run else self._load_state(items[count])
+            count += came
+            if came < max(1, run):
                 break
         return count
+
+    def _pages_together(self, items: Sequence[LoadItem], first: int) -> int:
+        """Returns how many items from here on are pages of one tier that are copied up at once; 0: the first
+        is a state."""
+        is_on_disk, end = items[first].is_on_disk, first
+        most = len(items) if not is_on_disk else first + len(self._load_scratch) // self._payloads.page_bytes
+        while end < min(most, len(items)) and not is_state(items[end].key):
+            if items[end].is_on_disk != is_on_disk:
+                break
+            end += 1
+        return end - first
 
     @staticmethod
     def _refresh(disk: DiskTier) -> None:
@@ -228,34 +236,37 @@ class Mover:
         except OSError as error:
             _log.warning("what is on disk cannot be listed", because=str(error))
 
-    def _load_one(self, item: LoadItem, begin: float) -> bool:
-        """A state, or a block on disk; False: it cannot be read."""
-        is_page = not is_state(item.key)
-        nbytes = self._payloads.page_bytes if is_page else self._payloads.state_bytes
-        payload = item.views[0] if is_page and item.views else self._load_scratch[:nbytes]
+    def _load_pages(self, items: Sequence[LoadItem]) -> int:
+        """Copies pages of one tier up; returns how many came, which is fewer where one cannot be read."""
+        begin, nbytes, payloads = time.monotonic(), self._payloads.page_bytes, list[Bytes]()
+        for index, item in enumerate(items):
+            payload = item.views[0] if item.views else self._load_scratch[index * nbytes :][:nbytes]
+            if item.is_on_disk and not self._read_block(item, payload):
+                break
+            payloads.append(payload)
+        if payloads:
+            self._payloads.write_pages([item.place for item in items[: len(payloads)]], payloads)
+            speed = self.disk_speed if items[0].is_on_disk else self.ram_speed
+            speed.add(len(payloads) * nbytes, time.monotonic() - begin)
+        return len(payloads)
+
+    def _load_state(self, item: LoadItem) -> int:
+        """Copies a state up; returns 1, or 0 where it cannot be read."""
+        begin, payload = time.monotonic(), self._load_scratch[: self._payloads.state_bytes]
         if not item.is_on_disk:
             np.concatenate(item.views, out=payload)
+        elif self._read_block(item, payload):
+            scatter(payload, item.views)
         else:
-            record = None if self._disk is None else self._disk.record(item.key)
-            if self._disk is None or record is None or not self._disk.read(record, payload):
-                return False
-            if not is_page:
-                scatter(payload, item.views)
-        if is_page:
-            self._payloads.write_pages([item.place], [payload])
-        else:
-            self._payloads.write_state(item.place, payload)
+            return 0
+        self._payloads.write_state(item.place, payload)
         speed = self.disk_speed if item.is_on_disk else self.ram_speed
-        speed.add(nbytes, time.monotonic() - begin)
-        return True
+        speed.add(len(payload), time.monotonic() - begin)
+        return 1
 
-
-def _pages_in_ram(items: Sequence[LoadItem], first: int) -> int:
-    """Returns how many items from here on are pages that lie in the RAM tier."""
-    count = first
-    while count < len(items) and not items[count].is_on_disk and not is_state(items[count].key):
-        count += 1
-    return count - first
+    def _read_block(self, item: LoadItem, into: Bytes) -> bool:
+        record = None if self._disk is None else self._disk.record(item.key)
+        return self._disk is not None and record is not None and self._disk.read(record, into)
 
 
 def scatter(payload: Bytes, views: Sequence[Bytes]) -> None:

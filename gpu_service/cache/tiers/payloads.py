@@ -4,13 +4,14 @@
     payload of a state   | part 0 of layer 0 | part 1 of layer 0 | … |
 
 `HostPayloads` copies where tensors lie in the host's memory; `DevicePayloads` gathers pages on the device and
-moves them with one copy for each page, on a stream of its own. Both block the calling thread, never another.
+moves them with one copy for each page, on a stream of its own: copies of the next pages are queued while
+those before are spread over the layers. Both block the calling thread, never another.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -21,13 +22,15 @@ from gpu_service.cache.state_cache import StateSlots
 from gpu_service.device.stream import DeviceStream
 
 Bytes = npt.NDArray[np.uint8]
-# Pages that are gathered on the device at once, which takes as much memory there as they do.
-_PAGES_AT_ONCE = 16
+# Of pages that are gathered on the device at once, which takes as much memory there: enough that a kernel for
+# each layer takes little beside their copies.
+_BYTES_AT_ONCE = 48 * 2**20
 
 
 class Payloads(ABC):
     """Copies of pages and states. Any thread may call; a page may be read while steps read it, too."""
 
+    device: torch.device  # of the pages
     page_bytes: int
     state_bytes: int  # 0: the model has no states
 
@@ -65,6 +68,14 @@ def _rows(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor.view(len(tensor), -1).view(torch.uint8) for tensor in tensors if tensor[0].numel()]
 
 
+def _wide(rows: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns the same memory in elements of 8 bytes where all rows can be divided: a kernel's thread moves
+    one."""
+    if any(row.shape[1] % 8 or row.data_ptr() % 8 for row in rows):
+        return rows
+    return [row.view(torch.int64) for row in rows]
+
+
 def _ends(rows: Sequence[torch.Tensor]) -> list[int]:
     return np.cumsum([row.shape[1] for row in rows]).tolist() if rows else []
 
@@ -75,6 +86,7 @@ class HostPayloads(Payloads):
     def __init__(
         self, pages: Sequence[torch.Tensor], states: Sequence[torch.Tensor], stream: DeviceStream
     ) -> None:
+        self.device = stream.device
         self._pages, self._states = ([row.numpy() for row in _rows(part)] for part in (pages, states))
         self._page_ends, self._state_ends = _ends(_rows(pages)), _ends(_rows(states))
         self.page_bytes = self._page_ends[-1] if self._page_ends else 0
@@ -118,19 +130,17 @@ class DevicePayloads(Payloads):
     def __init__(
         self, pages: Sequence[torch.Tensor], states: Sequence[torch.Tensor], stream: DeviceStream
     ) -> None:
-        self._pages, self._states, self._stream = _rows(pages), _rows(states), stream
-        self.page_bytes = sum(row.shape[1] for row in self._pages)
-        self.state_bytes = sum(row.shape[1] for row in self._states)
+        self.device = stream.device
+        narrow, of_states = _rows(pages), _rows(states)
+        self.page_bytes = sum(row.shape[1] for row in narrow)
+        self.state_bytes = sum(row.shape[1] for row in of_states)
+        self._pages, self._states, self._stream = _wide(narrow), _wide(of_states), stream
 
     def read_pages(self, pages: Sequence[int], into: Sequence[Bytes]) -> None:
-        for first in range(0, len(pages), _PAGES_AT_ONCE):
-            part = slice(first, first + _PAGES_AT_ONCE)
-            self._read(self._pages, pages[part], into[part])
+        self._read(self._pages, pages, into)
 
     def write_pages(self, pages: Sequence[int], payloads: Sequence[Bytes]) -> None:
-        for first in range(0, len(pages), _PAGES_AT_ONCE):
-            part = slice(first, first + _PAGES_AT_ONCE)
-            self._write(self._pages, pages[part], payloads[part])
+        self._write(self._pages, pages, payloads)
 
     def read_state(self, slot: int, into: Bytes) -> None:
         self._read(self._states, [slot], [into])
@@ -146,23 +156,32 @@ class DevicePayloads(Payloads):
         if not rows:  # of a pipeline stage without layers of this kind
             return
         with self._stream.active():
-            index = torch.as_tensor(places, dtype=torch.int64, device=self._stream.device)
-            gathered = torch.cat([row.index_select(0, index) for row in rows], dim=1)
-            for payload, target in zip(gathered, into, strict=True):
-                torch.from_numpy(target).copy_(payload, non_blocking=True)
+            for part, index in self._parts(rows, places):
+                gathered = torch.cat([row.index_select(0, index) for row in rows], dim=1)
+                for payload, target in zip(gathered.view(torch.uint8), into[part], strict=True):
+                    torch.from_numpy(target).copy_(payload, non_blocking=True)
             self._stream.record().wait()
 
     def _write(self, rows: Sequence[torch.Tensor], places: Sequence[int], payloads: Sequence[Bytes]) -> None:
         if not rows:
             return
+        sizes = [row.shape[1] for row in rows]
         with self._stream.active():
-            index = torch.as_tensor(places, dtype=torch.int64, device=self._stream.device)
-            nbytes = sum(row.shape[1] for row in rows)
-            arrived = torch.empty((len(places), nbytes), dtype=torch.uint8, device=self._stream.device)
-            for target, payload in zip(arrived, payloads, strict=True):
-                target.copy_(torch.from_numpy(payload), non_blocking=True)
-            for row, part in zip(
-                rows, torch.split(arrived, [row.shape[1] for row in rows], dim=1), strict=True
-            ):
-                row.index_copy_(0, index, part)
+            for part, index in self._parts(rows, places):
+                # The allocator gives the memory of the part before: copies into it follow its kernels.
+                arrived = torch.empty((len(index), sum(sizes)), dtype=rows[0].dtype, device=index.device)
+                for target, payload in zip(arrived.view(torch.uint8), payloads[part], strict=True):
+                    target.copy_(torch.from_numpy(payload), non_blocking=True)
+                for row, own in zip(rows, torch.split(arrived, sizes, dim=1), strict=True):
+                    row.index_copy_(0, index, own)
             self._stream.record().wait()
+
+    def _parts(
+        self, rows: Sequence[torch.Tensor], places: Sequence[int]
+    ) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yields which of the places are copied together, and these, int64 on the device."""
+        index = torch.as_tensor(places, dtype=torch.int64, device=self._stream.device)
+        count = max(1, _BYTES_AT_ONCE // sum(row[0].nbytes for row in rows))
+        for first in range(0, len(places), count):
+            part = slice(first, first + count)
+            yield part, index[part]

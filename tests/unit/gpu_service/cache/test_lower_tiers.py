@@ -23,7 +23,7 @@ import torch
 from gpu_service.cache.radix_cache import PrefixHandle, RadixCache
 from gpu_service.cache.request_cache import PagePool, RequestCache
 from gpu_service.cache.request_states import RequestStates, StatePool
-from gpu_service.cache.tiers import disk_file
+from gpu_service.cache.tiers import disk_file, payloads
 from gpu_service.cache.tiers.digests import identity_digest, page_digests, root_digest, state_key
 from gpu_service.cache.tiers.disk_tier import DiskTier
 from gpu_service.cache.tiers.mover import Speed
@@ -306,10 +306,18 @@ def page_tensors(device_pages: int = PAGES) -> list[torch.Tensor]:
     ]
 
 
-def test_both_ways_of_copying_give_the_same_bytes() -> None:
-    """What a GPU uses, tried here on the host's memory, and what the host uses: pages and states alike."""
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("bytes_at_once", [48 * 2**20, 3 * PAGE_BYTES])
+def test_both_ways_of_copying_give_the_same_bytes(
+    wide: bool, bytes_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a GPU uses, tried here on the host's memory, and what the host uses: pages and states alike,
+    whether or not rows are moved by eight bytes, and in how many parts.
+    """
+    monkeypatch.setattr(payloads, "_BYTES_AT_ONCE", bytes_at_once)
     generator = torch.Generator().manual_seed(1)
-    pages = [torch.randint(0, 100, t.shape, generator=generator).to(t.dtype) for t in page_tensors()]
+    tensors = page_tensors() if wide else [torch.zeros((PAGES, n), dtype=torch.int32) for n in (5, 3)]
+    pages = [torch.randint(0, 100, t.shape, generator=generator).to(t.dtype) for t in tensors]
     states = [torch.randn((SLOTS, 3, 2), generator=generator), torch.arange(SLOTS)]
     kinds = [kind(pages, states, HostDeviceStream()) for kind in (HostPayloads, DevicePayloads)]
     assert [(kind.page_bytes, kind.state_bytes) for kind in kinds] == [(32, 32)] * 2
