@@ -1,9 +1,9 @@
 """Page-locks the slots of the RAM tier piece by piece, ahead of the blocks that fill them.
 
 Locking takes all of a piece's memory and zeroes it, at some GB/s: of the whole tier that would be a large
-part of an engine's start, and memory that prefixes may never need. So a thread locks the next piece when
-blocks reach the one before it. Copies of a slot that is not locked (yet, or because the driver refuses) are
-the same and slower, as the driver copies through a buffer of its own.
+part of an engine's start, and memory that prefixes may never need. So a thread locks the first piece at the
+start, and the next one when blocks reach the one before it. Copies of a slot that is not locked (yet, or
+because the driver refuses) are the same and slower, as the driver copies through a buffer of its own.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import math
 import mmap
 import os
 import threading
+import time
+from collections.abc import Sequence
 
 import structlog
 import torch
@@ -20,6 +22,8 @@ from gpu_service.device.pinned import LEFT_BYTES, MIB, MORE_PINNED, Registrar, m
 
 _log = structlog.get_logger(__name__)
 _PIECE_BYTES = 256 * MIB
+# When a piece that was refused is tried again, seconds: a driver may refuse memory of a copy under way.
+_RETRIES_S = (0.2, 1.0, 5.0)
 # The reserve's mappings are of the same pages, and take the memory of one.
 _RESERVE_STEP = 16 * MIB
 
@@ -33,9 +37,11 @@ class PieceLocks:
         registrar: Registrar,
         piece_bytes: int = _PIECE_BYTES,
         is_limited: bool = False,
+        retries_s: Sequence[float] = _RETRIES_S,
     ) -> None:
         """`slots`: uint8 `[num_slots, slot_bytes]`, beginning at a page. `is_limited`: a driver may refuse;
-        then `LEFT_BYTES` of what it allows stay free for others.
+        then `LEFT_BYTES` of what it allows stay free for others. `retries_s`: waits before a piece that was
+        refused is tried again; after the last one no more are locked.
         """
         self._slots, self._registrar, self._is_limited = slots, registrar, is_limited
         # Pieces begin at pages, which are locked once.
@@ -44,7 +50,8 @@ class PieceLocks:
         self._wanted = 0
         # Slots that are locked, from the first on; bytes of them.
         self.num_locked = self.locked_bytes = 0
-        self._changed, self._stopping = threading.Event(), False
+        self._changed, self._stopping, self._retries_s = threading.Event(), False, retries_s
+        self.reached(-self._step)  # the first piece is the next one
         self._thread = threading.Thread(target=self._run, name="prefix-locks", daemon=True)
         self._thread.start()
 
@@ -78,7 +85,7 @@ class PieceLocks:
                 if reserve is None:
                     reserve, problem = self._reserved() if self._is_limited else ([], "")
                 piece = self._slots[self.num_locked : self.num_locked + self._step].view(-1)
-                problem = problem or self._registrar.register(piece.data_ptr(), piece.nbytes)
+                problem = problem or self._registered(piece)
                 if not problem:
                     locked.append(piece)
                     self.num_locked = min(len(self._slots), self.num_locked + self._step)
@@ -88,6 +95,18 @@ class PieceLocks:
                 reserve = None
                 self._complain(problem)
         self._release([*locked, *(reserve or [])])
+
+    def _registered(self, piece: torch.Tensor) -> str:
+        """Returns why a piece cannot be locked, whenever it is tried; empty: it is."""
+        problem = self._registrar.register(piece.data_ptr(), piece.nbytes)
+        for wait_s in self._retries_s:
+            if not problem:
+                break
+            end = time.monotonic() + wait_s
+            while not self._stopping and (left := end - time.monotonic()) > 0:
+                time.sleep(min(0.05, left))
+            problem = problem if self._stopping else self._registrar.register(piece.data_ptr(), piece.nbytes)
+        return problem
 
     def _reserved(self) -> tuple[list[torch.Tensor], str]:
         """Locks what is left to others where there is a limit; returns it, and why that fails."""

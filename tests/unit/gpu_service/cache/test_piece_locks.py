@@ -22,6 +22,7 @@ IDENTITY = identity_digest("a model")
 SLOT_BYTES, STEP = 64, 64
 PIECE_BYTES = SLOT_BYTES * STEP
 NUM_PIECES = 5
+RETRIES_S = (0.01, 0.02)
 
 
 def locked_tier(
@@ -29,7 +30,7 @@ def locked_tier(
 ) -> tuple[RamTier, PieceLocks]:
     """Returns a tier of five pieces of a page, and its locks."""
     segment = RamSegment(IDENTITY, SLOT_BYTES, NUM_PIECES * STEP - 7, path)
-    segment.locks = PieceLocks(torch.from_numpy(segment.slots), driver, PIECE_BYTES, is_limited)
+    segment.locks = PieceLocks(torch.from_numpy(segment.slots), driver, PIECE_BYTES, is_limited, RETRIES_S)
     return RamTier(segment, SLOT_BYTES, 160), segment.locks
 
 
@@ -43,10 +44,10 @@ def fill(tier: RamTier, begin: int, count: int) -> None:
 
 
 def test_pieces_are_locked_as_blocks_reach_them() -> None:
-    """Nothing at the start, then the piece of a block and the next one, each once; all are taken back."""
+    """The first at the start, then the piece of a block and the next one, each once; all are taken back."""
     driver = Limited(2**40)
     tier, locks = locked_tier(driver)
-    assert not driver.locked
+    wait_until(lambda: len(driver.locked) == 1)
     for piece in range(NUM_PIECES):
         fill(tier, piece * STEP, 1)
         expected = min(NUM_PIECES, piece + 2)
@@ -108,3 +109,26 @@ def test_a_driver_that_raises_costs_the_locks_alone() -> None:
     assert locks.num_locked == 0
     assert len(tier) == 3
     tier.segment.close()
+
+
+def test_a_piece_that_was_refused_is_tried_again() -> None:
+    """A refusal that is over by the last try costs nothing; one that is not ends the locking."""
+
+    class Busy(Limited):
+        refusals = len(RETRIES_S)
+
+        def register(self, address: int, nbytes: int) -> str:
+            self.refusals -= 1
+            return "invalid argument" if self.refusals >= 0 else super().register(address, nbytes)
+
+    driver = Busy(2**40)
+    tier, locks = locked_tier(driver)
+    with capture_logs() as logs:
+        wait_until(lambda: locks.num_locked == STEP)
+        driver.refusals = len(RETRIES_S) + 1
+        fill(tier, 0, 1)
+        wait_until(lambda: bool(logs))
+    assert locks.num_locked == STEP
+    assert logs[0]["because"] == "invalid argument"
+    tier.segment.close()
+    assert not driver.locked
