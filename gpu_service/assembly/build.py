@@ -312,7 +312,7 @@ def _load(
         memory.pool = None
     memory.reached(RESIDENT)
     streamer = load_streamer(config, moe, streaming, device, dtype, resident, group)
-    fetcher = load_fetcher(config, moe, streaming, streamer)
+    fetcher = load_fetcher(config, moe, streaming, streamer, group)
     memory.reached(RING)
     adaptive = make_adaptive(moe, resident, streamer, record, known, group)
     if adaptive is not None:

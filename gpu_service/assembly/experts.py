@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -85,14 +86,20 @@ def load_fetcher(
     moe: RankMoe | None,
     streaming: StreamingPlan | None,
     streamer: ExpertStreamer | None,
+    group: RankGroup,
 ) -> ExpertFetcher | None:
     """Returns the fetcher with its slots, made before graphs are captured, which hold its kernels; None:
-    decode steps copy nothing.
+    decode steps copy nothing. All ranks decide alike, and have the slots that the smallest has room for.
     """
-    if moe is None or streaming is None or streamer is None:
-        return None
-    plan = _fetch_plan(config, moe, streaming)
-    return None if plan is None else make_fetcher(plan, moe.geometry, streamer, moe.costs)
+    plan = None
+    if moe is not None and streaming is not None and streamer is not None:
+        plan = _fetch_plan(config, moe, streaming)
+    num_slots = group.minimum("fetch slots", 0 if plan is None else plan.num_slots)
+    fetcher = None
+    if plan is not None and moe is not None and streamer is not None and num_slots:
+        plan = replace(plan, num_slots=num_slots)
+        fetcher = make_fetcher(plan, moe.geometry, streamer, moe.costs, group.parallel)
+    return fetcher if group.minimum("fetcher", int(fetcher is not None)) else None
 
 
 def load_streamer(

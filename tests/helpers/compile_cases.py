@@ -137,10 +137,10 @@ def _dense(weights: str) -> None:
 
 
 def _fetching() -> None:
-    """Few experts and many, one row and as many as steps that fetch have."""
+    """Few experts and many, one rank and several, one row and as many as steps that fetch have."""
     kind = layer_format("int4_g32", "int4_g32", 2048, 768, False)
-    for experts, top_k in ((128, 8), (512, 10)):
-        layer = make_state({0: [kind]}, 16, experts, {0: 7.0}, CPU).layers[0]
+    for experts, top_k, ranks in ((128, 8, (0, 1)), (512, 10, (0, 1)), (128, 8, (1, 2)), (256, 8, (2, 3))):
+        layer = make_state({0: [kind]}, 16, experts, {0: 7.0}, CPU, *ranks).layers[0]
         kernels = TritonFetchKernels(CPU)
         for rows in (1, 64):
             kernels.choose(layer, torch.zeros((rows, top_k), dtype=torch.int32))

@@ -20,9 +20,10 @@ def fetch_state(
     device: torch.device | None = None,
     segments: ExpertSegments | None = None,
     prices: tuple[float, float] = (SERVER_SECONDS, LINK_SECONDS),
+    ranks: tuple[int, int] = (0, 1),
 ) -> tuple[FetchState, ExpertSegments]:
     """Returns the state of all layers, with addresses and prices; `segments`: those to copy from, which have
-    to be kept.
+    to be kept; `ranks`: the number of the rank, and how many there are.
     """
     shape, layers = servers[0].shape, range(servers[0].num_layers)
     found = segments or ExpertSegments([server.segment() for server in servers], layers)
@@ -32,7 +33,7 @@ def fetch_state(
         for layer in layers
     }
     limits = dict.fromkeys(layers, shape.limit)
-    state = make_state(kinds, num_slots, shape.experts, limits, device or torch.device("cpu"))
+    state = make_state(kinds, num_slots, shape.experts, limits, device or torch.device("cpu"), *ranks)
     rows = []
     for layer in layers:
         stored = [(part, found.data[part.segment].data_ptr() + part.offset) for part in found.stored[layer]]

@@ -3,6 +3,8 @@
 A step's kernels read registered memory by address. So the thread that opens and closes the servers' segments
 waits, before it gives any up, until every step that may read them has ended (`withdraw`), and a step that
 begins later finds no addresses any more.
+
+With several ranks each has a fetcher, whose device concludes from what all hosts offer (`agreement.py`).
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import structlog
 import torch
 
 from gpu_service.experts.costs import SHARED_MEMORY, ExpertCosts
+from gpu_service.experts.fetching.agreement import FetchAgreement
 from gpu_service.experts.fetching.kernels import FetchKernels
 from gpu_service.experts.fetching.slots import COPIED, IN_SLOTS, LEFT, FetchState, addresses_of
 from gpu_service.experts.fetching.step import FetchedExperts, FetchedStep
@@ -61,9 +64,16 @@ class ExpertFetcher:
         kernels: FetchKernels,
         streamer: ExpertStreamer,
         costs: ExpertCosts,
+        agreement: FetchAgreement | None = None,
     ) -> None:
-        """`streamer`: whose source has the servers' segments, and whose kernels multiply what is in slots."""
+        """`streamer`: whose source has the servers' segments, and whose kernels multiply what is in slots.
+
+        `agreement`: of several ranks.
+        """
         self.state = state
+        self._agreement = agreement
+        # On the host, what the device may copy from now; None: nothing.
+        self._offered: torch.Tensor | None = None
         self._kernels, self._streamer = kernels, streamer
         self._device, self._costs = streamer.device, costs
         # Set once there is a client of expert servers; see `ExpertClient.damages`.
@@ -88,7 +98,7 @@ class ExpertFetcher:
     @property
     def layers_side(self) -> FetchedExperts:
         """Returns what a captured graph holds of every step."""
-        return FetchedExperts(self.state.layers, self._kernels, self._streamer.kernels)
+        return FetchedExperts(self.state.layers, self._kernels, self._streamer.kernels, self._agreement)
 
     def begin(self) -> FetchedStep:
         """Begins a step of decoding rows before it is launched; its `launched` has to follow.
@@ -115,8 +125,10 @@ class ExpertFetcher:
             self._refreshed, self._was_link_taken = now, is_link_taken
             self._count()
             self._set_prices(None if is_link_taken else segments)
-        products = self._streamer.kernels
-        return FetchedStep(self.state.layers, self._kernels, products, segments, self._launched)
+        products, agreement = self._streamer.kernels, self._agreement
+        is_any = bool if agreement is None else self._streamer.is_any
+        parts = self.state.layers, self._kernels, products
+        return FetchedStep(*parts, segments, self._launched, agreement, is_any)
 
     def distrust(self) -> None:
         """What is in fetch slots may be damaged: no later step uses it. Only by the thread that launches."""
@@ -183,8 +195,12 @@ class ExpertFetcher:
             rows.append(found + [[0] * slots.num_experts] * unused)
         addresses = torch.tensor(rows, dtype=torch.int64)
         state.addresses.copy_(self._device.upload(addresses))
-        state.forget()
         self._segments, self._refreshed = segments, 0.0
+        self._offered = None if segments is None else addresses
+        if self._agreement is None:
+            state.forget()
+        else:
+            self._offer(self._agreement, is_changed=True)
         if segments is not None:
             _log.info("decode steps may fetch experts", experts=int((addresses[:, 0] != 0).sum()))
 
@@ -201,8 +217,17 @@ class ExpertFetcher:
         if all(_is_near(prices[layer], self._priced.get(layer)) for layer in prices):
             return
         self._priced = prices
-        values = torch.tensor([prices[layer] for layer in self.state.layers], dtype=torch.float32)
-        self.state.prices.copy_(self._device.upload(values))
+        if self._agreement is None:
+            values = torch.tensor([prices[layer] for layer in self.state.layers], dtype=torch.float32)
+            self.state.prices.copy_(self._device.upload(values))
+        else:
+            self._offer(self._agreement, is_changed=False)
+
+    def _offer(self, agreement: FetchAgreement, is_changed: bool) -> None:
+        """Gives the next step's exchange this rank's row."""
+        prices = [self._priced.get(layer, (0.0, 0.0)) for layer in self.state.layers]
+        row = agreement.values(prices, self._offered, is_changed)
+        agreement.row.copy_(self._device.upload(row))
 
     def _count(self) -> None:
         """Takes the counters that were asked for last time, and asks for the next."""

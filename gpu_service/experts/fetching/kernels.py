@@ -11,6 +11,10 @@ What an expert was chosen of late, with a half-life of tokens, it is taken to be
 takes its slot. An expert that is copied takes an empty slot, or that of the least chosen of late among those
 that the step does not need. It is computed in its slot in this step already, and stays until another takes
 the slot.
+
+Tensor-parallel ranks choose for all: each has all places' map and makes the same choice, copies what comes to
+its own slots and computes what is in them. Their links copy at once, so the copies that count are those of
+the rank with most.
 """
 
 from __future__ import annotations
@@ -43,8 +47,8 @@ class FetchKernels(ABC):
     def choose(self, layer: FetchLayer, topk_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Divides int32 `[T, K]` ids that are not resident: those of servers and those in fetch slots.
 
-        Two new tensors like it with -1 where the other has the choice. `layer.coming` says what `copy` has
-        to bring; maps, scores and counters are those after the step.
+        Two new tensors like it with -1 where the other has the choice, or another rank's fetch slots.
+        `layer.coming` says what `copy` has to bring; maps, scores and counters are those after the step.
         """
 
     @abstractmethod
@@ -60,50 +64,65 @@ class TorchFetchKernels(FetchKernels):
     """The reference: the device is the host, which reads every id and copies in place."""
 
     def choose(self, layer: FetchLayer, topk_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        ids, slot_of_expert = topk_ids.numpy(), layer.slot_of_expert.numpy()
+        ids, places = topk_ids.numpy(), layer.places.numpy()
         experts = ids[(ids >= 0) & (ids < layer.num_experts)]
         rows = np.bincount(experts, minlength=layer.num_experts)
         scores = layer.scores.numpy()
         scores[:] = scores * np.float32(kept_after(ids.shape[0])) + rows.astype(np.float32)
-        self._give_to_link(layer, rows, scores)
-        in_slot = (ids >= 0) & (ids < layer.num_experts)
-        in_slot &= slot_of_expert[np.where(in_slot, ids, 0)] >= 0
+        self._give_to_links(layer, rows, scores)
+        is_own = (places >= 0) & (places % layer.num_ranks == layer.rank)
+        slots = np.where(is_own, places // layer.num_ranks, -1)
+        layer.slot_of_expert.numpy()[:] = slots
+        held = layer.groups[0].expert_of_slot  # which products on a host look at
+        held[:] = [-1] * layer.count
+        for expert in np.flatnonzero(is_own).tolist():
+            held[slots[expert]] = expert
+        is_expert = (ids >= 0) & (ids < layer.num_experts)
+        known = np.where(is_expert, ids, 0)
+        in_slot, in_own = is_expert & (places[known] >= 0), is_expert & is_own[known]
         layer.counters[IN_SLOTS] += int(in_slot.sum())
         layer.counters[LEFT] += int(rows.sum() - in_slot.sum())
-        held = torch.from_numpy(in_slot)
-        return torch.where(held, -1, topk_ids), torch.where(held, topk_ids, -1)
+        served = torch.where(torch.from_numpy(in_slot), -1, topk_ids)
+        return served, torch.where(torch.from_numpy(in_own), topk_ids, -1)
 
-    def _give_to_link(
+    def _give_to_links(
         self, layer: FetchLayer, rows: np.ndarray[tuple[int], np.dtype[np.int64]], scores: np.ndarray
     ) -> None:
-        slot_of_expert, held = layer.slot_of_expert.numpy(), layer.groups[0].expert_of_slot
-        server_seconds, link_seconds = layer.prices.numpy()
-        is_missing = (rows > 0) & (slot_of_expert < 0)
+        places, server_seconds, link_seconds = layer.places.numpy(), *layer.prices.numpy()
+        is_missing = (rows > 0) & (places < 0)
         candidates = np.where(is_missing & (layer.addresses[0].numpy() != 0), scores, np.float32(-1))
-        leavers = np.where((slot_of_expert >= 0) & (rows == 0), scores, np.float32(np.inf))
+        leavers = np.where((places >= 0) & (rows == 0), scores, np.float32(np.inf))
         left, coming = np.float32(rows[is_missing].sum()), list[int]()
-        now = left * server_seconds
-        occupied = int((slot_of_expert >= 0).sum())
+        now, copied = left * server_seconds, np.zeros(layer.num_ranks, np.float32)
+        occupied = int((places >= 0).sum())
         while left > 0:
-            best, leaver, has_room = int(candidates.argmax()), int(leavers.argmin()), occupied < layer.count
+            best, leaver, has_room = (
+                int(candidates.argmax()),
+                int(leavers.argmin()),
+                occupied < layer.num_places,
+            )
             if candidates[best] <= 0 or not (has_room or np.isfinite(leavers[leaver])):
                 break
-            then = max((left - rows[best]) * server_seconds, np.float32(len(coming) // 2 + 1) * link_seconds)
+            place = occupied if has_room else int(places[leaver])
+            slot, rank = divmod(place, layer.num_ranks)
+            copied[rank] += 1
+            then = max((left - rows[best]) * server_seconds, copied.max() * link_seconds)
             lost = np.float32(0) if has_room else leavers[leaver]
             gained = max(candidates[best] - np.float32(rows[best]) - lost, np.float32(0))
             if not then < now + gained * server_seconds:
+                copied[rank] -= 1
                 break
-            slot = occupied if has_room else int(slot_of_expert[leaver])
             if has_room:
                 occupied += 1
             else:
-                slot_of_expert[leaver], leavers[leaver] = -1, np.inf
-            slot_of_expert[best], held[slot], candidates[best] = slot, best, -1
+                places[leaver], leavers[leaver] = -1, np.inf
+            places[best], candidates[best] = place, -1
             left, now = np.float32(left - rows[best]), then
-            coming += [best, slot]
+            if rank == layer.rank:
+                coming += [best, slot]
         layer.coming[0] = len(coming) // 2
         layer.coming[1 : 1 + len(coming)] = torch.tensor(coming, dtype=torch.int32)
-        layer.counters[COPIED] += len(coming) // 2
+        layer.counters[COPIED] += int(copied.sum())
 
     def copy(self, layer: FetchLayer) -> None:
         count, pairs = int(layer.coming[0]), layer.coming[1:].view(-1, 2).tolist()

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import structlog
 import torch
 
+from gpu_service.core.parallel import SOLO, ParallelContext
 from gpu_service.experts.costs import ExpertCosts
+from gpu_service.experts.fetching.agreement import FetchAgreement
 from gpu_service.experts.fetching.fetcher import ExpertFetcher
 from gpu_service.experts.fetching.kernels import FetchKernels, TorchFetchKernels
 from gpu_service.experts.fetching.slots import FetchState, make_state
@@ -29,18 +31,18 @@ _MOST_OF_DEVICE, _MOST_OF_SMALL, _SMALL_BYTES = 24, 48, 40 * 10**9
 def fetches(config: MoebiusConfig, device_type: str) -> bool:
     """Returns whether the settings ask decode steps on such a device ("cuda", "cpu") to fetch experts.
 
-    With several ranks all would have to choose alike, and to run a step again together: they do not fetch.
+    Pipeline stages do not: while one computes, servers work for none of the others.
     """
-    parallel = config.parallel
-    is_alone = parallel.tensor_parallel_size == parallel.pipeline_parallel_size == 1
-    return config.gpu.fetch_experts == "auto" and device_type == "cuda" and is_alone
+    stages = config.parallel.pipeline_parallel_size
+    return config.gpu.fetch_experts == "auto" and device_type == "cuda" and stages == 1
 
 
 @dataclass(frozen=True, slots=True)
 class FetchPlan:
     """What a rank's fetch slots will be; filled by `plan_fetching`."""
 
-    # By layer, of each group of parts: an expert that servers divide by channels has a part in each.
+    # By layer, of each group of parts: an expert that servers divide by channels has a part in each. Ranks
+    # have whole experts, too.
     kinds: Mapping[int, tuple[LayerFormat, ...]]
     num_slots: int  # of each layer
 
@@ -80,13 +82,17 @@ def plan_fetching(
 
 
 def make_fetcher(
-    plan: FetchPlan, geometry: MoeGeometry, streamer: ExpertStreamer, costs: ExpertCosts
+    plan: FetchPlan,
+    geometry: MoeGeometry,
+    streamer: ExpertStreamer,
+    costs: ExpertCosts,
+    parallel: ParallelContext = SOLO,
 ) -> ExpertFetcher | None:
     """With empty slots, and kernels that have run, in a graph, too; None, with a warning: they did not.
 
     None as well where all layers are resident as a whole.
 
-    `streamer`: whose kernels multiply what is in slots.
+    `streamer`: whose kernels multiply what is in slots; `plan`: the same on all ranks of `parallel`.
     """
     device = streamer.device.device
     # A start that knows what is chosen may have made all experts of a layer resident.
@@ -95,7 +101,8 @@ def make_fetcher(
     if not kinds:
         return None
     limits = {layer: geometry.limit_of(layer) for layer in kinds}
-    state = make_state(kinds, plan.num_slots, geometry.num_experts, limits, device)
+    ranks = parallel.tp_rank, parallel.tp_size
+    state = make_state(kinds, plan.num_slots, geometry.num_experts, limits, device, *ranks)
     try:
         kernels = _kernels_that_run(state, geometry, streamer)
     except Exception as error:  # a compiler, a driver or a kernel may raise anything
@@ -106,7 +113,9 @@ def make_fetcher(
         slots_per_layer=plan.num_slots,
         gib=round(plan.nbytes / 2**30, 2),
     )
-    return ExpertFetcher(state, kernels, streamer, costs)
+    group = parallel.tensor_group
+    agreement = None if parallel.tp_size == 1 else FetchAgreement(state, group, parallel.tp_size)
+    return ExpertFetcher(state, kernels, streamer, costs, agreement)
 
 
 def _kernels_that_run(state: FetchState, geometry: MoeGeometry, streamer: ExpertStreamer) -> FetchKernels:

@@ -2,6 +2,9 @@
 
 The host knows the addresses that experts are copied from and what computing and copying cost. Which expert is
 in which slot only the device knows: it changes within captured steps.
+
+Tensor-parallel ranks have slots for other experts each, whole ones. All decide about all of them, each on its
+own and alike (`agreement.py`): place p of a layer is slot p // ranks of rank p % ranks.
 """
 
 from __future__ import annotations
@@ -34,15 +37,25 @@ class FetchLayer:
     prices: torch.Tensor
     # float32 [E]: decayed sum of choices.
     scores: torch.Tensor
-    # int32 [1 + 2 S]: how many experts the step copies, then each one's number and slot.
+    # int32 [1 + 2 S]: how many experts the step copies to this rank, then each one's number and slot.
     coming: torch.Tensor
-    # int64 [3], since the start: experts copied, pairs computed in slots, pairs left to servers.
+    # int64 [3], since the start, of all ranks: experts copied, pairs computed in slots, pairs left to
+    # servers.
     counters: torch.Tensor
+    # int32 [E]: the expert's place among all ranks' slots; -1: none. Of one rank the map of its slots itself.
+    places: torch.Tensor
+    rank: int = 0
+    num_ranks: int = 1
 
     @property
     def count(self) -> int:
-        """Slots."""
+        """Slots of this rank."""
         return self.groups[0].count
+
+    @property
+    def num_places(self) -> int:
+        """Slots of all ranks."""
+        return self.count * self.num_ranks
 
     @property
     def num_experts(self) -> int:
@@ -51,7 +64,7 @@ class FetchLayer:
 
     @property
     def slot_of_expert(self) -> torch.Tensor:
-        """int32 `[E]` on the device; -1: the expert is in no fetch slot."""
+        """int32 `[E]` on the device; -1: the expert is in no fetch slot of this rank."""
         return self.groups[0].slot_of_expert
 
 
@@ -61,6 +74,7 @@ class FetchState:
 
     layers: Mapping[int, FetchLayer]
     maps: torch.Tensor  # int32 [layers, E]
+    places: torch.Tensor  # int32 [layers, E]; with one rank the same memory as `maps`
     addresses: torch.Tensor  # int64 [layers, groups, E]
     prices: torch.Tensor  # float32 [layers, 2]
     counters: torch.Tensor  # int64 [layers, 3]
@@ -75,9 +89,7 @@ class FetchState:
     def forget(self) -> None:
         """No expert is in a fetch slot any more, from the next step on."""
         self.maps.fill_(-1)
-        for layer in self.layers.values():
-            held = layer.groups[0].expert_of_slot
-            held[:] = [-1] * len(held)
+        self.places.fill_(-1)
 
 
 def make_state(
@@ -86,13 +98,17 @@ def make_state(
     num_experts: int,
     limits: Mapping[int, float],
     device: torch.device,
+    rank: int = 0,
+    num_ranks: int = 1,
 ) -> FetchState:
     """Returns empty slots, prices at which nothing is copied.
 
-    `kinds`: by layer, of each group of parts; `limits`: by layer, where its experts clamp.
+    `kinds`: by layer, of each group of parts; `limits`: by layer, where its experts clamp; `num_slots`: of
+    each of `num_ranks` ranks, of which this is number `rank`.
     """
     count, groups = len(kinds), max(map(len, kinds.values()))
     maps = torch.full((count, num_experts), -1, dtype=torch.int32, device=device)
+    places = maps if num_ranks == 1 else maps.clone()
     addresses = torch.zeros((count, groups, num_experts), dtype=torch.int64, device=device)
     prices = torch.zeros((count, 2), dtype=torch.float32, device=device)
     scores = torch.zeros((count, num_experts), dtype=torch.float32, device=device)
@@ -103,10 +119,10 @@ def make_state(
         own = [make_slots(kind, num_slots, num_experts, device, limits[layer]) for kind in found]
         for slots in own:
             slots.slot_of_expert, slots.expert_of_slot = maps[row], own[0].expert_of_slot
-        tables = addresses[row], prices[row], scores[row], coming[row], counters[row]
-        layers[layer] = FetchLayer(tuple(own), *tables)
+        tables = addresses[row], prices[row], scores[row], coming[row], counters[row], places[row]
+        layers[layer] = FetchLayer(tuple(own), *tables, rank, num_ranks)
     nbytes = {layer: sum(kind.expert_bytes for kind in found) for layer, found in kinds.items()}
-    return FetchState(layers, maps, addresses, prices, counters, nbytes)
+    return FetchState(layers, maps, places, addresses, prices, counters, nbytes)
 
 
 def addresses_of(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from gpu_service.experts.client import ExpertUnavailable
+from gpu_service.experts.fetching.agreement import FetchAgreement
 from gpu_service.experts.fetching.kernels import FetchKernels
 from gpu_service.experts.fetching.slots import FetchLayer
 from gpu_service.experts.resident.experts import ResidentKernels, Share
@@ -20,10 +21,15 @@ class FetchedExperts(StreamedExperts):
     is_planned = False
 
     def __init__(
-        self, layers: Mapping[int, FetchLayer], fetching: FetchKernels, products: ResidentKernels
+        self,
+        layers: Mapping[int, FetchLayer],
+        fetching: FetchKernels,
+        products: ResidentKernels,
+        agreement: FetchAgreement | None = None,
     ) -> None:
-        """`layers`: those with fetch slots."""
+        """`layers`: those with fetch slots, in the order of the model; `agreement`: of several ranks."""
         self._layers, self._fetching, self._products = layers, fetching, products
+        self._first, self._agreement = next(iter(layers)), agreement
         # By layer its choices that are computed in fetch slots, from `cpu_ids` until `forward`.
         self._fetched: dict[int, torch.Tensor] = {}
 
@@ -32,6 +38,8 @@ class FetchedExperts(StreamedExperts):
 
     def cpu_ids(self, layer: int, topk_ids: torch.Tensor) -> torch.Tensor:
         """Also begins the layer's copies: to be called before servers are asked."""
+        if self._agreement is not None and layer == self._first:
+            self._agreement.agree()
         found = self._layers[layer]
         served, self._fetched[layer] = self._fetching.choose(found, topk_ids)
         self._fetching.copy(found)
@@ -66,15 +74,20 @@ class FetchedStep(FetchedExperts):
         products: ResidentKernels,
         segments: ExpertSegments | None,
         on_launched: Callable[[], None],
+        agreement: FetchAgreement | None = None,
+        is_any: Callable[[bool], bool] = bool,
     ) -> None:
-        """`segments`: what is copied from; None: nothing is. `on_launched`: as `launched`."""
-        super().__init__(layers, fetching, products)
-        self._segments, self._on_launched = segments, on_launched
+        """`segments`: what is copied from; None: nothing is. `on_launched`: as `launched`. `is_any`: whether
+        something is so on any rank; all ask at once.
+        """
+        super().__init__(layers, fetching, products, agreement)
+        self._segments, self._on_launched, self._is_any = segments, on_launched, is_any
 
     def launched(self) -> None:
         self._on_launched()
 
     def check(self) -> None:
         problem = "" if self._segments is None else self._segments.problem()
-        if problem:
-            raise ExpertUnavailable(-1, f"{problem} while a step fetched them")
+        if self._is_any(bool(problem)):
+            text = problem or "another rank's expert server has replaced experts"
+            raise ExpertUnavailable(-1, f"{text} while a step fetched them")

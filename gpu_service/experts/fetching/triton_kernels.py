@@ -22,67 +22,89 @@ COPY_PROGRAMS, COPY_WORDS, _COPY_WARPS = 32, 8192, 4
 _NEVER = tl.constexpr(1e30)
 
 
-@jit_for_any("count")
-def choose(  # type: ignore[no-untyped-def]
-    ids, slot_of_expert, scores, addresses, prices, coming, counters, served, fetched, count, kept,
-    NUM_EXPERTS: tl.constexpr, NUM_SLOTS: tl.constexpr, EXPERTS: tl.constexpr, PAIRS: tl.constexpr,
-):  # fmt: skip
-    """Computes `FetchKernels.choose`, of `count` pairs; EXPERTS: a power of two that is not below
-    NUM_EXPERTS.
-
-    Occupied slots are always the first ones: an expert leaves only where another takes its slot.
-    """
-    expert = tl.arange(0, EXPERTS)
-    is_expert = expert < NUM_EXPERTS
-    rows = tl.zeros([EXPERTS], tl.int32)
+@jit
+def _rows_of(ids, count, expert, PAIRS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Returns how many of `count` pairs chose each expert, int32 like `expert`."""
+    rows = expert - expert
     for begin in range(0, count, PAIRS):
         pair = begin + tl.arange(0, PAIRS)
         chosen = tl.load(ids + pair, mask=pair < count, other=-1)
         rows += tl.sum((chosen[:, None] == expert[None, :]).to(tl.int32), 0)
-    rows = tl.where(is_expert, rows, 0)
-    slot = tl.load(slot_of_expert + expert, mask=is_expert, other=-1)
-    score = tl.load(scores + expert, mask=is_expert, other=0.0) * kept + rows.to(tl.float32)
-    tl.store(scores + expert, score, mask=is_expert)
-    server_seconds, link_seconds = tl.load(prices), tl.load(prices + 1)
+    return rows
 
-    is_missing = (rows > 0) & (slot < 0)
-    is_there = tl.load(addresses + expert, mask=is_missing, other=0) != 0
-    candidates = tl.where(is_there, score, -1.0)
-    leavers = tl.where((slot >= 0) & (rows == 0), score, _NEVER)
-    left = tl.sum(tl.where(is_missing, rows, 0), 0).to(tl.float32)
-    occupied = tl.sum((slot >= 0).to(tl.int32), 0)
-    now, copied, is_open = left * server_seconds, occupied - occupied, left > 0
-    while is_open:
-        best, leaver, has_room = tl.argmax(candidates, 0), tl.argmin(leavers, 0), occupied < NUM_SLOTS
-        own = tl.sum(tl.where(expert == best, rows, 0), 0).to(tl.float32)
-        then = tl.maximum((left - own) * server_seconds, (copied + 1).to(tl.float32) * link_seconds)
-        most, least = tl.max(candidates, 0), tl.min(leavers, 0)
-        gained = tl.maximum(most - own - tl.where(has_room, 0.0, least), 0.0)
-        is_open = (most > 0) & (has_room | (least < _NEVER)) & (then < now + gained * server_seconds)
-        if is_open:
-            leaves = (expert == leaver) & ~has_room
-            place = tl.where(has_room, occupied, tl.sum(tl.where(leaves, slot, 0), 0))
-            slot = tl.where(expert == best, place, tl.where(leaves, -1, slot))
-            leavers = tl.where(leaves, _NEVER, leavers)
-            candidates = tl.where(expert == best, -1.0, candidates)
-            tl.store(coming + 1 + 2 * copied, best)
-            tl.store(coming + 2 + 2 * copied, place)
-            left, now, copied = left - own, then, copied + 1
-            occupied += has_room.to(tl.int32)
-    tl.store(coming, copied)
-    tl.store(slot_of_expert + expert, slot, mask=is_expert)
 
-    in_slots = tl.sum(tl.where(slot >= 0, rows, 0), 0)
-    tl.store(counters, tl.load(counters) + copied)
-    tl.store(counters + 1, tl.load(counters + 1) + in_slots)
-    tl.store(counters + 2, tl.load(counters + 2) + tl.sum(rows, 0) - in_slots)
+@jit
+def _divide(  # type: ignore[no-untyped-def]
+    ids, served, fetched, count, expert, place,
+    PAIRS: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
+    """Stores which pairs are servers' and which are in this rank's fetch slots; `place`: of each expert."""
     for begin in range(0, count, PAIRS):
         pair = begin + tl.arange(0, PAIRS)
         held = pair < count
         chosen = tl.load(ids + pair, mask=held, other=-1)
-        place = tl.max(tl.where(chosen[:, None] == expert[None, :], slot[None, :], -1), 1)
-        tl.store(served + pair, tl.where(place >= 0, -1, chosen), mask=held)
-        tl.store(fetched + pair, tl.where(place >= 0, chosen, -1), mask=held)
+        found = tl.max(tl.where(chosen[:, None] == expert[None, :], place[None, :], -1), 1)
+        tl.store(served + pair, tl.where(found >= 0, -1, chosen), mask=held)
+        tl.store(fetched + pair, tl.where((found >= 0) & (found % RANKS == RANK), chosen, -1), mask=held)
+
+
+@jit_for_any("count")
+def choose(  # type: ignore[no-untyped-def]
+    ids, slot_of_expert, places, scores, addresses, prices, coming, counters, served, fetched, count, kept,
+    NUM_EXPERTS: tl.constexpr, NUM_PLACES: tl.constexpr, EXPERTS: tl.constexpr, PAIRS: tl.constexpr,
+    RANK: tl.constexpr, RANKS: tl.constexpr, RANK_PLACES: tl.constexpr,
+):  # fmt: skip
+    """Computes `FetchKernels.choose`, of `count` pairs; EXPERTS and RANK_PLACES: powers of two that are not
+    below NUM_EXPERTS and RANKS.
+
+    Occupied places are always the first ones: an expert leaves only where another takes its place.
+    """
+    expert, rank = tl.arange(0, EXPERTS), tl.arange(0, RANK_PLACES)
+    is_expert = expert < NUM_EXPERTS
+    rows = tl.where(is_expert, _rows_of(ids, count, expert, PAIRS), 0)
+    place = tl.load(places + expert, mask=is_expert, other=-1)
+    score = tl.load(scores + expert, mask=is_expert, other=0.0) * kept + rows.to(tl.float32)
+    tl.store(scores + expert, score, mask=is_expert)
+    server_seconds, link_seconds = tl.load(prices), tl.load(prices + 1)
+
+    is_missing = (rows > 0) & (place < 0)
+    is_there = tl.load(addresses + expert, mask=is_missing, other=0) != 0
+    candidates = tl.where(is_there, score, -1.0)
+    leavers = tl.where((place >= 0) & (rows == 0), score, _NEVER)
+    left = tl.sum(tl.where(is_missing, rows, 0), 0).to(tl.float32)
+    occupied = tl.sum((place >= 0).to(tl.int32), 0)
+    copied, own = tl.zeros([RANK_PLACES], tl.int32), occupied - occupied
+    now, is_open = left * server_seconds, left > 0
+    while is_open:
+        best, leaver, has_room = tl.argmax(candidates, 0), tl.argmin(leavers, 0), occupied < NUM_PLACES
+        leaves = (expert == leaver) & ~has_room
+        taken = tl.where(has_room, occupied, tl.sum(tl.where(leaves, place, 0), 0))
+        of_best = tl.sum(tl.where(expert == best, rows, 0), 0).to(tl.float32)
+        with_it = copied + (rank == taken % RANKS).to(tl.int32)
+        then = tl.maximum((left - of_best) * server_seconds, tl.max(with_it, 0).to(tl.float32) * link_seconds)
+        most, least = tl.max(candidates, 0), tl.min(leavers, 0)
+        gained = tl.maximum(most - of_best - tl.where(has_room, 0.0, least), 0.0)
+        is_open = (most > 0) & (has_room | (least < _NEVER)) & (then < now + gained * server_seconds)
+        if is_open:
+            place = tl.where(expert == best, taken, tl.where(leaves, -1, place))
+            leavers = tl.where(leaves, _NEVER, leavers)
+            candidates = tl.where(expert == best, -1.0, candidates)
+            is_own = taken % RANKS == RANK
+            tl.store(coming + 1 + 2 * own, best, mask=is_own)
+            tl.store(coming + 2 + 2 * own, taken // RANKS, mask=is_own)
+            left, now, copied = left - of_best, then, with_it
+            own += is_own.to(tl.int32)
+            occupied += has_room.to(tl.int32)
+    tl.store(coming, own)
+    is_mine = (place >= 0) & (place % RANKS == RANK)
+    tl.store(places + expert, place, mask=is_expert)
+    tl.store(slot_of_expert + expert, tl.where(is_mine, place // RANKS, -1), mask=is_expert)
+
+    in_slots = tl.sum(tl.where(place >= 0, rows, 0), 0)
+    tl.store(counters, tl.load(counters) + tl.sum(copied, 0))
+    tl.store(counters + 1, tl.load(counters + 1) + in_slots)
+    tl.store(counters + 2, tl.load(counters + 2) + tl.sum(rows, 0) - in_slots)
+    _divide(ids, served, fetched, count, expert, place, PAIRS, RANK, RANKS)
 
 
 @jit
@@ -122,6 +144,7 @@ class TritonFetchKernels(FetchKernels):
         choose[(1,)](
             ids,
             layer.slot_of_expert,
+            layer.places,
             layer.scores,
             layer.addresses,
             layer.prices,
@@ -132,9 +155,12 @@ class TritonFetchKernels(FetchKernels):
             ids.numel(),
             kept_after(ids.shape[0]),
             NUM_EXPERTS=layer.num_experts,
-            NUM_SLOTS=layer.count,
+            NUM_PLACES=layer.num_places,
             EXPERTS=experts,
             PAIRS=pairs,
+            RANK=layer.rank,
+            RANKS=layer.num_ranks,
+            RANK_PLACES=next_power_of_2(layer.num_ranks),
             num_warps=next_power_of_2(min(8, experts * pairs // _COMPARED)),
         )
         return served, fetched

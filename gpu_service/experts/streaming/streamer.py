@@ -362,6 +362,10 @@ class ExpertStreamer:
         """Returns the largest of all ranks'."""
         return int(self._largest(torch.tensor([number])))
 
+    def is_any(self, answer: bool) -> bool:
+        """Returns whether any rank's answer is yes; all ask at once."""
+        return bool(self._largest(torch.tensor([int(answer)])))
+
     def agree_on_step(self, problem: bool, counts: Mapping[int, torch.Tensor]) -> tuple[bool, Counts]:
         """Returns whether any rank has a problem, and what all have counted, int64 `[passed layers,
         num_experts]`.

@@ -103,22 +103,76 @@ def test_every_choice_is_computed_once(
 
 
 @settings(deadline=None)
-@given(steps=_steps(), num_slots=st.integers(1, 11), server_seconds=st.sampled_from([20e-6, 90e-6]))
+@given(
+    steps=_steps(),
+    num_slots=st.integers(1, 11),
+    server_seconds=st.sampled_from([20e-6, 90e-6]),
+    ranks=st.sampled_from([(0, 1), (0, 2), (1, 2), (2, 3)]),
+)
 def test_the_kernel_is_the_reference(
-    steps: list[torch.Tensor], num_slots: int, server_seconds: float
+    steps: list[torch.Tensor], num_slots: int, server_seconds: float, ranks: tuple[int, int]
 ) -> None:
     """The kernel agrees over steps that follow one another: the same choices, maps, scores, order of copies
     and counters.
     """
-    states = [fetch_state(SERVERS[tensor_split], num_slots, prices=(server_seconds, 48e-6)) for _ in range(2)]
+    prices = server_seconds, 48e-6
+    states = [fetch_state(SERVERS[tensor_split], num_slots, prices=prices, ranks=ranks) for _ in range(2)]
     for ids in steps:
         found = []
         for name, (state, _) in zip(("triton", "reference"), states, strict=True):
             layer = state.layers[0]
             divided = kernels(name).choose(layer, ids)
             coming = layer.coming[: 1 + 2 * int(layer.coming[0])]
-            found.append((*divided, layer.slot_of_expert, layer.scores, layer.counters, coming))
+            maps = layer.slot_of_expert, layer.places
+            found.append((*divided, *maps, layer.scores, layer.counters, coming))
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
+
+
+@settings(deadline=None)
+@given(
+    steps=_steps(),
+    num_slots=st.integers(1, 6),
+    num_ranks=st.integers(2, 3),
+    server_seconds=st.sampled_from([5e-6, 20e-6, 90e-6]),
+    name=st.sampled_from(["triton", "reference"]),
+)
+def test_ranks_divide_what_is_fetched(
+    steps: list[torch.Tensor], num_slots: int, num_ranks: int, server_seconds: float, name: str
+) -> None:
+    """Each choice is a server's or one rank's; all ranks ask servers for the same, and a rank's slots hold
+    what it computes. The copies of no rank make the step longer than what they save.
+    """
+    prices = server_seconds, 48e-6
+    states = [
+        fetch_state(SERVERS[tensor_split], num_slots, prices=prices, ranks=(rank, num_ranks))
+        for rank in range(num_ranks)
+    ]
+    layers, fetching = [state.layers[0] for state, _ in states], kernels(name)
+    for ids in steps:
+        before = layers[0].places.clone()
+        divided = []
+        for layer, (_, segments) in zip(layers, states, strict=True):
+            divided.append(fetching.choose(layer, ids))
+            fetching.copy(layer)
+            fetching.join()
+            check_layer(layer, 0, segments)
+            assert (layer.slot_of_expert[divided[-1][1][divided[-1][1] >= 0].long()] >= 0).all()
+        for layer, (served, _) in zip(layers[1:], divided[1:], strict=True):
+            assert torch.equal(served, divided[0][0])
+            assert torch.equal(layer.places, layers[0].places)
+            assert torch.equal(layer.counters, layers[0].counters)
+        parts = torch.stack([divided[0][0], *(fetched for _, fetched in divided)])
+        assert torch.equal(parts.amax(0), ids)
+        assert torch.equal((parts >= 0).sum(0), (ids >= 0).long()), "a choice is computed twice"
+        copies = [int(layer.coming[0]) for layer in layers]
+        chosen = torch.unique(ids[ids >= 0]).long()
+        came = chosen[(layers[0].places[chosen] >= 0) & (before[chosen] < 0)]
+        assert sum(copies) == len(came)
+        rows = torch.bincount(ids[ids >= 0].long(), minlength=SHAPE.experts)
+        missing, left = rows[before < 0].sum(), rows[layers[0].places < 0].sum()
+        chosen_before = float((layers[0].scores[came] - rows[came]).sum())
+        bound = (float(missing) + chosen_before) * server_seconds * (1 + 1e-5)
+        assert max(float(left) * server_seconds, max(copies) * 48e-6) <= bound
 
 
 @pytest.mark.parametrize("name", ["triton", "reference"])

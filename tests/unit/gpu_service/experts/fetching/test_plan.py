@@ -29,12 +29,13 @@ def config(split: str = "tensor", ranks: int = 1, stages: int = 1, fetch: str = 
     return MoebiusConfig.model_validate(document)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(("split", "groups"), [("tensor", 2), ("expert", 1)])
-def test_slots_hold_whole_experts(split: str, groups: int) -> None:
+def test_slots_hold_whole_experts(split: str, groups: int, ranks: int) -> None:
     """Every layer that is not resident as a whole has slots; a part comes from each server where they share
-    experts.
+    experts. Each rank has slots for whole experts.
     """
-    plan = plan_fetching(config(split), GEOMETRY, PARTS, "cuda", None)
+    plan = plan_fetching(config(split, ranks), GEOMETRY, PARTS, "cuda", None)
     assert plan is not None
     assert plan.kinds == {0: (KIND,) * groups, 1: (KIND,) * groups}
     assert plan.num_slots == 4 * GEOMETRY.top_k
@@ -66,12 +67,11 @@ def test_a_small_part_of_the_memory_is_taken() -> None:
     ("chosen", "device"),
     [
         (config(fetch="off"), "cuda"),
-        (config(ranks=2), "cuda"),
         (config(stages=2), "cuda"),
         (config(), "cpu"),
     ],
 )
 def test_where_nothing_is_fetched(chosen: MoebiusConfig, device: str) -> None:
-    """Switched off, with several ranks, without a GPU."""
+    """Switched off, with pipeline stages, without a GPU."""
     assert plan_fetching(chosen, GEOMETRY, PARTS, device, None) is None
     assert plan_fetching(config(), GEOMETRY, {}, "cuda", None) is None
