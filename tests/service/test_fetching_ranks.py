@@ -46,7 +46,7 @@ def fetch_on_the_host() -> None:
     """Changes this process: it fetches as a GPU would, into few slots."""
     make.fetches = lambda config, _: config.gpu.fetch_experts == "auto"  # type: ignore[assignment]
     make._TOKENS_KEPT = 2
-    ExpertFetcher._set_prices = cheap_copies  # type: ignore[method-assign]
+    ExpertFetcher._set_prices = cheap_copies  # type: ignore[assignment, method-assign]
 
 
 def copied(script: Script) -> list[Outcome]:
