@@ -307,7 +307,7 @@ def _load(
     known = {} if moe is None else known_routing(config, moe, record, group)
     shape = cache_shape(config.gpu, model.config, model.rank_layers, device)
     memory.pool = make_pool(config, shape, group, record is not None)
-    resident = load_resident(config, moe, device, dtype, group, known, memory.pool)
+    resident = load_resident(config, moe, device, dtype, group, known, memory.pool, fingerprint)
     if memory.pool is not None and not memory.pool.size:  # no layer's memory moves
         memory.pool = None
     memory.reached(RESIDENT)

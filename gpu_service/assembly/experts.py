@@ -25,6 +25,7 @@ from gpu_service.experts.resident.make import make_resident_experts, resident_by
 from gpu_service.experts.resident.watch import ResidentWatch
 from gpu_service.experts.servers import CheckedExperts
 from gpu_service.experts.streaming.make import StreamingPlan, make_streamer, plan_streaming
+from gpu_service.experts.streaming.opening import open_packed
 from gpu_service.experts.streaming.ring import transfer_device
 from gpu_service.experts.streaming.streamer import ExpertStreamer
 from gpu_service.memory.plan import ExpertMemory
@@ -120,15 +121,25 @@ def load_resident(
     group: RankGroup,
     known: Mapping[int, NDArray[np.int64]],
     pool: PhysicalPool | None = None,
+    fingerprint: str = "",
 ) -> ResidentExperts | None:
     """Returns experts on this rank's device, by layer those that were chosen most where it is known; None:
     none.
 
-    `pool`: as in `make_resident_experts`.
+    They are copied from the expert servers' memory where these have loaded them. `pool`: as in
+    `make_resident_experts`; `fingerprint`: `EngineIdentity.experts`.
     """
     if moe is None:
         return None
-    return make_resident_experts(config, moe.geometry, device, dtype, group.parallel, moe.layers, known, pool)
+    placed = make_placement(config.placement, moe.geometry).resident
+    layers = [layer for layer in moe.layers if placed.get(layer)]
+    packed = open_packed(config.experts, layers, fingerprint, group.parallel)
+    parts = config, moe.geometry, device, dtype, group.parallel, moe.layers
+    try:
+        return make_resident_experts(*parts, known, pool, packed)
+    finally:
+        if packed is not None:
+            packed.close()
 
 
 def make_watch(

@@ -120,6 +120,13 @@ class LayerSlots:
         self.expert_of_slot[slot] = expert
         self.contents[slot] = content_of(expert, packed)
 
+    def occupy(self, experts: Sequence[int], contents: Sequence[SlotContent]) -> None:
+        """Says which experts lie in the slots from 0 on, which were empty; their weights are complete."""
+        count = len(experts)
+        self.slot_of_expert[list(experts)] = torch.arange(count, dtype=torch.int32).to(self.weights.device)
+        self.expert_of_slot[:count] = experts
+        self.contents[:count] = contents
+
     def clear(self, slot: int) -> None:
         """Gives an expert up; its weights stay until they are overwritten."""
         self.contents[slot] = None
