@@ -21,6 +21,7 @@ import uvloop
 from prometheus_client import REGISTRY
 
 from gpu_service.assembly.build import Built, WarmUpGate, build_engine, model_info
+from gpu_service.assembly.kept_experts import keep_experts
 from gpu_service.cache.tiers.prefix_tiers import PrefixTiers
 from gpu_service.core.interface import NullObserver
 from gpu_service.engine import step_check
@@ -240,6 +241,8 @@ async def _serve(config: MoebiusConfig, state: ProcessState, watch: LoopWatch) -
     in_order = await asyncio.to_thread(built.close, _LAST_STEP_S)
     if not in_order:
         _log.warning("a step is still computing: leaving without its end", seconds=_LAST_STEP_S)
+    elif sleeps:
+        await asyncio.to_thread(keep_experts, config, built)
     return _SLEEPS if sleeps else 0, in_order
 
 
@@ -482,4 +485,7 @@ def run_follower(config: MoebiusConfig, state: ProcessState) -> int:
     # Returns when rank 0 has sent the end.
     built.engine.join()
     built.close()
-    return _SLEEPS if mark.exists else 0
+    if not mark.exists:
+        return 0
+    keep_experts(config, built)
+    return _SLEEPS

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from gpu_service.assembly.kept_experts import kept_experts
 from gpu_service.assembly.process import local_rank, resolve_device
 from gpu_service.core.partition import stage_layers
 from gpu_service.device.stream import DeviceStream, stream_of
@@ -126,20 +127,24 @@ def load_resident(
     """Returns experts on this rank's device, by layer those that were chosen most where it is known; None:
     none.
 
-    They are copied from the expert servers' memory where these have loaded them. `pool`: as in
-    `make_resident_experts`; `fingerprint`: `EngineIdentity.experts`.
+    They are copied from where they are packed already: what an engine kept over its sleep, or the memory of
+    expert servers that have loaded them. `pool`: as in `make_resident_experts`; `fingerprint`:
+    `EngineIdentity.experts`.
     """
+    kept = kept_experts(config, fingerprint, group.parallel)
     if moe is None:
         return None
     placed = make_placement(config.placement, moe.geometry).resident
     layers = [layer for layer in moe.layers if placed.get(layer)]
-    packed = open_packed(config.experts, layers, fingerprint, group.parallel)
     parts = config, moe.geometry, device, dtype, group.parallel, moe.layers
+    if kept is not None:
+        return make_resident_experts(*parts, known, pool, kept)
+    segments = open_packed(config.experts, layers, fingerprint, group.parallel)
     try:
-        return make_resident_experts(*parts, known, pool, packed)
+        return make_resident_experts(*parts, known, pool, segments)
     finally:
-        if packed is not None:
-            packed.close()
+        if segments is not None:
+            segments.close()
 
 
 def make_watch(

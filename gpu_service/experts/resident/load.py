@@ -37,7 +37,7 @@ from moebius.process.progress import Progress, phase
 
 _log = structlog.get_logger(__name__)
 # More threads wait for Python's lock, which finding an expert in a checkpoint needs, or for memory.
-_MAX_THREADS = 8
+MAX_THREADS = 8
 # Experts that are copied to the device at once take about this; a thread has two such buffers.
 _RUN_BYTES = 8 * 2**20
 # Of packed experts, which a thread reads before it gives the file's pages back.
@@ -136,7 +136,7 @@ class _Loading:
 
     def run(self, progress: Progress) -> None:
         """Returns when all weights are on the device. Raises what a thread raises."""
-        threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
+        threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
         with ThreadPoolExecutor(threads, "resident") as pool:
             for done in [pool.submit(self._fill_some, progress) for _ in range(threads)]:
                 done.result()
