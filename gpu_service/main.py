@@ -21,6 +21,7 @@ import uvloop
 from prometheus_client import REGISTRY
 
 from gpu_service.assembly.build import Built, WarmUpGate, build_engine, model_info
+from gpu_service.assembly.imports import begin_imports
 from gpu_service.assembly.kept_experts import keep_experts
 from gpu_service.cache.tiers.prefix_tiers import PrefixTiers
 from gpu_service.core.interface import NullObserver
@@ -262,6 +263,7 @@ async def _loaded(
         await report.set(True)
         await server.start()
         _log.info("asleep")
+        begin_imports(config)
         waking = asyncio.create_task(sleep.waking.wait())
         await asyncio.wait((waking, stopping), return_when=asyncio.FIRST_COMPLETED)
         if signals.stop.is_set():
@@ -273,6 +275,7 @@ async def _loaded(
         note_imports()
         await report.set(False, why="still loading")
         await server.start()
+    begin = time.monotonic()
     loading = _start_loading(config, asyncio.get_running_loop())
     await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
     interrupted = not loading.done()
@@ -282,7 +285,10 @@ async def _loaded(
     if interrupted:
         _log.info("stopped while loading")
         return None
-    return loading.result()
+    loaded = loading.result()
+    # Phases, some of which run beside others, are in the line with which the engine becomes ready.
+    _log.info("loaded", seconds=round(time.monotonic() - begin, 3))
+    return loaded
 
 
 async def _until_end(
@@ -463,6 +469,7 @@ def run_follower(config: MoebiusConfig, state: ProcessState) -> int:
     """
     rank, mark = config.parallel.rank, SleepMark(config.model.sleep_file)
     if mark.exists:
+        begin_imports(config)
         while mark.exists:
             time.sleep(_POLL_S)
     else:

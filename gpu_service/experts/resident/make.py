@@ -26,6 +26,7 @@ from moebius.errors import brief
 from moebius.experts.placement import Placement, make_placement
 from moebius.experts.rank_division import rank_residents
 from moebius.models.geometry import MoeGeometry
+from moebius.process.progress import phase
 
 _log = structlog.get_logger(__name__)
 
@@ -96,7 +97,8 @@ def warmed_up(
     """With these kernels, or with torch's and a warning where they do not run on the device."""
     resident = ResidentExperts(source, slots, kernels)
     try:
-        resident.warm_up(max_rows, dtype)
+        with phase("trying kernels of resident experts"):
+            resident.warm_up(max_rows, dtype)
     except Exception as error:  # a compiler, a driver or a kernel may raise anything
         if isinstance(kernels, TorchResidentKernels):
             raise

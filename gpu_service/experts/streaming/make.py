@@ -46,6 +46,7 @@ from moebius.experts.placement import make_placement, recorded_counts
 from moebius.experts.slices import REQUANTISED, SliceRequest, plan_slice
 from moebius.models.expert_checkpoint import ExpertCheckpoint
 from moebius.models.geometry import MoeGeometry
+from moebius.process.progress import phase
 
 _log = structlog.get_logger(__name__)
 # The ring takes at most this part of a GPU's memory; with less of it pieces are smaller.
@@ -288,7 +289,7 @@ def _warm_up(streamer: ExpertStreamer, plan: StreamingPlan, max_rows: int, dtype
     False: the kernels do not run on this device.
     """
     try:
-        with torch.inference_mode():
+        with phase("trying kernels of streamed experts"), torch.inference_mode():
             for kind in plan.kinds:
                 streamer.kernels.warm_up(streamer.sample_slots(kind), max_rows, dtype)
             streamer.products = measure_products(streamer, plan.widest, dtype, max_rows)
