@@ -19,7 +19,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import structlog
@@ -27,11 +27,12 @@ import torch
 from numpy.typing import NDArray
 
 from gpu_service.device.stream import stream_of
-from gpu_service.experts.resident.content import SlotContent, content_of
+from gpu_service.experts.resident.content import SlotContent
 from gpu_service.experts.resident.experts import LayerSlots
 from gpu_service.experts.resident.panels import LayerFormat
-from gpu_service.experts.resident.source import PackedExpertSource
-from moebius.checkpoint.mapped_reader import MappedReader
+from gpu_service.experts.resident.source import PackedExpert, PackedExpertSource
+from moebius import _kernels
+from moebius.checkpoint.scratch_reader import ScratchReader
 from moebius.errors import UserError
 from moebius.process.progress import Progress, phase
 
@@ -40,8 +41,6 @@ _log = structlog.get_logger(__name__)
 MAX_THREADS = 8
 # Experts that are copied to the device at once take about this; a thread has two such buffers.
 _RUN_BYTES = 8 * 2**20
-# Of packed experts, which a thread reads before it gives the file's pages back.
-_MAPPED_BYTES = 32 * 2**20
 
 
 class PackedMemory(Protocol):
@@ -97,15 +96,6 @@ class _Run:
     experts: Sequence[int]
 
 
-class _Read(NamedTuple):
-    """An expert in a buffer: what it is, whether it was packed already, and what rounding cost."""
-
-    content: SlotContent
-    is_copied: bool
-    squared_error: float = 0.0
-    squared_reference: float = 0.0
-
-
 class _Loading:
     """Driven by `load_slots`; its threads share the list of runs."""
 
@@ -126,8 +116,8 @@ class _Loading:
         self._runs: Iterator[_Run] = iter(runs)
         self._lock = threading.Lock()
         # By layer and slot.
-        self.contents: dict[int, list[SlotContent]] = {
-            layer: [SlotContent(expert, 0, 0) for expert in experts] for layer, experts in chosen.items()
+        self.contents: dict[int, list[SlotContent | None]] = {
+            layer: [None] * len(experts) for layer, experts in chosen.items()
         }
         # Experts that were packed already.
         self.num_copied = 0
@@ -152,65 +142,82 @@ class _Loading:
                 )
 
     def _fill_some(self, progress: Progress) -> None:
-        with self._active(), MappedReader() as reader:
-            buffers, mapped = _Buffers(self._run_bytes, self._device), 0
+        with self._active(), ScratchReader() as reader:
+            buffers = _Buffers(self._run_bytes, self._device)
             while True:
                 with self._lock:
                     run = next(self._runs, None)
                 if run is None:
                     break
-                if mapped > _MAPPED_BYTES:  # not each time: it interrupts all threads, which map the file
-                    reader.reset()
-                    mapped = 0
+                reader.reset()
                 try:
-                    mapped += self._fill(run, buffers, reader, progress)
+                    self._fill(run, buffers, reader, progress)
                 except BaseException:
                     with self._lock:  # the other threads need not read the rest
                         list(self._runs)
                     raise
             buffers.wait()
 
-    def _fill(self, run: _Run, buffers: _Buffers, reader: MappedReader, progress: Progress) -> int:
-        """Fills a run's slots; returns how many bytes of packed experts were read from the checkpoint."""
+    def _fill(self, run: _Run, buffers: _Buffers, reader: ScratchReader, progress: Progress) -> None:
+        """Fills a run's slots."""
         slots, packed = self._slots[run.layer], self._packed
         each, count = slots.kind.expert_bytes, len(run.experts)
         rows = buffers.take()[: count * each].view(count, each)
-        places = list(zip(run.experts, rows, strict=True))
-        found = [self._read(run.layer, *place, reader, packed) for place in places]
+        memory = list(rows.numpy())
+        contents = self._copied(run, memory, packed)
         problem = "" if packed is None else packed.problem()
         if problem:
             # The checksums may be those of other weights by now, with which these agree.
             self._give_up(problem)
-            found = [self._read(run.layer, *place, reader, None) for place in places]
+            contents = [None] * count
+        absent = [place for place, content in enumerate(contents) if content is None]
+        if absent:
+            experts = [run.experts[place] for place in absent]
+            made = self._source.fill(run.layer, experts, reader, [memory[place] for place in absent])
+            for place, one in zip(absent, made, strict=True):
+                contents[place] = one.content
+            self._note_errors(run.layer, made)
         slots.weights[run.slot : run.slot + count].copy_(rows, non_blocking=True)
         buffers.give_back()
         with self._lock:
-            self.num_copied += sum(one.is_copied for one in found)
-            for slot, one in enumerate(found, run.slot):
-                self.contents[run.layer][slot] = one.content
-                self._errors[run.layer][0] += one.squared_error
-                self._errors[run.layer][1] += one.squared_reference
+            self.num_copied += count - len(absent)
+            self.contents[run.layer][run.slot : run.slot + count] = contents
         progress.advance(count * each)
-        return each * sum(not one.is_copied for one in found)
 
-    def _read(
-        self, layer: int, expert: int, into: torch.Tensor, reader: MappedReader, packed: PackedMemory | None
-    ) -> _Read:
-        """Returns what is in `into` now, uint8 `[expert_bytes]` on the host."""
-        kind = self._slots[layer].kind
-        found = None if packed is None else packed.packed(layer, expert, kind)
-        if found is not None:
-            packed_bytes, content = found
-            np.copyto(into.numpy(), packed_bytes)
-            if content.matches(into):
-                return _Read(content, True)
+    def _copied(
+        self, run: _Run, memory: Sequence[NDArray[np.uint8]], packed: PackedMemory | None
+    ) -> list[SlotContent | None]:
+        """Returns what is in `memory` now; None: the expert has to be packed."""
+        contents: list[SlotContent | None] = [None] * len(run.experts)
+        if packed is None:
+            return contents
+        kind = self._slots[run.layer].kind
+        found = {
+            place: one
+            for place, expert in enumerate(run.experts)
+            if (one := packed.packed(run.layer, expert, kind)) is not None
+        }
+        meant = {place: content for place, (_, content) in found.items()}
+        digests = _kernels.copy_weights(
+            [packed_bytes for packed_bytes, _ in found.values()],
+            [memory[place] for place in found],
+            [content.seed for content in meant.values()],
+        )
+        for (place, content), digest in zip(meant.items(), digests, strict=True):
+            if content.digest == digest:
+                contents[place] = content
+                continue
             _log.warning(
                 "a packed expert in memory differs from its checksum; it is packed from the checkpoint",
-                layer=layer,
-                expert=expert,
+                layer=run.layer,
+                expert=content.expert,
             )
-        made = self._source.read(layer, expert, reader, into.numpy())
-        return _Read(content_of(expert, into), False, made.squared_error, made.squared_reference)
+        return contents
+
+    def _note_errors(self, layer: int, made: Sequence[PackedExpert]) -> None:
+        with self._lock:
+            self._errors[layer][0] += sum(one.squared_error for one in made)
+            self._errors[layer][1] += sum(one.squared_reference for one in made)
 
     def _give_up(self, problem: str) -> None:
         with self._lock:
