@@ -54,7 +54,7 @@ from moebius.network.tls import configure_tls
 from moebius.process.garbage import collect_rarely
 from moebius.process.memory import give_back_memory
 from moebius.process.operations import Answers, LoopWatch, ProcessState, registry_text, start_operations
-from moebius.process.progress import note_imports, take_phases
+from moebius.process.progress import end_imports, note_imports, take_phases
 from moebius.process.sleep_mark import FORCED, SleepMark, start_over
 from moebius.telemetry import configure_logging, configure_tracing, enable_reflection, export_metrics
 from moebius.telemetry.certificates import CertificateCollector
@@ -270,6 +270,7 @@ async def _loaded(
             await server.stop(0)
             return None
         sleep.mark.clear()
+        end_imports()
         _log.info("waking up")
     else:
         note_imports()
@@ -472,6 +473,7 @@ def run_follower(config: MoebiusConfig, state: ProcessState) -> int:
         begin_imports(config)
         while mark.exists:
             time.sleep(_POLL_S)
+        end_imports()
     else:
         note_imports()
     built = build_engine(config, NullObserver(), lambda deltas: None)
