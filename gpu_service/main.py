@@ -21,6 +21,8 @@ import uvloop
 from prometheus_client import REGISTRY
 
 from gpu_service.assembly.build import Built, WarmUpGate, build_engine, model_info
+from gpu_service.assembly.imports import begin_imports
+from gpu_service.assembly.kept_experts import keep_experts
 from gpu_service.cache.tiers.prefix_tiers import PrefixTiers
 from gpu_service.core.interface import NullObserver
 from gpu_service.engine import step_check
@@ -52,7 +54,7 @@ from moebius.network.tls import configure_tls
 from moebius.process.garbage import collect_rarely
 from moebius.process.memory import give_back_memory
 from moebius.process.operations import Answers, LoopWatch, ProcessState, registry_text, start_operations
-from moebius.process.progress import note_imports, take_phases
+from moebius.process.progress import end_imports, note_imports, take_phases
 from moebius.process.sleep_mark import FORCED, SleepMark, start_over
 from moebius.telemetry import configure_logging, configure_tracing, enable_reflection, export_metrics
 from moebius.telemetry.certificates import CertificateCollector
@@ -240,6 +242,8 @@ async def _serve(config: MoebiusConfig, state: ProcessState, watch: LoopWatch) -
     in_order = await asyncio.to_thread(built.close, _LAST_STEP_S)
     if not in_order:
         _log.warning("a step is still computing: leaving without its end", seconds=_LAST_STEP_S)
+    elif sleeps:
+        await asyncio.to_thread(keep_experts, config, built)
     return _SLEEPS if sleeps else 0, in_order
 
 
@@ -259,17 +263,20 @@ async def _loaded(
         await report.set(True)
         await server.start()
         _log.info("asleep")
+        begin_imports(config)
         waking = asyncio.create_task(sleep.waking.wait())
         await asyncio.wait((waking, stopping), return_when=asyncio.FIRST_COMPLETED)
         if signals.stop.is_set():
             await server.stop(0)
             return None
         sleep.mark.clear()
+        end_imports()
         _log.info("waking up")
     else:
         note_imports()
         await report.set(False, why="still loading")
         await server.start()
+    begin = time.monotonic()
     loading = _start_loading(config, asyncio.get_running_loop())
     await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
     interrupted = not loading.done()
@@ -279,7 +286,10 @@ async def _loaded(
     if interrupted:
         _log.info("stopped while loading")
         return None
-    return loading.result()
+    loaded = loading.result()
+    # Phases, some of which run beside others, are in the line with which the engine becomes ready.
+    _log.info("loaded", seconds=round(time.monotonic() - begin, 3))
+    return loaded
 
 
 async def _until_end(
@@ -460,8 +470,10 @@ def run_follower(config: MoebiusConfig, state: ProcessState) -> int:
     """
     rank, mark = config.parallel.rank, SleepMark(config.model.sleep_file)
     if mark.exists:
+        begin_imports(config)
         while mark.exists:
             time.sleep(_POLL_S)
+        end_imports()
     else:
         note_imports()
     built = build_engine(config, NullObserver(), lambda deltas: None)
@@ -482,4 +494,7 @@ def run_follower(config: MoebiusConfig, state: ProcessState) -> int:
     # Returns when rank 0 has sent the end.
     built.engine.join()
     built.close()
-    return _SLEEPS if mark.exists else 0
+    if not mark.exists:
+        return 0
+    keep_experts(config, built)
+    return _SLEEPS

@@ -12,6 +12,9 @@ from numpy.typing import NDArray
 
 from moebius.kernels.source import Code, ScaleType, SourceMatrix
 
+# A matrix as checkpoints store it, or plain numbers.
+_Source = SourceMatrix | NDArray[Any]
+
 # --- experts (kernels/bindings/bind_moe.cc) ---------------------------------------------------------------
 
 class EngineCounters(TypedDict):
@@ -727,6 +730,18 @@ def pack_expert(
     parts: int = 1,
     into: NDArray[np.uint8] | None = None,
 ) -> tuple[NDArray[np.uint8], float, float]: ...
+def pack_experts(
+    gate_up_format: str,
+    down_format: str,
+    experts: Sequence[tuple[_Source | None, _Source, _Source]],
+    *,
+    has_bias: bool = False,
+    into: Sequence[NDArray[np.uint8]],
+    seeds: Sequence[int],
+) -> list[tuple[int, float, float]]: ...
+def copy_weights(
+    sources: Sequence[NDArray[np.uint8]], targets: Sequence[NDArray[np.uint8]], seeds: Sequence[int]
+) -> list[int]: ...
 def unpack_matrix(
     format: str, packed: NDArray[np.uint8], rows: int, k: int, has_bias: bool = False
 ) -> NDArray[np.float32]: ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -92,6 +93,7 @@ from moebius.models.registry import family_of
 from moebius.models.served import read_served_model, with_drafts
 from moebius.models.small_model import check_tokenizers
 from moebius.process.limits import available_memory
+from moebius.process.progress import phase
 
 _log = structlog.get_logger(__name__)
 __all__ = ["Built", "WarmUpGate", "build_engine", "model_info"]
@@ -108,9 +110,11 @@ def build_engine(
     to the stream it was made on.
     """
     config = with_expert_split(with_drafts(config))
-    device = prepare_process(config)
-    identity = read_identity(config)
-    model_config = read_served_model(config)
+    with ThreadPoolExecutor(1, "identity") as beside:
+        reading = beside.submit(read_identity, config)
+        device = prepare_process(config)
+        model_config = read_served_model(config)
+        identity = reading.result()
     if model_config.dtype == "float16" and family_of(model_config.model_type).overflows_float16:
         _log.warning(
             "dtype float16: models of this family are known to exceed 65504, the largest number it holds; "
@@ -246,6 +250,7 @@ def _step_runners(
     return steps, lane
 
 
+@phase("planning memory")
 def _plan_memory(
     config: MoebiusConfig, model: CausalLM, moe: RankMoe | None, group: RankGroup
 ) -> tuple[KvMemory, MoebiusConfig, StreamingPlan | None]:
@@ -307,7 +312,7 @@ def _load(
     known = {} if moe is None else known_routing(config, moe, record, group)
     shape = cache_shape(config.gpu, model.config, model.rank_layers, device)
     memory.pool = make_pool(config, shape, group, record is not None)
-    resident = load_resident(config, moe, device, dtype, group, known, memory.pool)
+    resident = load_resident(config, moe, device, dtype, group, known, memory.pool, fingerprint)
     if memory.pool is not None and not memory.pool.size:  # no layer's memory moves
         memory.pool = None
     memory.reached(RESIDENT)

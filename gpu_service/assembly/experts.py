@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from gpu_service.assembly.kept_experts import kept_experts
 from gpu_service.assembly.process import local_rank, resolve_device
 from gpu_service.core.partition import stage_layers
 from gpu_service.device.stream import DeviceStream, stream_of
@@ -26,6 +27,7 @@ from gpu_service.experts.resident.make import make_resident_experts, resident_by
 from gpu_service.experts.resident.watch import ResidentWatch
 from gpu_service.experts.servers import CheckedExperts
 from gpu_service.experts.streaming.make import StreamingPlan, make_streamer, plan_streaming
+from gpu_service.experts.streaming.opening import open_packed
 from gpu_service.experts.streaming.ring import transfer_device
 from gpu_service.experts.streaming.streamer import ExpertStreamer
 from gpu_service.memory.plan import ExpertMemory
@@ -127,15 +129,29 @@ def load_resident(
     group: RankGroup,
     known: Mapping[int, NDArray[np.int64]],
     pool: PhysicalPool | None = None,
+    fingerprint: str = "",
 ) -> ResidentExperts | None:
     """Returns experts on this rank's device, by layer those that were chosen most where it is known; None:
     none.
 
-    `pool`: as in `make_resident_experts`.
+    They are copied from where they are packed already: what an engine kept over its sleep, or the memory of
+    expert servers that have loaded them. `pool`: as in `make_resident_experts`; `fingerprint`:
+    `EngineIdentity.experts`.
     """
+    kept = kept_experts(config, fingerprint, group.parallel)
     if moe is None:
         return None
-    return make_resident_experts(config, moe.geometry, device, dtype, group.parallel, moe.layers, known, pool)
+    placed = make_placement(config.placement, moe.geometry).resident
+    layers = [layer for layer in moe.layers if placed.get(layer)]
+    parts = config, moe.geometry, device, dtype, group.parallel, moe.layers
+    if kept is not None:
+        return make_resident_experts(*parts, known, pool, kept)
+    segments = open_packed(config.experts, layers, fingerprint, group.parallel)
+    try:
+        return make_resident_experts(*parts, known, pool, segments)
+    finally:
+        if segments is not None:
+            segments.close()
 
 
 def make_watch(

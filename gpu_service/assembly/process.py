@@ -21,6 +21,7 @@ from gpu_service.device.cuda_program import keep_compiled_in
 from moebius.config import GpuConfig, MoebiusConfig, ParallelConfig
 from moebius.errors import UserError
 from moebius.host.topology import Topology
+from moebius.process.progress import phase
 
 _log = structlog.get_logger(__name__)
 
@@ -40,11 +41,12 @@ def use_jit_cache(directory: str) -> None:
         raise UserError(f"jit_cache_dir: cannot write to {directory!r}: {error}") from error
     if not os.access(root / "triton", os.W_OK):
         raise UserError(f"jit_cache_dir: cannot write to {directory!r}; a writable directory is needed")
-    if "flashinfer" in sys.modules:
+    place = str(root / "flashinfer")
+    if "flashinfer" in sys.modules and os.environ.get("FLASHINFER_WORKSPACE_BASE") != place:
         _log.warning("FlashInfer is imported already, its kernels stay where they were", directory=directory)
     keep_compiled_in(str(root))
     os.environ["TRITON_CACHE_DIR"] = str(root / "triton")
-    os.environ["FLASHINFER_WORKSPACE_BASE"] = str(root / "flashinfer")
+    os.environ["FLASHINFER_WORKSPACE_BASE"] = place
 
 
 def resolve_device(gpu: GpuConfig, local_rank: int = 0) -> torch.device:
@@ -85,6 +87,8 @@ def prepare_process(config: MoebiusConfig) -> torch.device:
         # The host only fills small tensors; more threads would spin on the cores of the expert servers.
         torch.set_num_threads(1)
         _cuda.set_device(device)
+        with phase("opening the GPU"):  # which else the first tensor does
+            _cuda.synchronize(device)
     else:
         _set_threads(config.gpu)
     return device

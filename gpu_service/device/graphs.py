@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -159,9 +159,10 @@ class CudaGraphs(GraphBackend):
         if self._open == 0:
             # With its last graph, or its first one's failure, the allocator forgets a pool.
             self._pool = torch.cuda.graph_pool_handle()
+            gc.collect()
         # Not torch's context manager: it gives the allocator's free blocks back to the device, and those are
-        # what later steps were promised. What is garbage must not be found while capturing.
-        gc.collect()
+        # what later steps were promised. It also looks for garbage each time, which takes tenths of a second
+        # with all that a process has imported.
         self._stream.synchronize()
         pieces: list[torch.cuda.CUDAGraph] = []
         launches: list[Callable[[], None]] = []
@@ -171,7 +172,7 @@ class CudaGraphs(GraphBackend):
             launches.append(partial(launch, *map(_place_of, tensors)))
             self._begin(pieces)
 
-        with self._stream.active():
+        with self._stream.active(), _without_collections():
             self._begin(pieces)
             try:
                 work(cut)
@@ -191,6 +192,18 @@ class CudaGraphs(GraphBackend):
 
     def _closed(self) -> None:
         self._open -= 1
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """Garbage is not looked for: what frees memory of the device must not be found while capturing."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def is_capturing(device: torch.device) -> bool:

@@ -9,6 +9,7 @@ together. Towers stay in floating point in every published checkpoint.
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -44,6 +45,7 @@ from gpu_service.models.vision.registry import build_tower
 from gpu_service.models.vision.tower import VisionTower
 from gpu_service.ops import host_kernels
 from moebius.checkpoint.errors import CheckpointError
+from moebius.checkpoint.expert_layouts import is_routed_expert
 from moebius.checkpoint.index import CheckpointIndex, TensorInfo, has_weights
 from moebius.checkpoint.matrix_finder import MatrixFinder, is_ignored, side_name
 from moebius.checkpoint.quantisation import read_schemes
@@ -176,6 +178,7 @@ class _Search:
 
 
 FP8 = "F8_E4M3"
+_EXPERT_NUMBER = re.compile(r"\.experts\.\d+\.")
 # Stored types of weights that are no numbers of activations.
 _ALLOWED = {"int32": INTEGERS, "e8m0": ("F8_E8M0", "U8")}
 _FLOAT_DTYPES = ("F32", "F16", "BF16")
@@ -433,9 +436,16 @@ def _present(index: CheckpointIndex, config: ModelConfig, parallel: ParallelCont
     swapped = config.tie_word_embeddings and is_stored_as_head(
         index, config.model_type, config.num_stored_layers
     )
+    # Of routed experts one of each layer is asked for: there are tens of thousands of names.
+    left_out: set[str] = set()
     for name, info in index.tensors.items():
+        alike = _EXPERT_NUMBER.sub(".experts.*.", name, count=1) if is_routed_expert(name) else ""
+        if alike in left_out:
+            continue
         canonical = wanted_name(name, config, parallel, head_is_embedding=swapped)
         if canonical is None:
+            if alike:
+                left_out.add(alike)
             continue
         if canonical in present:
             raise CheckpointError(

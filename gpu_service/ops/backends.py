@@ -125,7 +125,8 @@ BACKENDS: dict[str, tuple[str, ...]] = {
 }
 _SLOWER = "ops on torch take several launches in place of one: slower decode steps, the same results"
 _INSTALL = "pip install 'moebius[gpu]'"
-_TABLES = {"flashinfer": "gpu_service.ops.flashinfer", "triton": "gpu_service.ops.triton.table"}
+# Modules that import a library and say what it has.
+TABLES = {"flashinfer": "gpu_service.ops.flashinfer", "triton": "gpu_service.ops.triton.table"}
 # FlashInfer's cache write and rotation take page tables and float32 tables, whose making costs more
 # launches in every layer or step than they save; they serve where there is no Triton.
 _TRITON_FIRST = frozenset({"append_kv", "rope_table", "apply_rope"})
@@ -201,7 +202,7 @@ def load_tables(
     for name in names:
         try:
             with phase(f"importing {name}"):
-                table = import_module(_TABLES[name])
+                table = import_module(TABLES[name])
             if hasattr(table, "prepare"):
                 table.prepare(attention_modules())
             tables[name] = table.IMPLEMENTATIONS

@@ -1,7 +1,10 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <array>
+#include <cstring>
 #include <optional>
+#include <tuple>
 #include <vector>
 
 #include "kernels/bindings/bindings.h"
@@ -13,6 +16,7 @@
 #include "kernels/format/grids.h"
 #include "kernels/format/pack.h"
 #include "kernels/format/requantise.h"
+#include "kernels/moe/weight_segment.h"
 
 namespace py = pybind11;
 
@@ -122,17 +126,31 @@ Bytes memory_for(const std::optional<Bytes>& given, uint64_t count) {
   return *given;
 }
 
+// The matrices of one expert, kept alive; `gate` may be None.
+struct ExpertArrays {
+  ExpertArrays(const py::object& gate_source, const py::object& up_source, const py::object& down_source)
+      : gated(!gate_source.is_none()),
+        gate(gated ? read_source(gate_source, "gate") : SourceArrays{}),
+        up(read_source(up_source, "up")),
+        down(read_source(down_source, "down")) {}
+
+  ExpertSource source() const { return {gate.matrix, up.matrix, down.matrix}; }
+  ExpertLayout layout(const std::string& gate_up_format, const std::string& down_format, bool has_bias) const {
+    return ExpertLayout(parse_gate_up_formats(gate_up_format), parse_weight_format(down_format), up.matrix.cols,
+                        up.matrix.rows, gated, has_bias);
+  }
+
+  bool gated;
+  SourceArrays gate, up, down;
+};
+
 // (packed bytes, squared error, squared reference); packed in `parts` pieces, one after the other.
 py::tuple pack_expert_matrices(const std::string& gate_up_format, const std::string& down_format,
                                const py::object& gate, const py::object& up, const py::object& down, bool has_bias,
                                int64_t parts, const std::optional<Bytes>& into) {
-  const SourceArrays up_arrays = read_source(up, "up");
-  const SourceArrays down_arrays = read_source(down, "down");
-  const bool gated = !gate.is_none();
-  const SourceArrays gate_arrays = gated ? read_source(gate, "gate") : SourceArrays{};
-  const ExpertSource source{gate_arrays.matrix, up_arrays.matrix, down_arrays.matrix};
-  const ExpertLayout layout(parse_gate_up_formats(gate_up_format), parse_weight_format(down_format), source.up.cols,
-                            source.up.rows, gated, has_bias);
+  const ExpertArrays arrays(gate, up, down);
+  const ExpertSource source = arrays.source();
+  const ExpertLayout layout = arrays.layout(gate_up_format, down_format, has_bias);
   const uint64_t count = positive(parts, "parts");
   const uint64_t total = expert_parts(layout);
   Bytes packed = memory_for(into, layout.expert_bytes);
@@ -149,6 +167,60 @@ py::tuple pack_expert_matrices(const std::string& gate_up_format, const std::str
     }
   }
   return py::make_tuple(packed, sum.squared_error, sum.squared_reference);
+}
+
+void check_lengths(size_t found, size_t wanted, const char* name) {
+  if (found == wanted) return;
+  throw std::invalid_argument(std::string(name) + " are " + std::to_string(found) + ", experts " +
+                              std::to_string(wanted));
+}
+
+using Checked = std::tuple<uint64_t, double, double>;
+
+// (checksum, squared error, squared reference) of each expert, (gate, up, down), packed into memory of the caller's.
+// Python's lock is taken once for all: threads that hand it to one another for each expert wait for that most of all.
+std::vector<Checked> pack_experts(const std::string& gate_up_format, const std::string& down_format,
+                                  const std::vector<std::array<py::object, 3>>& experts, bool has_bias,
+                                  const std::vector<Bytes>& into, const std::vector<uint64_t>& seeds) {
+  check_lengths(into.size(), experts.size(), "into");
+  check_lengths(seeds.size(), experts.size(), "seeds");
+  std::vector<ExpertArrays> arrays;
+  std::vector<ExpertLayout> layouts;
+  std::vector<std::byte*> targets;
+  for (size_t i = 0; i < experts.size(); ++i) {
+    const auto& [gate, up, down] = experts[i];
+    layouts.push_back(arrays.emplace_back(gate, up, down).layout(gate_up_format, down_format, has_bias));
+    Bytes memory = memory_for(into[i], layouts.back().expert_bytes);
+    targets.push_back(reinterpret_cast<std::byte*>(memory.mutable_data()));
+  }
+  std::vector<Checked> found;
+  const ReleasedGil release;
+  for (size_t i = 0; i < experts.size(); ++i) {
+    const PackError error = pack_expert(layouts[i], arrays[i].source(), targets[i]);
+    const uint64_t checksum = weights::digest_of(targets[i], layouts[i].expert_bytes, seeds[i]);
+    found.emplace_back(checksum, error.squared_error, error.squared_reference);
+  }
+  return found;
+}
+
+// The checksums of bytes that are copied from each of `sources` to `targets`, taken of the copies; the lock as above.
+std::vector<uint64_t> copy_weights(const std::vector<Bytes>& sources, std::vector<Bytes>& targets,
+                                   const std::vector<uint64_t>& seeds) {
+  check_lengths(targets.size(), sources.size(), "targets");
+  check_lengths(seeds.size(), sources.size(), "seeds");
+  std::vector<std::byte*> to;
+  for (size_t i = 0; i < sources.size(); ++i) {
+    Bytes memory = memory_for(targets[i], static_cast<uint64_t>(sources[i].size()));
+    to.push_back(reinterpret_cast<std::byte*>(memory.mutable_data()));
+  }
+  std::vector<uint64_t> found;
+  const ReleasedGil release;
+  for (size_t i = 0; i < sources.size(); ++i) {
+    const auto count = static_cast<size_t>(sources[i].size());
+    std::memcpy(to[i], sources[i].data(), count);
+    found.push_back(weights::digest_of(to[i], count, seeds[i]));
+  }
+  return found;
 }
 
 std::string reason_of(const std::string& format, const py::object& source) {
@@ -270,6 +342,10 @@ void bind_format(py::module_& m) {
   m.def("pack_expert", &pack_expert_matrices, py::arg("gate_up_format"), py::arg("down_format"), py::arg("gate"),
         py::arg("up"), py::arg("down"), py::kw_only(), py::arg("has_bias") = false, py::arg("parts") = 1,
         py::arg("into").noconvert() = py::none());
+  m.def("pack_experts", &pack_experts, py::arg("gate_up_format"), py::arg("down_format"), py::arg("experts"),
+        py::kw_only(), py::arg("has_bias") = false, py::arg("into").noconvert(), py::arg("seeds"));
+  m.def("copy_weights", &copy_weights, py::arg("sources").noconvert(), py::arg("targets").noconvert(),
+        py::arg("seeds"));
   m.def("unpack_matrix", &unpack_matrix, py::arg("format"), py::arg("packed").noconvert(), py::arg("rows"),
         py::arg("k"), py::arg("has_bias") = false);
   m.def("unpack_bias", &unpack_bias, py::arg("format"), py::arg("packed").noconvert(), py::arg("rows"), py::arg("k"));

@@ -14,6 +14,7 @@ import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -100,7 +101,8 @@ class CheckpointIndex:
 
 
 def open_safetensors(directory: str | Path) -> CheckpointIndex:
-    """Read the headers of a single file, or of every shard that the index file names.
+    """Read the headers of a single file, or of every shard that the index file names; once, while the result
+    is in use and the files stay what they are: of tens of thousands of tensors it takes half a second.
 
     Raises CheckpointError naming the file when one is missing, truncated or malformed, when a tensor is
     listed but not present, or when a name occurs twice.
@@ -108,6 +110,30 @@ def open_safetensors(directory: str | Path) -> CheckpointIndex:
     directory = Path(directory)
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is not a directory")
+    key = directory, _signature(directory)
+    found = _in_use.get(key)
+    if found is None:
+        found = _in_use[key] = _open_safetensors(directory)
+    return found
+
+
+_Signature = tuple[tuple[str, int, int, int, int, int], ...]
+# What is open, as long as something refers to it.
+_in_use: WeakValueDictionary[tuple[Path, _Signature], CheckpointIndex] = WeakValueDictionary()
+
+
+def _signature(directory: Path) -> _Signature:
+    """Returns what changes when a file with headers does: name, size, place and times."""
+    found = []
+    for entry in os.scandir(directory):
+        if entry.name.endswith((".safetensors", INDEX_FILE)) and entry.is_file():
+            status = entry.stat()
+            times = status.st_mtime_ns, status.st_ctime_ns
+            found.append((entry.name, status.st_size, status.st_dev, status.st_ino, *times))
+    return tuple(sorted(found))
+
+
+def _open_safetensors(directory: Path) -> CheckpointIndex:
     tensors: dict[str, TensorInfo] = {}
     weight_map = _weight_map(directory)
     for file in _shard_files(directory, weight_map):

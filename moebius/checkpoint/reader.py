@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -41,11 +42,14 @@ class SliceReader:
             os.close(descriptor)
         self._descriptors.clear()
 
+    def expect(self, matrices: Iterable[tuple[TensorInfo, int | None]]) -> None:
+        """Says which tensors, or which matrices of stacks, are read as a whole next; it changes no result."""
+
     def read(self, info: TensorInfo) -> Array:
         """Returns the whole tensor, in its own shape; bfloat16 as uint16."""
         if info.derived is not None:
             return read_whole(info.derived, self, info.shape)
-        output = np.empty(info.shape, info.numpy_dtype)
+        output = self._new(info.shape, info.numpy_dtype)
         self._fill(info, 0, output)
         return output
 
@@ -78,7 +82,7 @@ class SliceReader:
         """Returns `[len(rows), len(cols)]` of a row-major matrix that starts `base` elements into
         the tensor.
         """
-        output = np.empty((len(rows), len(cols)), info.numpy_dtype)
+        output = self._new((len(rows), len(cols)), info.numpy_dtype)
         if not output.size:
             return output
         if rows.step == 1 and len(cols) == width:
@@ -91,6 +95,10 @@ class SliceReader:
             self._fill(info, base + part[0] * width, block)
             output[first : first + len(part)] = block[:: rows.step, cols.start : cols.stop : cols.step]
         return output
+
+    def _new(self, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
+        """Returns memory for a result."""
+        return np.empty(shape, dtype)
 
     def _descriptor(self, file: Path) -> int:
         """Returns the open file."""
@@ -106,9 +114,13 @@ class SliceReader:
         """
         if not output.size:
             return
-        descriptor = self._descriptor(info.file)
-        target = memoryview(output.reshape(-1).view(np.uint8).data)
-        position = info.offset + first_element * output.itemsize
+        self._fill_bytes(
+            info, info.offset + first_element * output.itemsize, output.reshape(-1).view(np.uint8)
+        )
+
+    def _fill_bytes(self, info: TensorInfo, position: int, output: npt.NDArray[np.uint8]) -> None:
+        """Read bytes of the tensor's file from `position` on. Raises CheckpointError as `_fill`."""
+        descriptor, target = self._descriptor(info.file), memoryview(output.data)
         while target:
             try:
                 count = os.preadv(descriptor, [target], position)

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moebius.checkpoint.errors import CheckpointError
+from moebius.checkpoint.index import TensorInfo
 from moebius.checkpoint.reader import Array, SliceReader
 from moebius.checkpoint.stored_arrays import StoredArray, as_slice, count_elements
 from moebius.checkpoint.stored_values import (
@@ -56,6 +57,12 @@ class StoredMatrix:
         yield from (array.tensor.name for array in self.arrays)
         if self.bias is not None:
             yield self.bias.tensor.name
+
+    @property
+    def stored(self) -> Iterator[tuple[TensorInfo, int | None]]:
+        """All tensors it is made of, and where they are stacks its place in each."""
+        for array in self.arrays if self.bias is None else (*self.arrays, self.bias):
+            yield array.tensor, array.expert_index
 
     def channels(self, wanted: range, are_columns: bool) -> StoredMatrix:
         """Returns some of an expert's channels: rows of gate and up, columns of down. Bounds as in `read`.

@@ -138,13 +138,17 @@ def is_end_of_phase(line: str) -> bool:
     return _END in line
 
 
-def note_imports() -> None:
-    """A phase of what came before: from the kernel's start of this process, its interpreter, imports.
-
-    Whose objects stay until the end: Python's collector, off until now, has no need to look at them.
+def end_imports() -> None:
+    """Modules are imported, whose objects stay until the end: Python's collector, off until now, has no need
+    to look at them.
     """
     gc.freeze()
     gc.enable()
+
+
+def note_imports() -> None:
+    """A phase of what came before: from the kernel's start of this process, its interpreter, imports."""
+    end_imports()
     _phases.add("starting Python", _process_age_s())
 
 

@@ -17,6 +17,8 @@ ASLEEP = "the engine is asleep: POST /wake_up or `moebius wake` wakes it"
 FORCED = "the engine was put to sleep, which ended this call"
 """The end of a call that was not waited for: it is not to be repeated, which would wake the engine."""
 _FD = Path("/proc/self/fd")
+# Descriptors that the next program of this process has, too.
+_handed_over: set[int] = set()
 
 
 class SleepMark:
@@ -49,8 +51,30 @@ class SleepMark:
             Path(self._path).unlink(missing_ok=True)
 
 
+def hand_over(name: str, descriptor: int) -> None:
+    """Leaves an open file to the program that `start_over` runs, which finds it by its name."""
+    os.environ[name] = str(descriptor)
+    _handed_over.add(descriptor)
+
+
+def take_over(name: str) -> int | None:
+    """Returns the file that this process's former program left under a name, once; None: it left none."""
+    text = os.environ.pop(name, "")
+    if not text.isdecimal():
+        return None
+    try:
+        is_memory = os.readlink(_FD / text).startswith("/memfd:")
+    except OSError:
+        return None
+    if not is_memory:  # of an environment that was handed down to another process
+        return None
+    os.set_inheritable(int(text), False)
+    return int(text)
+
+
 def start_over(cpus: set[int]) -> NoReturn:
-    """Runs this process's own command line in its place, which gives back everything but its number.
+    """Runs this process's own command line in its place, which gives back everything but its number and what
+    was handed over.
 
     The system frees all memory, and a driver that of its device, as at the process's end; parents,
     supervisors and containers see none. `cpus` are those that the new program may use: a thread that calls
@@ -61,7 +85,7 @@ def start_over(cpus: set[int]) -> NoReturn:
     for name in os.listdir(_FD):
         if int(name) > sys.stderr.fileno():
             try:
-                os.set_inheritable(int(name), False)
+                os.set_inheritable(int(name), int(name) in _handed_over)
             except OSError:  # that of the listing itself
                 continue
     os.sched_setaffinity(0, cpus)

@@ -54,7 +54,7 @@ class Slots:
         engine = self._session.one(_ENGINE)
         layer, expert = chosen.choice(self._experts)
         with SliceReader() as reader:
-            packed = self._source.read(layer, expert, reader).packed.tobytes()
+            packed = self._source.read(layer, expert, reader).tobytes()
         places = [] if engine is None else places_in(engine.pid, packed)
         for at in chosen.sample(range(len(packed) // 4), count):
             for place in places:

@@ -56,7 +56,7 @@ class PackedSource:
         kind = layer_format("int8", "int8", SHAPE.hidden, SHAPE.intermediate, False)
         packed = np.zeros(kind.expert_bytes, np.uint8)
         packed[:2] = layer, expert
-        return type("Packed", (), {"packed": packed})()
+        return packed
 
 
 class Streamer:

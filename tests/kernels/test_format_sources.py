@@ -191,6 +191,38 @@ def test_experts_packed_in_parts_are_the_same() -> None:
         np.testing.assert_array_equal(shared[0], whole[0])
 
 
+def test_experts_packed_at_once_are_the_same() -> None:
+    """Each as it is packed alone, with its checksum; nothing is written where numbers or sizes do not fit."""
+    up, down = encode("awq_int4_g32", 72, 96), encode("mxfp4", 96, 72)
+    gates = [up.source, encode("awq_int4_g32", 72, 96).source]
+    experts = [(gate, up.source, down.source) for gate in gates]
+    wanted = [_kernels.pack_expert(up.format, down.format, *expert) for expert in experts]
+    into = [np.zeros_like(packed) for packed, _, _ in wanted]
+    found = _kernels.pack_experts(up.format, down.format, experts, into=into, seeds=[7, 8])
+    for (packed, *errors), memory, one, seed in zip(wanted, into, found, (7, 8), strict=True):
+        np.testing.assert_array_equal(memory, packed)
+        assert one == (_kernels.weight_digest(packed, seed), *errors)
+    for others, seeds in ((into[:1], [7, 8]), (into, [7]), ([into[0], into[1][1:]], [7, 8])):
+        with pytest.raises(ValueError, match=r"experts 2|into: "):
+            _kernels.pack_experts(up.format, down.format, experts, into=others, seeds=seeds)
+
+
+def test_copies_have_checksums_of_their_own() -> None:
+    """What a checksum is of is the copy; sizes have to fit, and memory to be of bytes that can be written."""
+    sources = [np.arange(count, dtype=np.uint8) for count in (5, 200)]
+    targets = [np.zeros_like(source) for source in sources]
+    digests = _kernels.copy_weights(sources, targets, [1, 2])
+    for source, target, digest, seed in zip(sources, targets, digests, (1, 2), strict=True):
+        np.testing.assert_array_equal(source, target)
+        assert digest == _kernels.weight_digest(target, seed)
+    with pytest.raises(ValueError, match="into: 5 bytes, but the expert takes 200"):
+        _kernels.copy_weights(sources, [targets[0], targets[0]], [1, 2])
+    targets[1].flags.writeable = False
+    with pytest.raises(ValueError, match="not writeable"):
+        _kernels.copy_weights(sources, targets, [1, 2])
+    assert _kernels.copy_weights([], [], []) == []
+
+
 def test_factors_are_of_blocks() -> None:
     """A source that was cut inside of blocks has their factors; one with others than panels hold is refused.
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -118,6 +120,33 @@ def test_killed_asleep_and_under_load(stack: Stack) -> None:
     assert is_sleeping(stack)
     assert (live(stack) or {})["is_sleeping"]
     assert text_of(complete(stack)) == expected
+
+
+def test_residents_are_kept_in_memory(tmp_path: Path) -> None:
+    """An engine that holds all experts leaves them to the program that wakes, which packs none; one that was
+    killed asleep packs them again. Answers stay the same.
+    """
+    model = write_one_layer(tmp_path / "tiny")
+    with running_stack(model, tmp_path, *FLAGS, "--gpu-experts-ratio", "1") as stack:
+        assert not stack.children("expert")
+        expected = text_of(complete(stack))
+        for _ in range(2):
+            assert post(stack, "/sleep").status_code == 200
+            assert text_of(complete(stack)) == expected
+        assert post(stack, "/sleep").status_code == 200
+        former = engine_of(stack)
+        former.send_signal(signal.SIGKILL)
+        former.wait(LIMIT_S)
+        assert text_of(complete(stack)) == expected
+        log = stack.log.read_text()
+    loaded = [
+        (int(experts), int(copied))
+        for experts, copied in re.findall(
+            r"resident experts loaded.* experts=(\d+).* packed_already=(\d+)", log
+        )
+    ]
+    (count,) = {experts for experts, _ in loaded}
+    assert [copied for _, copied in loaded] == [0, count, count, 0]
 
 
 @pytest.mark.parametrize(

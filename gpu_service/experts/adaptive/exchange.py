@@ -11,7 +11,7 @@ so the copy waits for them; the second mark is set by a host that has seen the c
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -98,8 +98,8 @@ class SlotExchanges:
         # (layer, slot) of experts that came from a segment, not from the checkpoint.
         self._from_segments: set[tuple[int, int]] = set()
         self._packer = ThreadPoolExecutor(1, "packing-residents")
-        self._places: dict[int, dict[int, int]] = {}
-        self._places_of: ExpertSegments | None = None
+        # Where what is wanted was found last.
+        self._found_in: ExpertSegments | None = None
         # Of all exchanges that were begun.
         self.count = self.nbytes = 0
         # The same by layer.
@@ -251,22 +251,12 @@ class SlotExchanges:
                 )
         return found
 
-    def _stored(self, segments: ExpertSegments, each: Wanted) -> StoredExperts | None:
-        """Returns the part that has the whole expert just as slots of its layer do; None: there is none."""
-        if self._places_of is not segments:
-            self._places, self._places_of = {}, segments
-        kind = self._resident.slots[each.layer].kind
-        for stored in segments.stored.get(each.layer, ()):
-            if stored.kind == kind and each.newcomer in self._place_in(stored):
-                return stored
-        return None
-
-    def _place_in(self, stored: StoredExperts) -> Mapping[int, int]:
-        """Returns expert -> slot of the segment."""
-        key = id(stored)
-        if key not in self._places:
-            self._places[key] = {expert: slot for slot, expert in enumerate(stored.experts)}
-        return self._places[key]
+    def _stored(self, segments: ExpertSegments, each: Wanted) -> tuple[StoredExperts, int] | None:
+        """Returns the part that has the whole expert just as slots of its layer do, and its slot there; None:
+        there is none.
+        """
+        self._found_in = segments
+        return segments.find(each.layer, each.newcomer, self._resident.slots[each.layer].kind)
 
     def _launch(self, copies: Sequence[tuple[Wanted, _Packed | None, int]]) -> None:
         """Copies into slots that no later step reads, once every step launched so far has ended."""
@@ -289,12 +279,13 @@ class SlotExchanges:
             self._device.copy(target, packed.bytes)
             self._from_segments.discard(place)
             return _Copying(*place, each.newcomer, copies, None, packed.content, packed.bytes)
-        segments = self._places_of
+        segments = self._found_in
         assert segments is not None
         assert self._streamer is not None
-        stored = self._stored(segments, each)
-        assert stored is not None
-        size, place_there = stored.kind.expert_bytes, self._place_in(stored)[each.newcomer]
+        found = self._stored(segments, each)
+        assert found is not None
+        stored, place_there = found
+        size = stored.kind.expert_bytes
         content = segments.content(stored, place_there)
         run = CopyRun(stored.offset + place_there * size, 0, size)
         self._streamer.copy(segments, target, Piece(stored, (each.newcomer,), (run,)), run)

@@ -120,6 +120,13 @@ class LayerSlots:
         self.expert_of_slot[slot] = expert
         self.contents[slot] = content_of(expert, packed)
 
+    def occupy(self, experts: Sequence[int], contents: Sequence[SlotContent | None]) -> None:
+        """Says which experts lie in the slots from 0 on, which were empty; their weights are complete."""
+        count = len(experts)
+        self.slot_of_expert[list(experts)] = torch.arange(count, dtype=torch.int32).to(self.weights.device)
+        self.expert_of_slot[:count] = experts
+        self.contents[:count] = contents
+
     def clear(self, slot: int) -> None:
         """Gives an expert up; its weights stay until they are overwritten."""
         self.contents[slot] = None
@@ -475,4 +482,4 @@ class ResidentExperts:
     def packed(self, layer: int, expert: int) -> torch.Tensor:
         """uint8 `[expert_bytes]`, read and packed by the calling thread. Raises CheckpointError."""
         with SliceReader() as reader:
-            return torch.from_numpy(self._source.read(layer, expert, reader).packed)
+            return torch.from_numpy(self._source.read(layer, expert, reader))

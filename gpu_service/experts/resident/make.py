@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import math
-import os
-import threading
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import structlog
@@ -15,7 +10,6 @@ import torch
 from numpy.typing import NDArray
 
 from gpu_service.core.parallel import SOLO, ParallelContext
-from gpu_service.device.stream import stream_of
 from gpu_service.device.virtual_memory import PhysicalPool
 from gpu_service.experts.resident.experts import (
     LayerSlots,
@@ -24,22 +18,17 @@ from gpu_service.experts.resident.experts import (
     TorchResidentKernels,
     make_slots,
 )
+from gpu_service.experts.resident.load import PackedMemory, load_slots
 from gpu_service.experts.resident.source import PackedExpertSource
 from gpu_service.experts.resident.warm_start import Residents, most_chosen, most_saving
-from moebius.checkpoint.mapped_reader import MappedReader
 from moebius.config import MoebiusConfig
-from moebius.errors import UserError, brief
+from moebius.errors import brief
 from moebius.experts.placement import Placement, make_placement
 from moebius.experts.rank_division import rank_residents
 from moebius.models.geometry import MoeGeometry
 from moebius.process.progress import phase
 
 _log = structlog.get_logger(__name__)
-# More threads wait for Python's lock, which finding an expert needs: of int4 experts 4, 8 and 16 of them
-# packed 2.7, 2.4 and 2.0 GB a second beside an H200.
-_MAX_THREADS = 6
-# Of packed experts, which a thread reads before it gives the file's pages back.
-_MAPPED_BYTES = 32 * 2**20
 
 
 def make_resident_experts(
@@ -51,13 +40,15 @@ def make_resident_experts(
     layers: Sequence[int] | None = None,
     known: Mapping[int, NDArray[np.int64]] | None = None,
     pool: PhysicalPool | None = None,
+    packed: PackedMemory | None = None,
 ) -> ResidentExperts | None:
     """Loads the experts that `config.placement` puts on this rank's device; None when it puts none there.
 
     `layers`: the decoder layers of this rank; None: all. `known`: how often experts were chosen, by layer:
     then as many bytes are loaded as the placement takes, of those that were chosen most. `pool`: what memory
-    of layers that are not placed as a whole comes from, and goes to while serving. Raises UserError naming a
-    setting, CheckpointError naming a tensor.
+    of layers that are not placed as a whole comes from, and goes to while serving. `packed`: where whole
+    experts may be packed already; a rank that has channels of each finds none there. Raises UserError naming
+    a setting, CheckpointError naming a tensor.
     """
     placed = _chosen(make_placement(config.placement, geometry), layers)
     if not placed:
@@ -77,7 +68,7 @@ def make_resident_experts(
         )
         for layer, experts in chosen.items()
     }
-    _load(source, slots, own, config.experts.max_requantise_error)
+    load_slots(source, slots, own, config.experts.max_requantise_error, packed)
     kernels = make_kernels(geometry, device, config.gpu.jit_cache_dir)
     return warmed_up(source, slots, kernels, config.gpu.num_batched_tokens, compute_dtype)
 
@@ -106,7 +97,8 @@ def warmed_up(
     """With these kernels, or with torch's and a warning where they do not run on the device."""
     resident = ResidentExperts(source, slots, kernels)
     try:
-        resident.warm_up(max_rows, dtype)
+        with phase("trying kernels of resident experts"):
+            resident.warm_up(max_rows, dtype)
     except Exception as error:  # a compiler, a driver or a kernel may raise anything
         if isinstance(kernels, TorchResidentKernels):
             raise
@@ -182,76 +174,3 @@ def _begun_with(
         return most_chosen(placed, known)
     nbytes = {layer: source.format_of(layer).expert_bytes for layer in placed}
     return most_saving(placed, known, nbytes, source.geometry.top_k)
-
-
-def _load(
-    source: PackedExpertSource,
-    slots: dict[int, LayerSlots],
-    chosen: dict[int, tuple[int, ...]],
-    max_error: float,
-) -> None:
-    """Reads one expert per thread at a time, so that the host never holds the whole of a large file."""
-    started = time.monotonic()
-    work: Iterator[tuple[int, int, int]] = iter(
-        [(layer, slot, expert) for layer, experts in chosen.items() for slot, expert in enumerate(experts)]
-    )
-    errors: dict[int, list[float]] = {layer: [0.0, 0.0] for layer in chosen}
-    lock = threading.Lock()
-    device = next(iter(slots.values())).weights.device
-    active, largest = stream_of(device), max(found.kind.expert_bytes for found in slots.values())
-
-    def load_some() -> None:
-        mapped = 0
-        # One for all experts: the pages of new memory come one by one, for which threads wait for each other,
-        # and a device copies from pinned memory at the link's full rate.
-        memory = torch.empty(largest, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        with active(), MappedReader() as reader:
-            while True:
-                with lock:
-                    item = next(work, None)
-                if item is None:
-                    return
-                layer, slot, expert = item
-                if mapped > _MAPPED_BYTES:  # not each time: it interrupts all threads, which map the file
-                    reader.reset()
-                    mapped = 0
-                try:
-                    into = memory[: slots[layer].kind.expert_bytes].numpy()
-                    found = source.read(layer, expert, reader, into)
-                    slots[layer].put(slot, expert, torch.from_numpy(found.packed))
-                except BaseException:
-                    with lock:  # the other threads need not read the rest
-                        list(work)
-                    raise
-                mapped += found.packed.nbytes
-                progress.advance(found.packed.nbytes)
-                with lock:
-                    errors[layer][0] += found.squared_error
-                    errors[layer][1] += found.squared_reference
-
-    threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
-    with (
-        phase("loading resident experts", sum(s.nbytes for s in slots.values()), "GB") as progress,
-        ThreadPoolExecutor(threads, "resident") as pool,
-    ):
-        for done in [pool.submit(load_some) for _ in range(threads)]:
-            done.result()
-    _check_errors(errors, max_error)
-    _log.info(
-        "resident experts loaded",
-        experts=sum(map(len, chosen.values())),
-        layers=len(chosen),
-        formats=", ".join(sorted({"/".join(s.kind.formats) for s in slots.values()})),
-        gib=round(sum(s.nbytes for s in slots.values()) / 2**30, 3),
-        seconds=round(time.monotonic() - started, 2),
-    )
-
-
-def _check_errors(errors: dict[int, list[float]], max_error: float) -> None:
-    for layer, (error, reference) in errors.items():
-        relative = math.sqrt(error / reference) if reference else 0.0
-        if relative > max_error:
-            raise UserError(
-                f"layer {layer}: requantising its experts makes a relative error of {relative:.3f}; "
-                f"max_requantise_error allows {max_error}"
-            )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from gpu_service.experts.resident.content import SlotContent
 from gpu_service.experts.resident.panels import LayerFormat, layer_format
 from moebius import _kernels
 from moebius.checkpoint.errors import CheckpointError
@@ -19,10 +21,9 @@ from moebius.models.geometry import MoeGeometry
 
 @dataclass(frozen=True, eq=False)
 class PackedExpert:
-    """Filled by `PackedExpertSource.read`."""
+    """What was packed into memory; filled by `PackedExpertSource.fill`."""
 
-    # uint8 [expert_bytes]: what goes into a slot.
-    packed: NDArray[np.uint8]
+    content: SlotContent
     # Over the weights of matrices that had to be rounded; 0 when packed exactly.
     squared_error: float
     squared_reference: float
@@ -70,26 +71,43 @@ class PackedExpertSource:
             )
         return self._formats[layer]
 
-    def read(
-        self, layer: int, expert: int, reader: SliceReader, into: NDArray[np.uint8] | None = None
-    ) -> PackedExpert:
-        """Reads and packs, into new memory, or uint8 `[expert_bytes]` of the caller's.
+    def read(self, layer: int, expert: int, reader: SliceReader) -> NDArray[np.uint8]:
+        """Reads and packs: uint8 `[expert_bytes]`. Raises as `fill`."""
+        packed = np.empty(self.format_of(layer).expert_bytes, np.uint8)
+        self.fill(layer, [expert], reader, [packed])
+        return packed
+
+    def fill(
+        self, layer: int, experts: Sequence[int], reader: SliceReader, into: Sequence[NDArray[np.uint8]]
+    ) -> list[PackedExpert]:
+        """Reads and packs some experts of a layer, each into uint8 `[expert_bytes]` of the caller's.
 
         Raises CheckpointError naming a tensor, or a format other than the layer's.
         """
-        kind, found = self.format_of(layer), self._checkpoint.expert(layer, expert)
+        kind, found = self.format_of(layer), [self._checkpoint.expert(layer, expert) for expert in experts]
+        for one in found:
+            self._check_format(one, kind)
+        spans = [self._span(one) for one in found]
+        if self._ranks == (0, 1):
+            reader.expect(array for one in found for matrix in one.all for array in matrix.stored)
+        keeps = self._target is None
+        sources = [one.read(reader, *span, keeps=keeps) for one, span in zip(found, spans, strict=True)]
+        # By the seeds of `content_of`.
+        packed = _kernels.pack_experts(
+            *kind.formats, sources, has_bias=kind.gate_up.has_bias, into=into, seeds=experts
+        )
+        return [
+            PackedExpert(SlotContent(expert, digest, expert), error, reference)
+            for expert, (digest, error, reference) in zip(experts, packed, strict=True)
+        ]
+
+    def _check_format(self, found: ExpertMatrices, kind: LayerFormat) -> None:
         formats = self._formats_of(found)
         if formats != kind.formats:
             raise CheckpointError(
                 f"{found.all[0].name!r} is {'/'.join(formats)}, expert 0 of its layer "
                 f"{'/'.join(kind.formats)}; requantise them with --expert-dtype"
             )
-        begin, end = self._span(found)
-        gate, up, down = found.read(reader, begin, end, keeps=self._target is None)
-        packed, error, reference = _kernels.pack_expert(
-            *formats, gate, up, down, has_bias=kind.gate_up.has_bias, into=into
-        )
-        return PackedExpert(packed, error, reference)
 
     def _formats_of(self, found: ExpertMatrices) -> tuple[str, str]:
         """Returns the formats of gate and up, and of down, as they are packed here."""

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import structlog
 import torch
@@ -33,9 +32,10 @@ from gpu_service.experts.streaming.measure import (
     measure_link,
     measure_products,
 )
+from gpu_service.experts.streaming.opening import open_segments, segment_paths
 from gpu_service.experts.streaming.plan import RingLayout, ring_layout
 from gpu_service.experts.streaming.ring import BufferRing, transfer_device
-from gpu_service.experts.streaming.segments import ExpertSegments, SegmentsUnusable, identity_problem
+from gpu_service.experts.streaming.segments import ExpertSegments
 from gpu_service.experts.streaming.share import ShareChooser
 from gpu_service.experts.streaming.source import SegmentSource
 from gpu_service.experts.streaming.step import StreamedExperts
@@ -44,9 +44,9 @@ from moebius.config import MoebiusConfig
 from moebius.errors import UserError, brief
 from moebius.experts.placement import make_placement, recorded_counts
 from moebius.experts.slices import REQUANTISED, SliceRequest, plan_slice
-from moebius.kernels.weight_segment import WeightSegment, WeightSegmentError, segment_path
 from moebius.models.expert_checkpoint import ExpertCheckpoint
 from moebius.models.geometry import MoeGeometry
+from moebius.process.progress import phase
 
 _log = structlog.get_logger(__name__)
 # The ring takes at most this part of a GPU's memory; with less of it pieces are smaller.
@@ -289,7 +289,7 @@ def _warm_up(streamer: ExpertStreamer, plan: StreamingPlan, max_rows: int, dtype
     False: the kernels do not run on this device.
     """
     try:
-        with torch.inference_mode():
+        with phase("trying kernels of streamed experts"), torch.inference_mode():
             for kind in plan.kinds:
                 streamer.kernels.warm_up(streamer.sample_slots(kind), max_rows, dtype)
             streamer.products = measure_products(streamer, plan.widest, dtype, max_rows)
@@ -329,7 +329,7 @@ def open_streamer(
         return
     settings = config.experts
     costs = _measured(config, streamer, experts, stream, dtype)
-    paths = [segment_path(settings.expert_weights_dir, index) for index in range(settings.split_count)]
+    paths = segment_paths(settings)
 
     def on_ready(source: SegmentSource, segments: ExpertSegments) -> None:
         if costs is not None:
@@ -337,7 +337,7 @@ def open_streamer(
 
     device = streamer.device
     source = SegmentSource(
-        lambda: _open(paths, plan.layers, fingerprint),
+        lambda: open_segments(paths, plan.layers, fingerprint),
         device,
         registrar(device.device),
         on_ready,
@@ -381,29 +381,6 @@ def measure_while_serving(
     segments = None if source is None else source.segments()
     if costs is not None and source is not None and segments is not None:
         measure_link(streamer, source, segments, costs)
-
-
-def _open(paths: Sequence[Path], layers: Sequence[int], fingerprint: str) -> ExpertSegments:
-    """Raises SegmentsUnusable."""
-    with ExitStack() as undo:
-        segments = []
-        for path in paths:
-            try:
-                segment = WeightSegment.open(path)
-            except WeightSegmentError as error:
-                raise SegmentsUnusable(str(error)) from error
-            undo.callback(segment.close)
-            if not segment.is_checked:
-                raise SegmentsUnusable(
-                    f"expert weights {path}: its server still compares what it found there"
-                )
-            segments.append(segment)
-        opened = ExpertSegments(segments, layers, paths)
-        problem = identity_problem(opened.identity, fingerprint)
-        if problem:
-            raise SegmentsUnusable(f"expert weights {paths[0]}: {problem}")
-        undo.pop_all()
-        return opened
 
 
 def profiled_stream(plan: StreamingPlan | None, streamer: ExpertStreamer | None) -> ProfiledStream | None:

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from gpu_service.experts.resident.content import SlotContent
-from gpu_service.experts.resident.panels import layer_format
+from gpu_service.experts.resident.panels import LayerFormat, layer_format
 from gpu_service.experts.streaming.plan import StoredExperts
 from moebius.kernels.weight_formats import split_gate_up
 from moebius.kernels.weight_segment import SegmentLayer, digest_seed
@@ -73,6 +73,12 @@ class ExpertSegments:
                          if layer in segment.layers)
             for layer in layers
         }  # fmt: skip
+        # By segment and layer: slots by expert.
+        self._places = {
+            (stored.segment, stored.layer): {expert: slot for slot, expert in enumerate(stored.experts)}
+            for parts in self.stored.values()
+            for stored in parts
+        }
         problem = self._mismatch() or self.problem()
         if problem:
             raise SegmentsUnusable(problem)
@@ -105,6 +111,30 @@ class ExpertSegments:
                     if _file(path) != file:
                         self._replaced = f"expert server {index} has another segment under {path}"
             return self._replaced
+
+    def find(self, layer: int, expert: int, kind: LayerFormat) -> tuple[StoredExperts, int] | None:
+        """Returns the part that has an expert in this format, and its slot there; None: none has.
+
+        A part of an expert's channels is of a format of its own, but two such parts may have the same.
+        """
+        for stored in self.stored.get(layer, ()):
+            if stored.kind == kind and expert in (places := self._places[stored.segment, layer]):
+                return stored, places[expert]
+        return None
+
+    def packed(
+        self, layer: int, expert: int, kind: LayerFormat
+    ) -> tuple[NDArray[np.uint8], SlotContent] | None:
+        """Returns an expert's bytes where they lie, uint8 `[expert_bytes]`, and what they are meant to be;
+        None: no server has it in this format.
+        """
+        found = self.find(layer, expert, kind)
+        content = None if found is None else self.content(*found)
+        if found is None or content is None:
+            return None
+        stored, slot = found
+        begin = stored.offset + slot * kind.expert_bytes
+        return self.data[stored.segment][begin : begin + kind.expert_bytes].numpy(), content
 
     def content(self, stored: StoredExperts, slot: int) -> SlotContent | None:
         """Returns what the server has packed there, with its checksum; None: the segments were closed

@@ -228,7 +228,7 @@ def test_interleaved_rotation_through_flashinfer(monkeypatch: pytest.MonkeyPatch
 
 def test_missing_libraries_cost_one_warning_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        backends, "_TABLES", {"flashinfer": "gpu_service.ops.no_such", "triton": "gpu_service.ops.nor_this"}
+        backends, "TABLES", {"flashinfer": "gpu_service.ops.no_such", "triton": "gpu_service.ops.nor_this"}
     )
     with capture_logs() as logs:
         chosen = install_tables(CPU, load_tables(backends.BACKENDS["auto"]), torch.float32)

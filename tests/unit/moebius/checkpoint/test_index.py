@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -152,3 +155,24 @@ def test_what_is_not_safetensors_is_refused(tmp_path: Path, content: bytes) -> N
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):
         open_index(tmp_path)
+
+
+def test_headers_are_read_once_while_in_use(tmp_path: Path) -> None:
+    """What is open is shared; files that were written since, or that came, are read again, and so is a
+    checkpoint that nothing refers to any more.
+    """
+    file = tmp_path / "model.safetensors"
+    write_safetensors(file, {"one": np.zeros(3, np.float32)})
+    first = open_index(tmp_path)
+    assert open_index(tmp_path) is first
+    os.utime(file, ns=(1, 1))
+    again = open_index(tmp_path)
+    assert again is not first
+    assert again.tensors == first.tensors
+    replaced = tmp_path / "new"
+    write_safetensors(replaced, {"two": np.zeros(3, np.float32)})
+    replaced.rename(file)
+    assert list(open_index(tmp_path).tensors) == ["two"]
+    gone = weakref.ref(open_index(tmp_path))
+    gc.collect()
+    assert gone() is None
