@@ -217,8 +217,8 @@ def _memory_plan(config: MoebiusConfig, facts: Facts) -> tuple[Finding, Plans]:
     from app.doctor.machine_checks import seen_link
     from app.planning.capacity import Wish
     from app.planning.fill import with_free_memory
+    from app.planning.gpu_use import plan_capacity
     from app.planning.hardware import HardwareOptions, hardware
-    from app.planning.planner import plan_capacity
     from app.planning.report import expectation, quiet
 
     if config.experts.expert_transport == "local":

@@ -18,6 +18,7 @@ from moebius.errors import UserError
 
 if TYPE_CHECKING:
     from app.planning.cold import ColdExperts
+    from app.planning.dense import DenseChoice
 
 GIB = 2**30
 
@@ -87,6 +88,7 @@ class Filled:
     max_num_seqs: int | None  # None: the engine chooses.
     parallel: ParallelConfig
     reason: str  # Why the stages have these layers; empty: there is one.
+    dense: DenseChoice | None = None  # What `dense_weights: auto` becomes; None: nothing is decided.
 
 
 MEASURED_HERE, ASSUMED = "measured on this host", "assumed"
@@ -153,6 +155,7 @@ class CapacityPlan:
     drop_resident: str = "auto"  # What it becomes, where something is resident.
     start_seconds: float = 0.0  # Until requests are answered, where nothing has to be compiled.
     cold: ColdExperts | None = None  # Experts on disk; None: all are in memory.
+    dense: DenseChoice | None = None  # What `dense_weights: auto` became; None: nothing was to be decided.
     kv_offload_gib: float = 0.0  # RAM for prefixes, as set or as chosen beside experts.
     max_num_seqs: int | None = None  # Chosen beside experts; None: an engine chooses the same by itself.
 
@@ -180,6 +183,8 @@ class CapacityPlan:
             parts.append(
                 f"--pipeline-parallel-size {stages} --pipeline-layers {self.settings['pipeline_layers']}"
             )
+        if self.dense is not None:
+            parts.append(f"--dense-weights {self.dense.setting}")
         if self.max_num_seqs is not None:
             parts.append(f"--max-num-seqs {self.max_num_seqs}")
         return " ".join([*parts, self.residency.flags]).strip()

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from app.planning.capacity import CapacityPlan
+from app.planning.dense import with_dense_choice
 from app.planning.memory import EXPERT_BYTES, MIB, RAM, segment_bytes
 from moebius.config import MoebiusConfig
 from moebius.config.loader import leaves
@@ -119,7 +120,8 @@ def _engine_bytes(plan: CapacityPlan) -> int:
 
 def _with_residents(config: MoebiusConfig, plan: CapacityPlan) -> MoebiusConfig:
     """Returns the settings with as many experts on GPUs as the plan has put there, in RAM as often as the
-    plan counts them, with as many outputs at once as it left them room for, and the RAM for prefixes.
+    plan counts them, with as many outputs at once as it left them room for, the RAM for prefixes, and what it
+    decided of dense weights.
     """
     update: dict[str, Any] = {"drop_resident": plan.drop_resident}
     if plan.residency.is_filled:
@@ -130,7 +132,8 @@ def _with_residents(config: MoebiusConfig, plan: CapacityPlan) -> MoebiusConfig:
     }
     gpu = config.gpu.model_copy(update=chosen)
     placement = config.placement.model_copy(update=update)
-    return config.model_copy(update={"placement": placement, "gpu": gpu})
+    chosen_config = with_dense_choice(config, plan.dense)
+    return chosen_config.model_copy(update={"placement": placement, "gpu": gpu})
 
 
 def _settings(config: MoebiusConfig, plan: CapacityPlan) -> dict[str, dict[str, Any]]:

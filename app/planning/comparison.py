@@ -16,8 +16,8 @@ from rich.table import Table
 from app.bench.output import write_json
 from app.planning.capacity import CapacityPlan, DoesNotFit, Wish
 from app.planning.drafts import decided_drafts
+from app.planning.gpu_use import plan_capacity
 from app.planning.hardware import Hardware, HardwareOptions, hardware
-from app.planning.planner import plan_capacity
 from app.planning.report import EXIT_DOES_NOT_FIT, document, quiet, serve_command
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from app.planning.capacity import CapacityPlan, Wish
 from app.planning.completeness import refuse_incomplete
-from app.planning.planner import LONG_CONTEXTS
+from app.planning.dense import with_dense_choice
+from gpu_service.memory.contexts import LONG_CONTEXTS
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError, brief
 from moebius.models.served import with_method, with_own_layers
@@ -100,7 +101,8 @@ def _refusal(
         return "pipeline stages do not draft"
     try:
         refuse_incomplete(drafting)
-        found = plan(drafting)
+        # The layer may not be why dense weights are kept as they are stored, which many rows notice.
+        found = plan(with_dense_choice(drafting, without.dense))
     except (UserError, ValueError) as error:
         return brief(error)
     own = without.residency.by_layer

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from app.planning.capacity import DoesNotFit, Filled, Wish
+from app.planning.dense import with_dense_choice
 from app.planning.gpu_models import GpuModel, find_gpu_model, least_of
 from app.planning.hardware import Hardware, HardwareOptions, gpu_names, hardware
 from app.planning.memory import has_placement
@@ -87,8 +88,8 @@ def with_free_memory(host: Hardware, settings: GpuConfig) -> Hardware:
 
 
 def with_filled_gpus(config: MoebiusConfig) -> MoebiusConfig:
-    """The same settings with what they leave open about the placement of experts, if there is a GPU, and
-    about draft tokens (`speculative_method` auto).
+    """The same settings with what they leave open about the placement of experts and dense weights, if there
+    is a GPU, and about draft tokens (`speculative_method` auto).
 
     Where it cannot be known the settings stay: then the engine says what is wrong, or nothing is resident.
     Raises UserError for a setting that cannot be.
@@ -151,7 +152,8 @@ def _filled_placement(config: MoebiusConfig, pool: Executor) -> MoebiusConfig:
         return _dropped(config)
     parallel = config.parallel
     has_layers = parallel.pipeline_parallel_size == 1 or parallel.pipeline_layers
-    if has_placement(config) and config.placement.drop_resident != "auto" and has_layers:
+    is_open = "auto" in (config.placement.drop_resident, config.model.dense_weights)
+    if has_placement(config) and not is_open and has_layers:
         return config
     memory = gpu_memory()
     if parallel.rank_hosts > 1 or len(memory) < parallel.num_ranks:
@@ -162,6 +164,9 @@ def _filled_placement(config: MoebiusConfig, pool: Executor) -> MoebiusConfig:
     if found.parallel != config.parallel:
         _log.info(found.reason, pipeline_layers=",".join(map(str, found.parallel.pipeline_layers)))
         config = config.model_copy(update={"parallel": found.parallel})
+    if found.dense is not None:
+        _log.info(f"dense weights: {found.dense.line}")
+        config = with_dense_choice(config, found.dense)
     placement = found.placement
     _log.info(
         "experts on GPUs are chosen by what fits",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from app.planning.gpu_use import make_planner
 from app.planning.hardware import Hardware
 from app.planning.host_engine import measured_products
-from app.planning.planner import make_planner
 from moebius.config import MoebiusConfig
 from moebius.host.kernel_times import times_file, write_times
 

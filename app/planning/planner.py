@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -24,6 +23,7 @@ from app.planning.capacity import (
     stages_note,
 )
 from app.planning.cold import ColdExperts, cold_parts, with_cold_experts
+from app.planning.dense import DenseChoice, Form, is_undecided, with_dense_weights
 from app.planning.engine_memory import engine_parts
 from app.planning.hardware import Hardware
 from app.planning.memory import (
@@ -54,9 +54,10 @@ from app.planning.speed import (
     server_threads,
     windows_of,
 )
-from app.planning.stages import in_turn, lacks_stage_layers, with_all_gpus, with_stage_layers
+from app.planning.stages import in_turn, lacks_stage_layers, with_stage_layers
 from app.planning.start import predict_start
 from app.planning.tables import with_tables
+from gpu_service.memory.contexts import kept_tokens
 from moebius.config import MoebiusConfig, Section
 from moebius.errors import ConfigError, UserError
 from moebius.experts.placement import keeps_residents
@@ -65,11 +66,6 @@ from moebius.models.served import read_served_geometry, with_drafts
 
 if TYPE_CHECKING:
     from gpu_service.memory.plan import ExpertMemory, MemoryPlan
-
-
-# Tokens of one request that a GPU full of experts still has room for, the best first, and which part of the
-# memory for experts and cache such a request may take.
-LONG_CONTEXTS, _LONG_CONTEXT_PART = (131072, 98304, 65536, 49152), 4
 
 
 class Planner:
@@ -90,8 +86,15 @@ class Planner:
         self.stored: Mapping[int, StoredExperts] = stored_experts(
             config.model.model, self.geometry, config.model.expert_checkpoint
         )
+        # What `dense_weights: auto` became; None: nothing was left to decide.
+        self.dense: DenseChoice | None = None
         self.config = config = with_split(with_drafts(config), self.geometry, self.stored)
         self.forecast = Forecast(config, on_gpu)
+        # By `dense_weights`, as far as they were asked for.
+        self._forecasts: dict[Form, Forecast] = {}
+        if on_gpu:
+            held = config.model.dense_weights
+            self._forecasts["dequantise" if held == "auto" else held] = self.forecast
         self.model = self.forecast.model_config
 
     def plan(
@@ -102,15 +105,17 @@ class Planner:
         Raises DoesNotFit when the hardware is too small, UserError for settings that cannot be. Without
         `explain` it does not look for settings that would fit, which takes longer than the plan.
         """
+        if is_undecided(self):
+            return with_dense_weights(self, hardware, wish, fill).plan(hardware, wish, fill, explain)
         if lacks_stage_layers(self):
             return with_stage_layers(self, hardware, wish, fill).plan(hardware, wish, fill, explain)
         if self.config.gpu.max_num_seqs is None:
             return plan_with_num_seqs(self, hardware, wish, fill, explain)
         wish = wish or Wish()
-        context, concurrency = wish.tokens(self.model.max_model_len)
+        context, _ = wish.tokens(self.model.max_model_len)
         if context > self.model.max_model_len:
             raise UserError(f"--context: {context} is not allowed; allowed: up to {self.model.max_model_len}")
-        kv_tokens = context * concurrency if wish.is_demanded else self.kept_tokens(hardware)
+        kv_tokens = self.wanted_tokens(hardware, wish)
         residency = self._residency(hardware, kv_tokens, fill)
         planner = self._with_step_sizes(hardware, residency) if self.on_gpu else self
         planner = with_tables(planner._with_kept(hardware, residency), hardware, residency)
@@ -124,6 +129,8 @@ class Planner:
 
         Raises DoesNotFit when not even the rest of the model fits, UserError for settings that cannot be.
         """
+        if is_undecided(self):
+            return with_dense_weights(self, hardware, None, fill=True).fill(hardware)
         if lacks_stage_layers(self):
             return with_stage_layers(self, hardware).fill(hardware)
         if self.config.gpu.max_num_seqs is None:
@@ -138,7 +145,8 @@ class Planner:
         assert hardware.gpu is not None
         parallel = self.config.parallel
         reason = stages_note(parallel, hardware.gpu) if parallel.pipeline_layers else ""
-        return Filled(placement.model_copy(update=chosen), self.seqs_beside_experts, parallel, reason)
+        placement = placement.model_copy(update=chosen)
+        return Filled(placement, self.seqs_beside_experts, parallel, reason, self.dense)
 
     def _with_kept(self, hardware: Hardware, residency: Residency) -> Planner:
         """Returns the same with what `drop_resident` auto becomes."""
@@ -162,20 +170,20 @@ class Planner:
             return False
         return True
 
-    def kept_tokens(self, hardware: Hardware) -> int:
-        """Returns the tokens of KV cache that experts leave room for on a GPU: a long context if it is cheap.
-
-        That is one of at most a quarter of what experts and cache could have together.
-        """
-        longest = self.model.max_model_len
-        context, concurrency = Wish().tokens(longest)
-        if self.on_gpu:
-            room = self.room_bytes(hardware, nothing_resident(self.geometry))
-            all_tokens = int(room / self.token_bytes())
-            for tokens in LONG_CONTEXTS:
-                if context * concurrency < tokens <= longest and tokens * _LONG_CONTEXT_PART <= all_tokens:
-                    return tokens
+    def wanted_tokens(self, hardware: Hardware, wish: Wish | None) -> int:
+        """Returns the tokens of KV cache that experts leave room for: what is wished, else `kept_tokens`."""
+        if wish is None or not wish.is_demanded:
+            return self.kept_tokens(hardware)
+        context, concurrency = wish.tokens(self.model.max_model_len)
         return context * concurrency
+
+    def kept_tokens(self, hardware: Hardware) -> int:
+        """Returns the tokens of KV cache that experts leave room for, on a GPU as `memory.contexts` says."""
+        if not self.on_gpu:
+            context, concurrency = Wish().tokens(self.model.max_model_len)
+            return context * concurrency
+        room = self.room_bytes(hardware, nothing_resident(self.geometry))
+        return kept_tokens(self.model.max_model_len, room, self.token_bytes())
 
     def room_bytes(self, hardware: Hardware, residency: Residency) -> int:
         """Returns what the KV cache could have, if all that is left is its; 0: the rest does not fit."""
@@ -223,6 +231,7 @@ class Planner:
             prefill=predict_prefill(work, paced, self.config.gpu.num_batched_tokens, context, streamed),
             drop_resident=self.config.placement.drop_resident,
             cold=self.cold,
+            dense=self.dense,
             kv_offload_gib=self.config.gpu.kv_offload_bytes / 2**30,
             max_num_seqs=self.seqs_beside_experts,
             start_seconds=predict_start(self.geometry, self.stored, self._dense_bytes(), hardware),
@@ -266,11 +275,27 @@ class Planner:
         other.config, other.asked = config, config.placement
         return other
 
+    def with_dense(self, chosen: Form) -> Planner:
+        """Returns the same with `dense_weights` as chosen, which changes what the ranks hold."""
+        from gpu_service.assembly.forecast import Forecast
+
+        model = self.config.model.model_copy(update={"dense_weights": chosen})
+        other = self.with_settings(self.config.model_copy(update={"model": model}))
+        if chosen not in self._forecasts:
+            self._forecasts[chosen] = Forecast(other.config, self.on_gpu)
+        other.forecast = self._forecasts[chosen]
+        return other
+
     def with_cold(self, cold: ColdExperts, reads: ColdReads) -> Planner:
         """Returns the same with experts on disk."""
         other = copy(self)
         other.cold, other._reads = cold, reads
         return other
+
+    @property
+    def keeps_dense(self) -> bool:
+        """Returns whether GPUs hold quantised dense weights as they are stored."""
+        return self.on_gpu and self.config.model.dense_weights == "keep"
 
     def work(self, residency: Residency, hardware: Hardware) -> Work:
         """Returns what a step asks for."""
@@ -305,17 +330,30 @@ class Planner:
         """Returns what the ranks hold, one after the other, with slots to fetch to and rings to stream
         through as far as `moebius serve` has room for them: rings come first.
         """
+        for fetches in (True, False):
+            wanted = self.wanted(residency, hardware, fetches)
+            has_rings = any(each.ring_bytes for each in wanted)
+            if not has_rings or self.forecast.has_room(self.config, self._memory(hardware), wanted):
+                return wanted
+        if self.config.gpu.prefill_experts == "stream":
+            return wanted
+        return [replace(each, ring_bytes=0) for each in wanted]
+
+    def wanted(self, residency: Residency, hardware: Hardware, fetches: bool = True) -> list[ExpertMemory]:
+        """Returns what the ranks hold, with rings and, where it `fetches`, with slots; if there is room."""
         held = [self.held(rank, residency) for rank in range(len(self.forecast.ranks))]
-        mode, serves = self.config.gpu.prefill_experts, self.config.experts.expert_transport == "mailbox"
-        if mode == "cpu" or not serves:
+        if self.config.gpu.prefill_experts == "cpu" or self.config.experts.expert_transport != "mailbox":
             return held
         rings = [ring_bytes(self, rank, residency, hardware) for rank in range(len(held))]
-        for fetches in (True, False):
-            sizes = [ring + fetch if fetches else ring for ring, fetch in rings]
-            with_rings = [replace(found, ring_bytes=size) for found, size in zip(held, sizes, strict=True)]
-            if not any(sizes) or self.forecast.has_room(self.config, self._memory(hardware), with_rings):
-                return with_rings
-        return with_rings if mode == "stream" else held
+        return [
+            replace(found, ring_bytes=ring + fetch if fetches else ring)
+            for found, (ring, fetch) in zip(held, rings, strict=True)
+        ]
+
+    def holds(self, residency: Residency, hardware: Hardware, tokens: int) -> bool:
+        """Returns whether such residents, with their rings, fit beside a KV cache of so many tokens."""
+        held = self.wanted(residency, hardware)
+        return self.forecast.holds(self.config, self._memory(hardware), held, tokens)
 
     def _memory(self, hardware: Hardware) -> list[int]:
         """Returns the bytes of memory of each rank's GPU."""
@@ -432,7 +470,7 @@ class Planner:
         return {
             "experts": REQUANTISED.get(self.config.experts.expert_dtype, stored),
             "experts stored": stored,
-            "dense weights": self.model.dtype,
+            "dense weights": "as stored" if self.keeps_dense else self.model.dtype,
             "tensor_parallel_size": str(parallel.tensor_parallel_size),
             "pipeline_parallel_size": str(parallel.pipeline_parallel_size),
             **({"pipeline_layers": ",".join(map(str, found))} if (found := parallel.pipeline_layers) else {}),
@@ -440,66 +478,3 @@ class Planner:
             "max_num_seqs": str(self.config.gpu.num_seqs),
             "max_num_batched_tokens": str(self.config.gpu.num_batched_tokens),
         }
-
-
-def make_planner(config: MoebiusConfig, hardware: Hardware, fill: bool = True) -> Planner:
-    """Returns a planner of these settings. With `fill` all GPUs that the model allows are tensor-parallel
-    ranks, or pipeline stages where they are unequal, where no setting says how many.
-
-    Raises UserError for more ranks than GPUs.
-    """
-    ranks = config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size
-    on_gpu = hardware.gpu is not None and config.gpu.device != "cpu"
-    if config.gpu.device == "cuda" and not on_gpu:
-        raise UserError("device cuda: there is no GPU to plan with here; `moebius plan --gpus` names others")
-    if not on_gpu:
-        return Planner(config, on_gpu)
-    if ranks > hardware.gpus:
-        raise UserError(f"{ranks} ranks need as many GPUs, there are {hardware.gpus}")
-    if ranks > 1 or not fill:
-        return Planner(config, on_gpu)
-    if hardware.gpu is not None and hardware.gpu.is_mixed:
-        with suppress(ConfigError):  # Layers that one stage has to have together.
-            return Planner(with_all_gpus(config, hardware), on_gpu)
-    for count in range(hardware.gpus, 1, -1):
-        parallel = config.parallel.model_copy(update={"tensor_parallel_size": count})
-        try:
-            return Planner(config.model_copy(update={"parallel": parallel}), on_gpu)
-        except ConfigError:
-            continue
-    return Planner(config, on_gpu)
-
-
-def plan_capacity(
-    config: MoebiusConfig, hardware: Hardware, wish: Wish, fill: bool, explain: bool = True
-) -> CapacityPlan:
-    """Returns the capacity, as `Planner.plan`; a refusal names how many GPUs, up to 8, would do, if asked to
-    `explain`.
-    """
-    planner = make_planner(config, hardware, fill)
-    if not planner.on_gpu:
-        hardware = replace(hardware, gpus=0, gpu=None)
-    try:
-        return planner.plan(hardware, wish, fill, explain)
-    except DoesNotFit as error:
-        more = _enough_gpus(config, hardware, wish, fill) if explain else None
-        if more is None:
-            raise
-        raise DoesNotFit(f"{error}; {more} such GPUs with tensor_parallel_size {more} would do") from error
-
-
-def _enough_gpus(config: MoebiusConfig, hardware: Hardware, wish: Wish, fill: bool) -> int | None:
-    parallel = config.parallel
-    if hardware.gpu is None or hardware.gpu.is_mixed or parallel.num_ranks > 1:
-        return None
-    for count in (2, 4, 8):
-        if count <= hardware.gpus:
-            continue
-        changed = parallel.model_copy(update={"tensor_parallel_size": count})
-        try:
-            planner = Planner(config.model_copy(update={"parallel": changed}), True)
-            planner.plan(replace(hardware, gpus=count), wish, fill, explain=False)
-        except UserError:
-            continue
-        return count
-    return None

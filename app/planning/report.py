@@ -26,9 +26,9 @@ from app.planning.cold import cost
 from app.planning.completeness import refuse_incomplete
 from app.planning.drafts import decided_drafts
 from app.planning.fill import with_free_memory
+from app.planning.gpu_use import plan_capacity
 from app.planning.hardware import Hardware, HardwareOptions, hardware
 from app.planning.measured_products import with_measured_products
-from app.planning.planner import plan_capacity
 from app.planning.smallest_change import smaller_quantisation, smallest_change
 from app.planning.speed import ASSUMED_EXPERT_BANDWIDTH_SHARE, Speed
 from moebius.config import MoebiusConfig
@@ -101,6 +101,8 @@ def summary(plan: CapacityPlan) -> list[str]:
             f"experts on disk: {plan.cold.file_bytes / GIB:.2f} GiB packed, of which RAM holds "
             f"{plan.cold.memory_bytes / GIB:.2f} GiB; {cost(plan.cold)}"
         )
+    if plan.dense is not None:
+        lines.append(f"dense weights: {plan.dense.line}")
     lines.append(f"times of the expert kernels: {plan.expert_kernels}")
     return lines
 

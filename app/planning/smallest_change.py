@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from app.planning.capacity import CapacityPlan, DoesNotFit, Wish
+from app.planning.gpu_use import make_planner
 from app.planning.hardware import Hardware
 from app.planning.memory import has_placement
-from app.planning.planner import Planner, make_planner
+from app.planning.planner import Planner
 from moebius.config import MoebiusConfig, PlacementConfig
 from moebius.config.leaves import leaves
 from moebius.errors import UserError
@@ -109,7 +110,7 @@ def _axes(config: MoebiusConfig, hardware: Hardware) -> list[Sequence[Settings]]
         smaller = [size for size in (8.0, 4.0, 2.0, 1.0, 0.5, 0.25) if size < (gpu.kv_cache_gib or 1.0)]
         found.append(_values("kv_cache_gib", smaller))
     found.append(_values("kv_cache_dtype", ["fp8_e4m3"] if gpu.kv_cache_dtype == "auto" else []))
-    found.append(_values("dense_weights", ["keep"] if model.dense_weights != "keep" else []))
+    found.append(_values("dense_weights", ["keep"] if model.dense_weights == "dequantise" else []))
     lengths = [n for n in _CONTEXTS if n < (model.max_model_len or 2**30)]
     found.append(_values("max_model_len", lengths))
     dtypes = ("float32", "bfloat16", "int8", "int4")

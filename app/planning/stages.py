@@ -54,7 +54,9 @@ def with_stage_layers(
 
 def _with_layers(planner: Planner, sizes: tuple[int, ...]) -> Planner:
     parallel = planner.config.parallel.model_copy(update={"pipeline_layers": sizes})
-    return type(planner)(planner.config.model_copy(update={"parallel": parallel}), planner.on_gpu)
+    other = type(planner)(planner.config.model_copy(update={"parallel": parallel}), planner.on_gpu)
+    other.dense = planner.dense
+    return other
 
 
 def _tokens_per_second(planner: Planner, hardware: Hardware, wish: Wish | None, fill: bool) -> float:
@@ -68,8 +70,7 @@ def _tokens_per_second(planner: Planner, hardware: Hardware, wish: Wish | None, 
 def _divided(planner: Planner, hardware: Hardware, wish: Wish, fill: bool) -> tuple[int, ...] | None:
     from gpu_service.core.partition import check_stage
 
-    context, concurrency = wish.tokens(planner.model.max_model_len)
-    tokens = context * concurrency if wish.is_demanded else planner.kept_tokens(hardware)
+    tokens = planner.wanted_tokens(hardware, wish)
     stages = planner.config.parallel.pipeline_parallel_size
 
     def may_be(stage: range) -> bool:

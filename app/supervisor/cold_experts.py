@@ -66,8 +66,8 @@ def with_cold_experts(config: MoebiusConfig, given: MoebiusConfig, model: MoeGeo
 def _planned(config: MoebiusConfig, given: MoebiusConfig) -> CapacityPlan:
     """Raises DoesNotFit, with what would fit."""
     from app.planning.capacity import DoesNotFit, Wish
+    from app.planning.gpu_use import make_planner
     from app.planning.hardware import HardwareOptions, hardware
-    from app.planning.planner import make_planner
     from app.planning.report import quiet, what_fits
 
     servers = {"expert_servers": config.experts.expert_servers}

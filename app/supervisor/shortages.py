@@ -145,9 +145,9 @@ def _address_space_limit() -> int | None:
 def _engine_bytes(config: MoebiusConfig) -> int:
     """Its weights in RAM, and of its KV cache what `FEWEST_BYTES` does not contain; 0: there is no plan."""
     from app.planning.capacity import Wish
+    from app.planning.gpu_use import make_planner
     from app.planning.hardware import HardwareOptions, hardware
     from app.planning.memory import RAM
-    from app.planning.planner import make_planner
     from app.planning.report import quiet
 
     try:

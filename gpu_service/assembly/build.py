@@ -32,7 +32,7 @@ from gpu_service.assembly.kv_memory import KvMemory, cache_shape, scheduler_limi
 from gpu_service.assembly.kv_tiers import OPEN_TIERS, check_tiers, follow_prefixes, make_tiers
 from gpu_service.assembly.placement import known_routing, make_adaptive, routing_record
 from gpu_service.assembly.process import prepare_process
-from gpu_service.assembly.rank_plan import has_room_to_stream, make_kv_memory
+from gpu_service.assembly.rank_plan import has_room_to_stream, make_kv_memory, with_dense_weights
 from gpu_service.assembly.speculation import (
     check_speculation,
     make_choice_samples,
@@ -261,6 +261,7 @@ def _plan_memory(
     streaming = rank_streaming(config, moe, device)
     held = expert_memory(config, moe, dtype, group, streaming)
     vision = vision_memory(config, model.config)
+    config = with_dense_weights(config, model, held, group, device, vision)
     fetches = streaming is not None and held.ring_bytes > streaming.layout.nbytes
     if fetches and not has_room_to_stream(config, model, held, group, device, vision):
         _log.info("decode steps fetch no experts: the GPU has no room for their slots")

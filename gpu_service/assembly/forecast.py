@@ -130,6 +130,18 @@ class Forecast:
         """Returns whether everything fits such GPUs, with as few outputs in a step as may be."""
         return all(rank.fits() for rank in self._on_device(config, total_bytes, experts))
 
+    def holds(
+        self,
+        config: MoebiusConfig,
+        total_bytes: Sequence[int],
+        experts: Sequence[ExpertMemory],
+        tokens: int,
+    ) -> bool:
+        """Returns whether the experts fit such GPUs beside a KV cache of so many tokens: the question by
+        which engines decide `dense_weights: auto`.
+        """
+        return all(rank.has_room(tokens) for rank in self._on_device(config, total_bytes, experts))
+
     def num_seqs(
         self, config: MoebiusConfig, total_bytes: Sequence[int], experts: Sequence[ExpertMemory]
     ) -> int:

@@ -24,6 +24,7 @@ from gpu_service.cache.request_states import all_states_bytes
 from gpu_service.device import TORCH_DTYPES
 from gpu_service.loader.held import HeldWeights
 from gpu_service.loader.load import plan_weights
+from gpu_service.memory.contexts import ROOM_REQUESTS, ROOM_TOKENS, kept_tokens
 from gpu_service.memory.device_memory import MemoryUse, gib, make_device_memory
 from gpu_service.memory.ledger import MemoryLedger
 from gpu_service.memory.mildest import Chosen, mildest_change
@@ -55,8 +56,8 @@ NUM_SEQS = (DEFAULT_NUM_SEQS, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1)
 # Fewer tokens in a step make prompts slow; a context shorter than this is of no use.
 _LEAST_BATCHED_TOKENS, _LEAST_CONTEXT = 64, 4096
 # Of the KV cache, besides the state of the outputs, where no size is set: room for this many requests of the
-# longest kind, of at most this many tokens. `moebius plan` leaves as much when it fills a GPU with experts.
-_ROOMS, _ROOM_TOKENS = (4, 1), 8192
+# longest kind. `moebius plan` leaves the first when it fills a GPU with experts.
+_ROOMS = (ROOM_REQUESTS, 1)
 # Of the KV cache of a CPU: what states of outputs take at most.
 _CPU_STATES_PART = 2
 # What they may take beside the smallest KV cache.
@@ -158,7 +159,7 @@ def shared_num_seqs(config: MoebiusConfig, model: ModelConfig, layers: Layers) -
 
 
 def _room_tokens(longest: int) -> list[int]:
-    return [count * min(longest, _ROOM_TOKENS) for count in _ROOMS]
+    return [count * min(longest, ROOM_TOKENS) for count in _ROOMS]
 
 
 def _with_room(trial: Trial, tokens: int) -> Trial:
@@ -187,7 +188,9 @@ def _settings(trial: Trial, longest: int) -> list[_Setting]:
         ("kv_cache_dtype", ["fp8_e4m3"] if gpu.kv_cache_dtype == "auto" else []),
     ]
     found = [_gpu_setting(name, values) for name, values in kinds]
-    found.append(_model_setting("dense_weights", ["keep"] if config.model.dense_weights != "keep" else []))
+    found.append(
+        _model_setting("dense_weights", ["keep"] if config.model.dense_weights == "dequantise" else [])
+    )
     found.append(_model_setting("max_model_len", _halves(longest, min(longest, _LEAST_CONTEXT), 1)))
     if gpu.kv_cache_gib is not None:
         whole = gpu.kv_cache_gib
@@ -279,6 +282,29 @@ class RankPlan:
         # A chunk that was asked for and does not fit is refused by name, later.
         chosen = _with_gpu(config, prefill_chunk_max=0)
         return self._fits(Trial(chosen, self._experts.count))
+
+    def has_room(self, tokens: int) -> bool:
+        """Returns whether the experts fit beside a KV cache of so many tokens, or of the size that is set,
+        with as many outputs in a step as are set or usual.
+        """
+        return self._fits(_with_room(Trial(self._usual_step(), self._experts.count), tokens))
+
+    def kept_tokens(self) -> int:
+        """Returns the tokens of KV cache that experts leave room for on this rank's GPU."""
+        config = self._usual_step()
+        try:
+            free_bytes = self._plan(Trial(config, 0)).kv_bytes
+        except UserError:
+            free_bytes = 0
+        page_bytes = cache_shape(config.gpu, self._model, self._layers, torch.device("meta")).page_bytes
+        return kept_tokens(self._longest, free_bytes, page_bytes / config.gpu.page_size)
+
+    def saved_bytes(self, config: MoebiusConfig) -> int:
+        """Returns how many bytes dense weights take less under other settings of how they are held."""
+        return self._held_bytes(self._config) - self._held_bytes(config)
+
+    def _usual_step(self) -> MoebiusConfig:
+        return _with_gpu(self._config, max_num_seqs=self._config.gpu.num_seqs, prefill_chunk_max=0)
 
     def num_seqs(self) -> int:
         """Returns what `max_num_seqs` is, or becomes where it is unset."""
@@ -451,6 +477,42 @@ def has_room_to_stream(
     memory = make_device_memory(device)
     fits = memory is None or RankPlan(config, _held(config, model), memory.use(), experts, vision).fits()
     return group.minimum("room to stream", int(fits)) == 1
+
+
+def with_dense_weights(
+    config: MoebiusConfig,
+    model: CausalLM,
+    experts: ExpertMemory,
+    group: RankGroup,
+    device: torch.device,
+    vision: VisionMemory | None = None,
+) -> MoebiusConfig:
+    """Returns the settings with what `dense_weights: auto` becomes on a GPU, on every rank alike; all of them
+    call it.
+
+    Dequantised where `experts` and the KV cache that they leave room for fit beside that, else kept as they
+    are stored (docs/decisions/0074-dense-weights-by-auto-are-decided-by-memory.md).
+    """
+    memory = make_device_memory(device)
+    if memory is None or config.model.dense_weights != "auto":
+        return config
+    dequantised = _with_dense(config, "dequantise")
+    rank = RankPlan(dequantised, _held(dequantised, model), memory.use(), experts, vision)
+    tokens = group.minimum("tokens of a long request", rank.kept_tokens())
+    fits = group.minimum("room for dequantised weights", int(rank.has_room(tokens))) == 1
+    kept = _with_dense(config, "keep")
+    if rank.saved_bytes(kept):
+        _log.info(
+            f"dense_weights auto: {'dequantised' if fits else 'kept as stored'}",
+            reason=f"the experts and {tokens} tokens of KV cache {'' if fits else 'do not '}fit beside "
+            "dequantised weights",
+        )
+    return dequantised if fits else kept
+
+
+def _with_dense(config: MoebiusConfig, chosen: str) -> MoebiusConfig:
+    model = config.model.model_copy(update={"dense_weights": chosen})
+    return config.model_copy(update={"model": model})
 
 
 def _held(config: MoebiusConfig, model: CausalLM) -> HeldWeights:

@@ -253,10 +253,11 @@ DenseForm = Literal["dequantised", "packed", "panels"]
 
 
 def dense_form(chosen: ModelConfigSection, device: torch.device) -> DenseForm:
-    """Returns what `dense_weights` means for a model on a device; one on "meta" is planned for a GPU."""
+    """Returns what `dense_weights` means for a model on a device; one on "meta" is planned for a GPU.
+
+    `auto` on a GPU is dequantised: it is the form whose room decides between both (`assembly.rank_plan`).
+    """
     on_cpu = device.type == "cpu"
-    # Where a GPU has room for everything prompts and many streams are faster with values: packed weights are
-    # for those who ask for them.
     if chosen.dense_weights == "dequantise" or (chosen.dense_weights == "auto" and not on_cpu):
         return "dequantised"
     return "packed" if on_cpu else "panels"

@@ -15,9 +15,9 @@ from app.cli_options import log_warnings_only
 from app.commands.models import with_checkpoint
 from app.planning.capacity import CapacityPlan, Wish
 from app.planning.fill import with_filled_gpus, with_free_memory
+from app.planning.gpu_use import plan_capacity
 from app.planning.hardware import HardwareOptions, hardware
 from app.planning.measured_products import with_measured_products
-from app.planning.planner import plan_capacity
 from app.planning.report import hardware_line, quiet
 from lab.bench.engine.run import EngineBench, EngineBenchOptions, run, with_room
 from moebius.config import MoebiusConfig

@@ -16,8 +16,8 @@ from pathlib import Path
 import structlog
 
 from app.planning.capacity import CapacityPlan, DoesNotFit, Wish
+from app.planning.gpu_use import plan_capacity
 from app.planning.hardware import HardwareOptions, hardware
-from app.planning.planner import plan_capacity
 from moebius.config.loader import load_config
 from tests.helpers.plan_models import GIB, write_config
 from tests.helpers.published_checkpoints import Published

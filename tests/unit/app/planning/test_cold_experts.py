@@ -11,8 +11,8 @@ import pytest
 
 import app.planning.cold as cold_module
 from app.planning.capacity import CapacityPlan, DoesNotFit, Wish
+from app.planning.gpu_use import plan_capacity
 from app.planning.memory import EXPERTS_OF_SERVER
-from app.planning.planner import plan_capacity
 from app.supervisor import cold_experts as served
 from app.supervisor.cold_experts import with_cold_experts
 from moebius.config import MoebiusConfig

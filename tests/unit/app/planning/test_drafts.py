@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from app.planning import fill
 from app.planning.capacity import DoesNotFit, Wish
 from app.planning.drafts import Room, decided_drafts, why_not
+from app.planning.gpu_use import plan_capacity
 from app.planning.hardware import Hardware
-from app.planning.planner import plan_capacity
 from moebius.config import MoebiusConfig
 from tests.helpers.mtp_models import write_mtp_model
 from tests.helpers.plan_models import hardware, settings

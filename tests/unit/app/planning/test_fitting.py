@@ -12,7 +12,7 @@ import pytest
 
 from app.planning.capacity import CapacityPlan, DoesNotFit, Wish
 from app.planning.gpu_models import GPU_MODELS
-from app.planning.planner import plan_capacity
+from app.planning.gpu_use import plan_capacity
 from tests.helpers.plan_models import GIB, hardware, settings, write_headers
 from tests.helpers.published_checkpoints import Published
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from app.planning.gpu_use import make_planner
 from app.planning.host_engine import (
     AMONG_OTHERS,
     ATTENTION_SHARE,
@@ -23,7 +24,6 @@ from app.planning.host_engine import (
     measured_products,
     product_seconds,
 )
-from app.planning.planner import make_planner
 from moebius.host.kernel_times import MeasuredOn, PanelTimes
 from tests.helpers.demo import demo_checkpoint
 from tests.helpers.plan_models import hardware, settings

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from app.planning.capacity import CapacityPlan, Wish
+from app.planning.gpu_use import plan_capacity
 from app.planning.memory import EXPERTS_OF_SERVER, RAM
-from app.planning.planner import plan_capacity
 from app.supervisor import prefix_memory
 from app.supervisor.placement import Gpu
 from app.supervisor.prefix_memory import with_prefix_memory, with_prefix_memory_of_engine

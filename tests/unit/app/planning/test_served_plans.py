@@ -15,8 +15,8 @@ import pytest
 
 from app.planning.capacity import CapacityPlan, DoesNotFit, Wish
 from app.planning.gpu_models import GPU_MODELS, GpuModel, least_of
+from app.planning.gpu_use import plan_capacity
 from app.planning.hardware import Hardware
-from app.planning.planner import plan_capacity
 from app.planning.report import quiet, serve_command
 from app.planning.smallest_change import smaller_quantisation, smallest_change
 from moebius.config import MoebiusConfig

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from app.planning.capacity import DoesNotFit, Wish
+from app.planning.gpu_use import plan_capacity
 from app.planning.memory import RAM, stored_experts
-from app.planning.planner import Planner, plan_capacity
+from app.planning.planner import Planner
 from gpu_service.assembly.forecast import Forecast
 from gpu_service.memory.plan import RESIDENT
 from moebius.errors import UserError

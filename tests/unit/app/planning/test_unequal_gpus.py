@@ -17,7 +17,7 @@ from app.planning import fill
 from app.planning.capacity import CapacityPlan, DoesNotFit, Wish
 from app.planning.fill import DeviceUse
 from app.planning.gpu_models import GPU_MODELS, least_of
-from app.planning.planner import plan_capacity
+from app.planning.gpu_use import plan_capacity
 from app.planning.report import quiet
 from app.planning.stage_division import LayerNeeds, StageRoom, divide_layers, equal_division
 from tests.helpers.plan_models import GIB, PUBLISHED, hardware, settings, write_config

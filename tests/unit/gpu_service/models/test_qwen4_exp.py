@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 
 import tests.helpers.triton_interpreter  # noqa: F401
 from app.planning.capacity import Wish
+from app.planning.gpu_use import plan_capacity
 from app.planning.memory import RAM
-from app.planning.planner import plan_capacity
 from gpu_service.assembly.forecast import Forecast
 from gpu_service.cache.kv_cache import make_cache, page_bytes
 from gpu_service.cache.state_cache import make_states, state_bytes
