@@ -10,13 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from app.planning.capacity import DoesNotFit, Wish
 from app.planning.hardware import Hardware
 from app.planning.memory import all_resident, chosen_residency, has_placement
 from app.planning.stages import lacks_stage_layers, with_stage_layers
 from moebius.config import MoebiusConfig
 
 if TYPE_CHECKING:
-    from app.planning.capacity import Wish
     from app.planning.planner import Planner
 
 Form = Literal["keep", "dequantise"]
@@ -72,6 +72,8 @@ def with_dense_weights(planner: Planner, hardware: Hardware, wish: Wish | None, 
     residency = (all_resident if places else chosen_residency)(planner.config, planner.geometry)
     tokens = dequantised.wanted_tokens(hardware, wish)
     fits = dequantised.holds(residency, hardware, tokens)
+    if wish is not None and wish.is_demanded:
+        fits = fits and not _is_refused(dequantised, hardware, wish, fill)
     experts = "all experts" if places else "the experts that settings place"
     if not planner.geometry.moe_layers:
         experts = "everything else"
@@ -80,6 +82,15 @@ def with_dense_weights(planner: Planner, hardware: Hardware, wish: Wish | None, 
     chosen = dequantised if fits else kept
     chosen.dense = DenseChoice("dequantise" if fits else "keep", reason, *sizes)
     return chosen
+
+
+def _is_refused(planner: Planner, hardware: Hardware, wish: Wish, fill: bool) -> bool:
+    """Returns whether an engine that has room for longer steps would leave too little to the wished cache."""
+    try:
+        planner.plan(hardware, wish, fill, explain=False)
+    except DoesNotFit:
+        return True
+    return False
 
 
 def _dense_bytes(planner: Planner) -> int:

@@ -134,7 +134,7 @@ class Planner:
         if lacks_stage_layers(self):
             return with_stage_layers(self, hardware).fill(hardware)
         if self.config.gpu.max_num_seqs is None:
-            return with_num_seqs(self, hardware, fill=True).fill(hardware)
+            return with_num_seqs(self, hardware, None, fill=True).fill(hardware)
         residency = self._residency(hardware, self.kept_tokens(hardware), fill=True)
         chosen: dict[str, object] = {}
         if residency.is_filled:

@@ -35,7 +35,7 @@ def plan_with_num_seqs(
 
     Beside its experts that may have room for one long request instead of four, and then for more outputs.
     """
-    chosen = with_num_seqs(planner, hardware, fill)
+    chosen = with_num_seqs(planner, hardware, wish, fill)
     plan, count = chosen.plan(hardware, wish, fill, explain), chosen.config.gpu.num_seqs
     if not planner.on_gpu or plan.max_num_seqs is not None:
         return plan
@@ -43,9 +43,9 @@ def plan_with_num_seqs(
     return replace(plan, max_num_seqs=count) if chooses_more else plan
 
 
-def with_num_seqs(planner: Planner, hardware: Hardware, fill: bool) -> Planner:
+def with_num_seqs(planner: Planner, hardware: Hardware, wish: Wish | None, fill: bool) -> Planner:
     """Returns the same with a number of outputs: what an engine would choose, or, where `fill` puts experts
-    on GPUs, fewer.
+    on GPUs, fewer, beside which the KV cache holds what is wished.
 
     Fewer are chosen for experts and cache alone, so an engine has to be given the number:
     `Planner.seqs_beside_experts`.
@@ -60,11 +60,11 @@ def with_num_seqs(planner: Planner, hardware: Hardware, fill: bool) -> Planner:
     more = _engine_num_seqs(planner, hardware, all_resident(planner.config, planner.geometry))
     if more > max(most, DEFAULT_NUM_SEQS):
         wider = planner.with_gpu(max_num_seqs=more)
-        if _holds_everything(wider, hardware):
+        if _holds_everything(wider, hardware, wish):
             return wider
         chosen.seqs_beside_experts = most
         return chosen
-    count = _beside_experts(planner, hardware, most)
+    count = _beside_experts(planner, hardware, wish, most)
     if count == most:
         return chosen
     fewer = planner.with_gpu(max_num_seqs=count)
@@ -78,18 +78,18 @@ def _engine_num_seqs(planner: Planner, hardware: Hardware, residency: Residency)
     return planner.forecast.num_seqs(planner.config, hardware.rank_bytes(len(held)), held)
 
 
-def _holds_everything(planner: Planner, hardware: Hardware) -> bool:
+def _holds_everything(planner: Planner, hardware: Hardware, wish: Wish | None) -> bool:
     """Returns whether all experts fit GPUs beside the planner's number of outputs and their KV cache."""
     everything = all_resident(planner.config, planner.geometry)
-    needed = planner.kept_tokens(hardware) * planner.token_bytes()
+    needed = planner.wanted_tokens(hardware, wish) * planner.token_bytes()
     return planner.room_bytes(hardware, everything) >= needed
 
 
-def _beside_experts(planner: Planner, hardware: Hardware, most: int) -> int:
+def _beside_experts(planner: Planner, hardware: Hardware, wish: Wish | None, most: int) -> int:
     from gpu_service.assembly.rank_plan import NUM_SEQS
 
     has_states = planner.forecast.state_bytes(planner.config) > 0
-    if not has_states or _holds_everything(planner.with_gpu(max_num_seqs=most), hardware):
+    if not has_states or _holds_everything(planner.with_gpu(max_num_seqs=most), hardware, wish):
         return most
     alone = planner.with_gpu(max_num_seqs=1)
     needed = planner.forecast.state_bytes(alone.config)

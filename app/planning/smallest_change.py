@@ -54,7 +54,7 @@ def smallest_change(config: MoebiusConfig, hardware: Hardware, wish: Wish, fill:
     """
     from gpu_service.memory.mildest import Chosen, mildest_change
 
-    axes, planners = _axes(config, hardware), dict[str, Planner]()
+    axes, planners = _axes(config, hardware, wish), dict[str, Planner]()
 
     def chosen_settings(chosen: Chosen) -> Settings:
         found: dict[str, Any] = {}
@@ -89,8 +89,10 @@ def _planner(config: MoebiusConfig, hardware: Hardware, fill: bool, planners: di
     return found.with_settings(config.model_copy(update={"parallel": found.config.parallel}))
 
 
-def _axes(config: MoebiusConfig, hardware: Hardware) -> list[Sequence[Settings]]:
-    """Returns each setting that takes memory with its smaller values, the mildest first."""
+def _axes(config: MoebiusConfig, hardware: Hardware, wish: Wish) -> list[Sequence[Settings]]:
+    """Returns each setting that takes memory with its smaller values, the mildest first, of which none is
+    against the wish.
+    """
     from gpu_service.assembly.rank_plan import NUM_SEQS
 
     gpu, model = config.gpu, config.model
@@ -111,7 +113,7 @@ def _axes(config: MoebiusConfig, hardware: Hardware) -> list[Sequence[Settings]]
         found.append(_values("kv_cache_gib", smaller))
     found.append(_values("kv_cache_dtype", ["fp8_e4m3"] if gpu.kv_cache_dtype == "auto" else []))
     found.append(_values("dense_weights", ["keep"] if model.dense_weights == "dequantise" else []))
-    lengths = [n for n in _CONTEXTS if n < (model.max_model_len or 2**30)]
+    lengths = [n for n in _CONTEXTS if (wish.context or 0) <= n < (model.max_model_len or 2**30)]
     found.append(_values("max_model_len", lengths))
     dtypes = ("float32", "bfloat16", "int8", "int4")
     kept = -1 if config.experts.expert_dtype == "keep" else dtypes.index(config.experts.expert_dtype)
@@ -132,7 +134,9 @@ def smaller_quantisation(config: MoebiusConfig, hardware: Hardware, wish: Wish, 
     config = with_settings(config, {"expert_dtype": "keep"})
     try:
         planner = make_planner(config, hardware, fill)
-        least = {name: value for axis in _axes(config, hardware) if axis for name, value in axis[-1].items()}
+        least = {
+            name: value for axis in _axes(config, hardware, wish) if axis for name, value in axis[-1].items()
+        }
         del least["expert_dtype"]
         for kind, packed in SMALLER_TYPES.items():
             stored = {

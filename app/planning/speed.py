@@ -21,6 +21,7 @@ from app.planning.host_engine import (
     product_seconds,
 )
 from app.planning.memory import Residency, StoredExperts, expert_format, num_servers
+from app.planning.packed_dense import packed_seconds
 from app.supervisor.core_division import known_cores
 from app.supervisor.expert_placement import place_experts
 from moebius.config import MoebiusConfig
@@ -37,6 +38,7 @@ from moebius.models.layers.gqa import GQA
 from moebius.models.layers.layer import mixers
 
 if TYPE_CHECKING:
+    from app.planning.gpu_models import GpuModel
     from gpu_service.assembly.forecast import Forecast, RankForecast
     from moebius.models.config import ModelConfig
 
@@ -115,8 +117,8 @@ class Work:
     top_k: float  # Experts of a token, choices without weights left out: `MoeGeometry.mean_top_k`.
     hidden_size: int
     dense_bytes: int
-    # By the packed format in which a CPU keeps them, "" for values; the head's only tokens pass that are
-    # sampled after.
+    # By the packed format in which they are kept, "" for values; the head's only tokens pass that are sampled
+    # after.
     layer_elements: Mapping[str, int]
     head_elements: Mapping[str, int]
     kv_token_bytes: float
@@ -127,6 +129,7 @@ class Work:
     # Of one expert: in the servers' RAM, on a rank's GPU, and its weights.
     expert_bytes: float
     resident_expert_bytes: float
+    packed_bytes: int = field(default=0, kw_only=True)  # Of the dense bytes, in packed formats.
     # Of a GPU's bandwidth, by the kernels that read an expert once for all its rows.
     grouped_share: float = field(default=TILES_BANDWIDTH_SHARE, kw_only=True)
     # Tokens of the largest step with a prompt that is a graph; 0: none is.
@@ -282,13 +285,23 @@ def _dense_seconds(
     seen = _seen_share(work, attended)
     kv_bytes = seen * kv_tokens * work.kv_token_bytes
     attention = rows * 4 * seen * attended * work.attention_width
-    layers, head = sum(work.layer_elements.values()), sum(work.head_elements.values())
     if hardware.gpu is None:
         elements = work.layer_elements, work.head_elements
         products = product_seconds(work.engine, hardware, elements, work.dense_bytes, rows, outputs)
         return products + attention_seconds(work.engine, hardware, kv_bytes, attention)
-    gpu, nbytes = hardware.gpu, work.dense_bytes + kv_bytes
-    operations = 2 * (rows * layers + outputs * head) + attention
+    gpu, nbytes = hardware.gpu, work.dense_bytes - work.packed_bytes + kv_bytes
+    layers, head = work.layer_elements.get("", 0), work.head_elements.get("", 0)
+    seconds = _plain_seconds(gpu, nbytes, 2 * (rows * layers + outputs * head) + attention)
+    for count, by_format in ((rows, work.layer_elements), (outputs, work.head_elements)):
+        for name, number in by_format.items():
+            if name:
+                plain = _plain_seconds(gpu, number * work.item_bytes, 2 * count * number)
+                seconds += packed_seconds(name, count, number, gpu.bandwidth, plain)
+    return seconds
+
+
+def _plain_seconds(gpu: GpuModel, nbytes: float, operations: float) -> float:
+    """Returns the time of reading weights in a type that is multiplied as it is, and of the products."""
     return max(nbytes / (gpu.bandwidth * GPU_BANDWIDTH_SHARE), operations / (gpu.flops * GPU_FLOPS_SHARE))
 
 
@@ -437,6 +450,7 @@ def make_work(
         dense_bytes=sum(
             rank.read_bytes + (0 if hardware.multiplies_bfloat16 else rank.widened_bytes) for rank in busiest
         ),
+        packed_bytes=sum(rank.packed_bytes for rank in busiest),
         layer_elements=_sum_of(rank.layer_elements for rank in busiest),
         head_elements=_sum_of(rank.head_elements for rank in busiest),
         kv_token_bytes=sum(rank.page_bytes for rank in busiest) / config.gpu.page_size,

@@ -49,8 +49,9 @@ class RankForecast:
     dense_bytes: int
     read_bytes: int
     host_bytes: int  # Parameters that stay in the host's memory next to a GPU.
-    # Elements of the latter: a token costs two operations for each. By the packed format in which a CPU
-    # keeps them, "" for values: of layers, and of the head, which only tokens that are sampled after pass.
+    # Elements of those that a step reads: a token costs two operations for each. By the packed format in
+    # which they are kept, "" for values: of layers, and of the head, which only tokens that are sampled after
+    # pass.
     layer_elements: Mapping[str, int]
     head_elements: Mapping[str, int]
     largest_tensor_bytes: int
@@ -64,6 +65,7 @@ class RankForecast:
     widened_bytes: int
     activation_bytes: int
     drafting_bytes: int = 0  # A draft model's weights.
+    packed_bytes: int = 0  # Of those that a step reads, in packed formats.
     table_bytes: int = 0  # Of the parameters, tables of embeddings, or their rows that are kept in RAM.
 
     @property
@@ -245,6 +247,7 @@ def _forecast(config: MoebiusConfig, rank: int, held: HeldWeights, shape: CacheS
         activation_bytes=activation_bytes(
             model, StepSize.largest(config.gpu), parallel, has_resident_experts=False
         ),
+        packed_bytes=sum(one.nbytes for one in read if one.parts),
         table_bytes=held.table_bytes,
         drafting_bytes=draft_model_bytes(config, model, torch.device("cpu" if held.on_cpu else "meta")),
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from lab.random_model.shapes import parse_shape
 from moebius.config import MoebiusConfig
 from moebius.config.loader import load_config
 from tests.helpers.published_checkpoints import Published
+from tests.helpers.quantised_checkpoints import gptq
 
 GIB = 2**30
 # What their makers state, in parameters without layers of multi-token prediction.
@@ -53,6 +56,43 @@ def write_headers(directory: Path, tensors: Iterable[tuple[str, str, tuple[int, 
     with (directory / "model.safetensors").open("wb") as stream:
         stream.write(len(raw).to_bytes(8, "little") + raw)
         stream.truncate(8 + len(raw) + position)
+
+
+_GROUP = 128
+# Matrices that quantisers of 4 bits leave in 16.
+_LEFT = re.compile(r"(embed_tokens|lm_head|\.gate|shared_expert_gate|in_proj_ba|conv1d|mtp\..*)\.weight$")
+
+
+def write_published(directory: Path, name: str, int4: bool = False) -> Path:
+    """Returns a directory with a published model's configuration and headers; `int4`: its matrices of layers
+    in GPTQ's groups of 128, dense ones and experts alike.
+    """
+    tensors = Published.load(name).index(directory).tensors.values()
+    stored = [(each.name, each.dtype, each.shape, each.nbytes) for each in tensors]
+    if int4:
+        config = json.loads((directory / "config.json").read_text())
+        config["quantization_config"] = gptq(_GROUP, symmetric=True)
+        (directory / "config.json").write_text(json.dumps(config))
+        stored = [part for each in stored for part in _in_groups(*each)]
+    write_headers(directory, stored)
+    return directory
+
+
+def _in_groups(
+    name: str, dtype: str, shape: tuple[int, ...], nbytes: int
+) -> Iterable[tuple[str, str, tuple[int, ...], int]]:
+    """Returns GPTQ's tensors of a matrix, or what is left as it is."""
+    if len(shape) != 2 or not name.endswith(".weight") or _LEFT.search(name):
+        return [(name, dtype, shape, nbytes)]
+    (rows, columns), module = shape, name.removesuffix(".weight")
+    groups = -(-columns // _GROUP)
+    parts = (
+        ("qweight", "I32", (columns // 8, rows), 4),
+        ("qzeros", "I32", (groups, rows // 8), 4),
+        ("scales", "F16", (groups, rows), 2),
+        ("g_idx", "I32", (columns,), 4),
+    )
+    return [(f"{module}.{part}", kind, size, math.prod(size) * item) for part, kind, size, item in parts]
 
 
 def settings(model: Path, **flags: Any) -> MoebiusConfig:

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.planning import fill
-from app.planning.capacity import DoesNotFit, Wish
+from app.planning.capacity import CapacityPlan, DoesNotFit, Wish
+from app.planning.dense import DenseChoice
 from app.planning.drafts import Room, decided_drafts, why_not
 from app.planning.gpu_use import plan_capacity
 from app.planning.hardware import Hardware
@@ -99,6 +100,20 @@ def test_a_layer_that_does_not_fit_is_off(model: Path) -> None:
     found, reason = decided_drafts(config, planned, Wish())  # type: ignore[arg-type]
     assert found.gpu.speculative_method == "off"
     assert "no room for it" in reason
+
+
+def test_the_layer_is_no_reason_to_keep_dense_weights(model: Path) -> None:
+    """It may not make many rows slower: it is planned with the form that the model has without it."""
+    forms = []
+
+    def planned(each: MoebiusConfig) -> CapacityPlan:
+        forms.append((each.gpu.mtp_heads > 0, each.model.dense_weights))
+        found = plan_capacity(each, hardware("4090", ram_gib=64), Wish(), fill=True, explain=False)
+        return replace(found, dense=DenseChoice("dequantise", "everything fits", 1, 2))
+
+    found, _ = decided_drafts(settings(model, speculative_method="auto"), planned, Wish())
+    assert forms == [(False, "auto"), (True, "dequantise")]
+    assert found.model.dense_weights == "auto", "the plan with the layer decides the same"
 
 
 def test_serve_decides_as_the_plan_does(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,8 @@ import pytest
 from app.planning.capacity import CapacityPlan, DoesNotFit, Wish
 from app.planning.gpu_models import GPU_MODELS
 from app.planning.gpu_use import plan_capacity
-from tests.helpers.plan_models import GIB, hardware, settings, write_headers
-from tests.helpers.published_checkpoints import Published
+from app.planning.smallest_change import smallest_change
+from tests.helpers.plan_models import GIB, hardware, settings, write_published
 
 SIZES = (24, 32, 48, 80, 96)
 Plan = Callable[..., CapacityPlan]
@@ -27,9 +27,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
 
     def make(name: str, gib: int, **flags: Any) -> CapacityPlan:
         if name not in directories:
-            directories[name] = tmp_path_factory.mktemp(name)
-            tensors = Published.load(name).index(directories[name]).tensors.values()
-            write_headers(directories[name], ((t.name, t.dtype, t.shape, t.nbytes) for t in tensors))
+            directories[name] = write_published(tmp_path_factory.mktemp(name), name)
         card = replace(GPU_MODELS["RTX 4090"], memory_bytes=gib * GIB)
         host = replace(hardware("4090", ram_gib=4096), gpu=card)
         return plan_capacity(settings(directories[name], **flags), host, Wish(), fill=False)
@@ -65,7 +63,7 @@ def test_a_refusal_names_settings_that_fit(plan: Plan, name: str, wanted: dict[s
 
     `wanted`: an option that has to be among the proposals on cards of up to that many GiB.
     """
-    everything: dict[str, Any] = {"max_num_seqs": 64}
+    everything: dict[str, Any] = {"max_num_seqs": 64, "dense_weights": "dequantise"}
     for gib in SIZES:
         needed = {option for option, most in wanted.items() if gib <= most}
         change = proposed(plan, name, gib, everything)
@@ -99,3 +97,34 @@ def test_where_no_setting_helps_a_larger_card_is_named(plan: Plan) -> None:
     with pytest.raises(DoesNotFit, match=r"GiB are missing: no setting") as caught:
         plan("deepseek-v3", 8)
     assert re.search(r"tensor_parallel_size above 1 or a GPU of [\d.]+ GiB", str(caught.value))
+
+
+# On one RTX 4090, as `moebius plan` has it in its table: whether all matrices are in GPTQ's int4, and the
+# settings that a cache of 32768 tokens needs.
+ON_24_GB: dict[str, tuple[bool, dict[str, Any]]] = {
+    "glm-4.7": (True, {"kv_cache_dtype": "fp8_e4m3", "prefill_experts": "cpu"}),
+    "deepseek-v3": (False, {"kv_cache_dtype": "fp8_e4m3", "gpu_memory_utilization": 0.95}),
+    "qwen3-next-80b-a3b": (True, {}),
+    "gpt-oss-120b": (False, {}),
+}
+
+
+@pytest.mark.parametrize("name", ON_24_GB)
+def test_large_models_have_long_contexts_on_24_gb(name: str, tmp_path: Path) -> None:
+    """The ledger has room for 32768 tokens and more, by what `dense_weights: auto` becomes."""
+    int4, flags = ON_24_GB[name]
+    config = settings(write_published(tmp_path, name, int4), **flags)
+    found = plan_capacity(config, hardware("4090"), Wish(32768, 1), fill=True, explain=False)
+    assert found.kv.tokens >= 32768
+    assert found.total_of("GPU 0") <= found.budgets["GPU 0"] < 24 * GIB
+    assert (found.dense is None) == (name == "gpt-oss-120b"), "whose dense layers are in 16 bits"
+    assert found.dense is None or found.dense.setting == "keep"
+
+
+def test_a_wished_context_is_not_given_up(tmp_path: Path) -> None:
+    """What is proposed has the context that was asked for, not a shorter one."""
+    config = settings(write_published(tmp_path, "glm-4.7", int4=True))
+    change = smallest_change(config, hardware("4090"), Wish(32768, 1), fill=True)
+    assert change is not None
+    assert change.plan.kv.tokens >= 32768
+    assert "max_model_len" not in change.settings

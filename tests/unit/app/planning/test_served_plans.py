@@ -22,8 +22,8 @@ from app.planning.smallest_change import smaller_quantisation, smallest_change
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
 from tests.helpers.drawn_machines import Machine, install, serve
-from tests.helpers.plan_models import GIB, settings, write_headers
-from tests.helpers.published_checkpoints import FIXTURES, Published
+from tests.helpers.plan_models import GIB, settings, write_published
+from tests.helpers.published_checkpoints import FIXTURES
 
 NAMES = sorted(path.stem for path in FIXTURES.glob("*.json"))
 EACH, DRAWS = 10, 500  # Draws of one test, and of all.
@@ -35,7 +35,7 @@ GIVEN: dict[str, tuple[float, tuple[Any, ...]]] = {
     "kv_cache_dtype": (0.2, ("fp8_e4m3",)),
     "max_model_len": (0.2, (4096, 32768)),
     "max_num_batched_tokens": (0.2, (256, 2048, 8192)),
-    "dense_weights": (0.2, ("keep",)),
+    "dense_weights": (0.3, ("keep", "dequantise")),
     "speculative_method": (0.3, ("ngram", "mtp", "auto")),
     "pipeline_parallel_size": (0.15, (2,)),
     "gpu_experts": (0.1, (1, 4)),
@@ -53,9 +53,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Directory:
 
     def make(name: str) -> Path:
         if name not in made:
-            made[name] = tmp_path_factory.mktemp(name)
-            tensors = Published.load(name).index(made[name]).tensors.values()
-            write_headers(made[name], ((t.name, t.dtype, t.shape, t.nbytes) for t in tensors))
+            made[name] = write_published(tmp_path_factory.mktemp(name), name)
         return made[name]
 
     return make
