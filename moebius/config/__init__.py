@@ -54,7 +54,8 @@ class ModelConfigSection(Section):
     dense_weights: Literal["auto", "dequantise", "keep"] = Field(
         default="auto",
         description="Dense layers that are quantised, or bfloat16 on a CPU: convert while loading, or keep "
-        "them as stored, all that packed formats hold; auto: keep on a CPU",
+        "them as stored, all that packed formats hold; auto: keep on a CPU, and on GPUs without room for all "
+        "experts and the KV cache beside converted ones",
     )
     embedding_tables: Literal["auto", "ram", "disk"] = Field(
         default="auto",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -175,6 +176,16 @@ def _without(words: list[str], option: str) -> list[str]:
     return words if option not in words else [*words[: (at := words.index(option))], *words[at + 2 :]]
 
 
+def decided_by_engine(config: MoebiusConfig, rank: int, numbers: Numbers) -> str:
+    """Returns `dense_weights` as a rank has it when it has planned its memory."""
+    parallel = ParallelContext.place(config.parallel, rank)
+    model_config, group = read_served_model(config), Rank(parallel, numbers)
+    model = build._shaped_model(config, model_config, torch.device("meta"), group)
+    model.device = torch.device("cuda", rank)
+    _, chosen, _ = build._plan_memory(config, model, rank_moe(config, model_config, group), group)
+    return chosen.model.dense_weights
+
+
 @pytest.mark.parametrize("case", ["placed", "placed, and too many", "short", "ample"])
 def test_an_engine_by_itself_decides_as_the_plan(
     case: str, directory: Directory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -188,14 +199,28 @@ def test_an_engine_by_itself_decides_as_the_plan(
     placed["gpu_experts"] += made.dense.setting == "keep" and made.residency.is_filled
     config = settings(directory(name), **flags | placed)
     install(monkeypatch, Machine((int(gib * GIB),), 2048 * GIB, 1, 32), tmp_path)
-    parallel = ParallelContext.place(config.parallel, 0)
-    model_config, group = read_served_model(config), Rank(parallel, Numbers(1))
-    model = build._shaped_model(config, model_config, torch.device("meta"), group)
-    model.device = torch.device("cuda", 0)
     asked = Planner(config, on_gpu=True).plan(host(gib), Wish(), fill=False, explain=False).dense
     assert asked is not None
-    _, chosen, _ = build._plan_memory(config, model, rank_moe(config, model_config, group), group)
-    assert chosen.model.dense_weights == asked.setting
+    assert decided_by_engine(config, 0, Numbers(1)) == asked.setting
+
+
+def test_ranks_by_themselves_decide_alike(
+    directory: Directory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One whose GPU has less memory decides for all."""
+    sizes = (80 * GIB, 80 * GIB), (80 * GIB, 21 * GIB)
+    flags = {"tensor_parallel_size": 2, "gpu_experts": 128, "prefill_experts": "cpu"}
+    for memory, chosen in zip(sizes, ("dequantise", "keep"), strict=True):
+        install(monkeypatch, Machine(memory, 2048 * GIB, 1, 32), tmp_path)
+        numbers = Numbers(2)
+        with ThreadPoolExecutor(2) as pool:
+            ranks = [
+                pool.submit(
+                    decided_by_engine, settings(directory("qwen3-30b-a3b-fp8"), **flags), rank, numbers
+                )
+                for rank in (0, 1)
+            ]
+        assert [rank.result() for rank in ranks] == [chosen, chosen]
 
 
 def test_the_chart_is_given_what_was_decided(directory: Directory) -> None:

@@ -125,7 +125,9 @@ def draw(seed: int, directory: Directory) -> Case:
 def test_what_is_planned_is_served(
     first: int, directory: Directory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """500 draws: no process refuses what was planned, and engines choose no more outputs than planned."""
+    """500 draws: no process refuses what was planned, and engines choose no more outputs than planned, and
+    hold dense weights in its form.
+    """
     served = 0
     # Of ten draws it may be that none fits: some others follow until one does.
     for seed in (*range(first, first + EACH), *range(first + DRAWS, first + 9 * DRAWS, DRAWS)):
@@ -146,6 +148,12 @@ def test_what_is_planned_is_served(
         # Without the number in its settings an engine decides beside the experts, and may choose fewer.
         assert max(numbers) <= planned, f"draw {seed}: {command}"
         assert plan.max_num_seqs is None or numbers == {planned}, f"draw {seed}: {command}"
+        if plan.dense is not None:
+            assert {engine.model.dense_weights for engine in engines} == {plan.dense.setting}
+        # Without a wish serve asks the same question by itself, and no process refuses its answer.
+        if plan.dense is not None and not case.wish.is_demanded:
+            words = [*shlex.split(command), "--dense-weights", "auto"]
+            case.serve(monkeypatch, tmp_path / f"{seed}", shlex.join(words))
         served += 1
     assert served, "nothing was planned"
 

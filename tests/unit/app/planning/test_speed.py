@@ -208,3 +208,39 @@ def test_streaming_is_planned_only_where_it_is_faster() -> None:
     assert with_ring.tokens_per_second >= without.tokens_per_second
     assert with_ring.tokens_per_second == pytest.approx(without.tokens_per_second, rel=0.1)
     assert predict_prefill(work, HOST_D, 512, 8192, 16384).rows == 8192
+
+
+def packed(name: str) -> Work:
+    """Returns QWEN with its layers, not its head, in a packed format."""
+    layers = QWEN.layer_elements[""]
+    kept = int(layers * 4.5 / 8)
+    nbytes = QWEN.dense_bytes - 2 * layers + kept
+    return replace(QWEN, dense_bytes=nbytes, packed_bytes=kept, layer_elements={name: layers})
+
+
+def dense_times(work: Work, rows: int) -> float:
+    return step_seconds(work, HOST, rows, 0, 0).dense
+
+
+def test_packed_dense_weights_take_what_was_measured() -> None:
+    """By rows: one is faster than in 16 bits, 64 take twice as long, and many as long and the unpacking."""
+    assert HOST.gpu is not None
+    layers, head = QWEN.layer_elements[""], QWEN.head_elements[""]
+    head_seconds = 2 * head / (HOST.gpu.bandwidth * GPU_BANDWIDTH_SHARE)
+    plain = 2 * layers / (HOST.gpu.bandwidth * GPU_BANDWIDTH_SHARE)
+    for rows, speed in ((1, 1.9), (4, 1.4), (16, 1.15), (64, 0.5)):
+        assert dense_times(packed("int4_g32"), rows) == pytest.approx(plain / speed + head_seconds, rel=0.02)
+    moved = layers * (2 + 4.5 / 8) / (HOST.gpu.bandwidth * 0.35)
+    for rows in (512, 4096):
+        more = dense_times(packed("int4_g32"), rows) - dense_times(QWEN, rows)
+        assert more == pytest.approx(moved, rel=0.02)
+
+
+def test_formats_without_cuda_kernels_are_slower_in_steps_of_some_rows() -> None:
+    """As fast with one row and with many, two and a half times as slow or more between."""
+    for name in ("iq2_xxs_grid_products", "int3_g16_products", "tq1_products"):
+        slow, fast = packed(name), packed("int4_g32")
+        assert dense_times(slow, 1) == dense_times(fast, 1)
+        assert dense_times(slow, 64) > 2 * dense_times(fast, 64)
+        assert dense_times(slow, 8) > 4 * dense_times(fast, 8)
+        assert dense_times(slow, 512) < 1.1 * dense_times(fast, 512)
