@@ -139,8 +139,8 @@ class Forecast:
         experts: Sequence[ExpertMemory],
         tokens: int,
     ) -> bool:
-        """Returns whether the experts fit such GPUs beside a KV cache of so many tokens: the question by
-        which engines decide `dense_weights: auto`.
+        """Returns whether the experts fit such GPUs beside a KV cache of this number of tokens: the
+        question by which engines decide `dense_weights: auto`.
         """
         return all(rank.has_room(tokens) for rank in self._on_device(config, total_bytes, experts))
 

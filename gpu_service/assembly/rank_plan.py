@@ -284,8 +284,8 @@ class RankPlan:
         return self._fits(Trial(chosen, self._experts.count))
 
     def has_room(self, tokens: int) -> bool:
-        """Returns whether the experts fit beside a KV cache of so many tokens, or of the size that is set,
-        with as many outputs in a step as are set or usual.
+        """Returns whether the experts fit beside a KV cache of this number of tokens, or of the size that is
+        set, with as many outputs in a step as are set or usual.
         """
         return self._fits(_with_room(Trial(self._usual_step(), self._experts.count), tokens))
 

@@ -47,7 +47,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Directory:
 
 
 def host(gib: float, gpus: int = 1) -> Hardware:
-    """Returns a host with cards of so many GiB and RAM for any model."""
+    """Returns a host with cards of this number of GiB and RAM for any model."""
     card = replace(GPU_MODELS["RTX 4090"], memory_bytes=int(gib * GIB))
     numbers = gpus, card, 2048 * GIB, 1, 32, 400e9, 10e12, "amx"
     return Hardware(*numbers, origin={"cores": "detected"})
@@ -94,7 +94,7 @@ def test_weights_are_kept_where_not_all_fits_beside_dequantised_ones(
 
 
 def test_nothing_is_decided_where_nothing_is_quantised(directory: Directory) -> None:
-    """Of dense layers in 16 bits both forms are the same, and no option says one."""
+    """Both forms of dense layers in 16 bits are the same, and no option says one."""
     for gib in (24, 96):
         made = plan(settings(directory("gpt-oss-120b")), gib)
         assert made.dense is None

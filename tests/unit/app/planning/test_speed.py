@@ -237,7 +237,7 @@ def test_packed_dense_weights_take_what_was_measured() -> None:
 
 
 def test_formats_without_cuda_kernels_are_slower_in_steps_of_some_rows() -> None:
-    """As fast with one row and with many, two and a half times as slow or more between."""
+    """They are as fast with one row and with many, and take more than twice as long between."""
     for name in ("iq2_xxs_grid_products", "int3_g16_products", "tq1_products"):
         slow, fast = packed(name), packed("int4_g32")
         assert dense_times(slow, 1) == dense_times(fast, 1)
