@@ -22,8 +22,9 @@ def make_planner(config: MoebiusConfig, hardware: Hardware, fill: bool = True) -
     ranks = config.parallel.tensor_parallel_size * config.parallel.pipeline_parallel_size
     on_gpu = hardware.gpu is not None and config.gpu.device != "cpu"
     if config.gpu.device not in ("auto", "cpu") and not on_gpu:
+        device = config.gpu.device
         raise UserError(
-            f"device {config.gpu.device}: there is no GPU to plan with here; `moebius plan --gpus` names others"
+            f"device {device}: there is no GPU to plan with here; `moebius plan --gpus` names others"
         )
     if not on_gpu:
         return Planner(config, on_gpu)

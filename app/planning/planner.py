@@ -351,7 +351,7 @@ class Planner:
         ]
 
     def holds(self, residency: Residency, hardware: Hardware, tokens: int) -> bool:
-        """Returns whether such residents, with their rings, fit beside a KV cache of this number of tokens."""
+        """Returns whether such residents, with their rings, fit beside a KV cache of these tokens."""
         held = self.wanted(residency, hardware)
         return self.forecast.holds(self.config, self._memory(hardware), held, tokens)
 

@@ -26,7 +26,6 @@ STILL = {
     "app/planning/gpu_models.py",
     "app/planning/hardware.py",
     "app/planning/measured_hosts.py",
-    "app/planning/planner.py",
     "app/planning/rings.py",
     "app/supervisor/placement.py",
     # Mostly comparisons of `device.type`, and streams and events that are torch's own.
