@@ -81,8 +81,8 @@ def with_dense_weights(planner: Planner, hardware: Hardware, wish: Wish | None, 
     experts = "all experts" if places else "the experts that settings place"
     if not planner.geometry.moe_layers:
         experts = "everything else"
-    reason = f"{experts} and {tokens} tokens of KV cache {'fit' if fits else 'would not fit'} beside "
-    reason += "dequantised ones" if not fits else "them"
+    words = "fit beside them" if fits else "would not fit"
+    reason = f"{experts} and {tokens} tokens of KV cache {words}"
     chosen = dequantised if fits else kept
     chosen.dense = DenseChoice("dequantise" if fits else "keep", reason, *sizes)
     return chosen
