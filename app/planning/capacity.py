@@ -13,7 +13,6 @@ from app.planning.measured_hosts import origins
 from app.planning.memory import Component, Residency, total_bytes
 from app.planning.speed import Speed, Work
 from moebius.checkpoint.index import has_weights
-from moebius.checkpoint.quantisation import read_schemes
 from moebius.config import MoebiusConfig, ParallelConfig, PlacementConfig
 from moebius.errors import UserError
 
@@ -209,9 +208,8 @@ def make_notes(
     notes = []
     if not has_weights(config.model.model):
         notes.append("no files of weights are there: types and formats are what config.json says")
-        chosen = config.model.dense_weights
-        if chosen == "keep" or (chosen == "auto" and hardware.gpu and read_schemes(config.model.model)):
-            notes.append(f"dense_weights {chosen}: which layers are quantised is not known, they count whole")
+        if config.model.dense_weights == "keep" and hardware.gpu is None:
+            notes.append("dense_weights keep: which layers are quantised is not known, they count whole")
     assumed = [name for name, origin in hardware.origin.items() if origin == "assumed"]
     if assumed:
         notes.append(f"assumed: {', '.join(assumed)}; --measure measures here, options say otherwise")

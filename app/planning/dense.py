@@ -14,7 +14,6 @@ from app.planning.capacity import DoesNotFit, Wish
 from app.planning.hardware import Hardware
 from app.planning.memory import all_resident, chosen_residency, has_placement
 from app.planning.stages import lacks_stage_layers, with_stage_layers
-from moebius.checkpoint.index import has_weights
 from moebius.config import MoebiusConfig
 
 if TYPE_CHECKING:
@@ -46,11 +45,8 @@ class DenseChoice:
 
 
 def is_undecided(planner: Planner) -> bool:
-    """Returns whether a plan has to decide `dense_weights`, and can: without files of weights it is not known
-    which are quantised, and all are planned with as dequantised.
-    """
-    model = planner.config.model
-    return planner.on_gpu and model.dense_weights == "auto" and has_weights(model.model)
+    """Returns whether a plan has to decide `dense_weights`."""
+    return planner.on_gpu and planner.config.model.dense_weights == "auto"
 
 
 def with_dense_choice(config: MoebiusConfig, choice: DenseChoice | None) -> MoebiusConfig:

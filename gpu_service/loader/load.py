@@ -26,6 +26,7 @@ from gpu_service.core.partition import stage_layers
 from gpu_service.device import TORCH_DTYPES, dtype_name
 from gpu_service.device.stream import stream_of
 from gpu_service.layers.linear import PackedMaker, StoredWeight
+from gpu_service.loader.declared import declared_forms
 from gpu_service.loader.file_tables import FileForm, file_forms
 from gpu_service.loader.held import HeldWeights, KeptForm, KeptForms, ScaledForm, held_weights
 from gpu_service.loader.names import Target, expected_names, module_of, wanted_name
@@ -359,7 +360,8 @@ def plan_weights(
     chosen: ModelConfigSection, config: ModelConfig, parallel: ParallelContext, device: torch.device
 ) -> HeldWeights:
     """Returns what a rank's weights will take on a device once `load_weights` has loaded them, from headers
-    alone; without files of weights, all as values. Raises as `load_weights` does.
+    alone; without files of weights, on a CPU all as values, on a GPU by what the configuration says.
+    Raises as `load_weights` does.
     """
     form, on_cpu = dense_form(chosen, device), device.type == "cpu"
     declared = list(model_weights(config, stage_layers(config, parallel)))
@@ -369,6 +371,8 @@ def plan_weights(
     if may_keep and has_weights(chosen.model):
         found = _find(config, parallel, chosen.model, form, in_files=in_files)
         forms, declared = found.forms, [target.weight for target in found.expected.values()]
+    elif form == "panels":
+        forms = declared_forms(expected_names(config, parallel), chosen.model, config.dtype)
     return held_weights(config, parallel, declared, forms, on_cpu=on_cpu)
 
 

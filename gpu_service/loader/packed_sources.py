@@ -153,10 +153,10 @@ def _kept(source: WeightSource, target: Target) -> KeptMatrix | None:
     if found is None or found.matrix.shape != target.shape:
         return None
     cols = target.cols or ShardRange.whole(found.matrix.shape[1])
-    fits = _cuts(target.rows, found.matrix.row_multiple) and _cuts(cols, found.matrix.col_multiple)
-    return found if fits else None
+    rows_fit = is_cut_within(target.rows, found.matrix.row_multiple)
+    return found if rows_fit and is_cut_within(cols, found.matrix.col_multiple) else None
 
 
-def _cuts(shard: ShardRange, multiple: int) -> bool:
+def is_cut_within(shard: ShardRange, multiple: int) -> bool:
     """Returns whether a stored matrix can be cut where the shard begins and ends."""
     return shard.begin % multiple == 0 and (shard.end % multiple == 0 or shard.end == shard.total)

@@ -30,6 +30,7 @@ from moebius.checkpoint.index import TensorInfo
 from moebius.checkpoint.reader import Array, SliceReader
 from moebius.checkpoint.stored_matrix import StoredMatrix
 from moebius.checkpoint.stored_values import check_values
+from moebius.checkpoint.weight_schemes import WeightScheme
 from moebius.kernels.source import SourceMatrix
 from moebius.models.layers.ranks import ShardRange
 from moebius.models.layers.weights import WeightUse
@@ -222,7 +223,7 @@ def keep_stored_fp8(expected: Mapping[str, Target], sources: dict[str, WeightSou
     forms: dict[str, KeptForm] = {}
     for parameter, names in names_of_parameters(expected, "product").items():
         found = [source for name in names if isinstance(source := sources[name], QuantisedSource)]
-        if len(found) < len(names) or not all(_is_kept(source.matrix) for source in found):
+        if len(found) < len(names) or not all(is_kept_fp8(source.matrix.scheme) for source in found):
             continue
         cols = expected[names[0]].cols
         forms[parameter] = Fp8Form(cols.begin % GROUP if cols is not None else 0)
@@ -231,9 +232,9 @@ def keep_stored_fp8(expected: Mapping[str, Target], sources: dict[str, WeightSou
     return forms
 
 
-def _is_kept(matrix: StoredMatrix) -> bool:
-    """Whether it is fp8 whose scales are of rows, or of blocks of whole groups of columns."""
-    return matrix.scheme.code == "float8" and matrix.scheme.group_size in (0, GROUP)
+def is_kept_fp8(scheme: WeightScheme) -> bool:
+    """Returns whether it is fp8 whose scales are of rows, or of blocks of whole groups of columns."""
+    return scheme.code == "float8" and scheme.group_size in (0, GROUP)
 
 
 @dataclass(frozen=True, slots=True)

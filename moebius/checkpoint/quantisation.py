@@ -65,7 +65,7 @@ def read_schemes(directory: str | Path) -> tuple[WeightScheme, ...]:
     """
     if is_gguf(directory):
         return GGUF_SCHEMES
-    found = _quantisation_config(directory)
+    found = quantisation_config(directory)
     if found is None:
         return ()
     method = found.get("quant_method")
@@ -77,7 +77,11 @@ def read_schemes(directory: str | Path) -> tuple[WeightScheme, ...]:
     return reader(found)
 
 
-def _quantisation_config(directory: str | Path) -> Config | None:
+def quantisation_config(directory: str | Path) -> Config | None:
+    """Returns what a quantiser wrote into or next to config.json; None: nothing.
+
+    Raises CheckpointError for a file that cannot be read.
+    """
     config = read_config_file(directory)
     for place in (config, config.get("text_config")):
         if isinstance(place, dict):

@@ -193,4 +193,6 @@ def test_a_wanted_context_is_refused_with_what_would_fit(published: dict[str, Pa
 def test_a_gpu_too_small_for_dense_weights_is_refused(published: dict[str, Path]) -> None:
     """In the ledger's own words, with a number of GPUs that would do."""
     with pytest.raises(DoesNotFit, match=r"GPU memory: dense weights .* GiB are missing.* such GPUs"):
-        plan_capacity(settings(published["deepseek-v3"]), hardware("3090"), Wish(), True)
+        plan_capacity(
+            settings(published["deepseek-v3"], dense_weights="dequantise"), hardware("3090"), Wish(), True
+        )
