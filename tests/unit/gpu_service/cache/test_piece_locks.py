@@ -30,7 +30,8 @@ def locked_tier(
 ) -> tuple[RamTier, PieceLocks]:
     """Returns a tier of five pieces of a page, and its locks."""
     segment = RamSegment(IDENTITY, SLOT_BYTES, NUM_PIECES * STEP - 7, path)
-    segment.locks = PieceLocks(torch.from_numpy(segment.slots), driver, PIECE_BYTES, is_limited, RETRIES_S)
+    settings = PIECE_BYTES, is_limited, RETRIES_S, 1
+    segment.locks = PieceLocks(torch.from_numpy(segment.slots), driver, *settings)
     return RamTier(segment, SLOT_BYTES, 160), segment.locks
 
 
