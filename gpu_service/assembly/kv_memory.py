@@ -269,7 +269,7 @@ def scheduler_limits(gpu: GpuConfig, model: ModelConfig, num_pages: int) -> Sche
         eos_token_ids=frozenset(model.eos_token_ids),
         scored_token_cost=scored_token_cost(model),
         prefill_chunk_max=gpu.prefill_chunk_max or 0,
-        max_rows=0 if gpu.speculative_method == "off" else gpu.num_rows,
+        max_rows=gpu.num_rows if gpu.may_draft else 0,
     )
 
 

@@ -58,7 +58,7 @@ def make_choice_samples(
     gpu: GpuConfig, moe: RankMoe | None, limits: SchedulerLimits, device: torch.device
 ) -> ChoiceSamples | None:
     """Returns what samples the rows' experts, by which drafts are chosen; None: nothing is chosen by them."""
-    if moe is None or gpu.speculative_method == "off" or not gpu.adaptive_drafts:
+    if moe is None or not gpu.may_draft or not gpu.adaptive_drafts:
         return None
     geometry = moe.geometry
     layers = [layer for layer in moe.layers if layer in geometry.passed_layers]
@@ -69,7 +69,7 @@ def make_choice_samples(
 
 def make_speculation(gpu: GpuConfig, limits: SchedulerLimits, runner: ModelRunner) -> Speculation | None:
     """Returns the scheduler's part; None: speculation is off."""
-    if gpu.speculative_method == "off":
+    if not gpu.may_draft:
         return None
     host = None
     if "ngram" in gpu.speculative_method:
@@ -84,4 +84,4 @@ def make_speculation(gpu: GpuConfig, limits: SchedulerLimits, runner: ModelRunne
 
 def make_draft_pace(gpu: GpuConfig) -> DraftPace | None:
     """Returns what measures steps for it; None: nothing is to follow from what they take."""
-    return None if gpu.speculative_method == "off" or not gpu.adaptive_drafts else DraftPace()
+    return DraftPace() if gpu.may_draft and gpu.adaptive_drafts else None

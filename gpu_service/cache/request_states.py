@@ -84,7 +84,7 @@ SLOTS_PER_REQUEST = 3
 
 def slots_per_request(gpu: GpuConfig) -> int:
     """Returns the same where steps have drafts, too: a request in such a step is in no other one."""
-    if gpu.speculative_method == "off":
+    if not gpu.may_draft:
         return SLOTS_PER_REQUEST
     return max(SLOTS_PER_REQUEST, 2 + gpu.num_draft_tokens)
 

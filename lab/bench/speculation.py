@@ -119,7 +119,7 @@ def run(
     drafting, reason = with_own_layers(config)
     config = with_drafts(config) if drafting is None or reason else drafting
     device = resolve_device(config.gpu)
-    method = "ngram" if config.gpu.speculative_method == "off" else config.gpu.speculative_method
+    method = config.gpu.speculative_method if config.gpu.may_draft else "ngram"
     speculative, parallel = with_method(config, method), config.parallel
     # Draft tokens of others do not follow from what prompts repeat.
     if method in ("mtp", "eagle3", "draft_model"):

@@ -258,7 +258,7 @@ class GpuConfig(SpeculationSettings):
     @property
     def num_rows(self) -> int:
         """Rows of a decode step, at most: of sequences, and of their drafts if few sequences leave room."""
-        if self.speculative_method in ("off", "auto"):
+        if not self.may_draft:
             return self.num_seqs
         return max(self.num_seqs, min(DEFAULT_NUM_SEQS, self.num_seqs * (1 + self.num_draft_tokens)))
 

@@ -27,7 +27,7 @@ class SpeculationSettings(Section):
         "ngram+eagle3",
         "ngram+draft_model",
     ] = Field(
-        default="off",
+        default="auto",
         description="Where draft tokens come from: the request's own text (ngram), or the model's MTP layers "
         "(mtp), or an EAGLE-3 head (eagle3), or a smaller model (draft_model), or the text and one of these, "
         "whichever is accepted more often; auto: what speculative_model is, or mtp if there is room for it",
@@ -59,6 +59,11 @@ class SpeculationSettings(Section):
                 f"({self.ngram_match_max}); allowed: 1 to ngram_match_max"
             )
         return self
+
+    @property
+    def may_draft(self) -> bool:
+        """Whether steps may verify draft tokens; with auto none does before it is decided."""
+        return self.speculative_method not in ("off", "auto")
 
     @property
     def has_draft_layers(self) -> bool:

@@ -17,6 +17,7 @@ from app.supervisor import placement as supervisor_placement
 from gpu_service.memory.plan import ExpertMemory
 from moebius.config import PlacementConfig
 from moebius.experts.placement import keeps_residents
+from moebius.models.served import with_method
 from tests.helpers.plan_models import GIB, PUBLISHED, hardware, settings, write_config
 from tests.helpers.published_checkpoints import Published
 
@@ -151,13 +152,14 @@ def test_states_leave_room_for_experts(monkeypatch: pytest.MonkeyPatch, tmp_path
 def test_without_a_gpu_nothing_is_placed(monkeypatch: pytest.MonkeyPatch, qwen: Path) -> None:
     """And servers keep no second copy; with a GPU whose driver is silent the settings stay."""
     monkeypatch.setattr(supervisor_placement, "find_gpus", lambda root=Path("/"): ())
-    config = with_filled_gpus(settings(qwen))
+    chosen = with_method(settings(qwen), "off")
+    config = with_filled_gpus(chosen)
     assert config.placement == PlacementConfig(drop_resident="drop")
     monkeypatch.setattr(
         supervisor_placement, "find_gpus", lambda root=Path("/"): (supervisor_placement.Gpu(-1),)
     )
     monkeypatch.setattr(fill, "gpu_memory", lambda: ())
-    assert with_filled_gpus(settings(qwen)) == settings(qwen)
+    assert with_filled_gpus(chosen) == chosen
 
 
 def test_the_drivers_words() -> None:
