@@ -20,8 +20,8 @@ import structlog
 import uvloop
 from prometheus_client import REGISTRY
 
+from gpu_service.assembly.ahead import AheadOfWake
 from gpu_service.assembly.build import Built, WarmUpGate, build_engine, model_info
-from gpu_service.assembly.imports import begin_imports
 from gpu_service.assembly.kept_experts import keep_experts
 from gpu_service.cache.tiers.prefix_tiers import PrefixTiers
 from gpu_service.core.interface import NullObserver
@@ -258,12 +258,12 @@ async def _loaded(
 
     Health says that a sleeping engine serves, also while it wakes: a request sent then is answered.
     """
-    stopping = asyncio.create_task(signals.stop.wait())
+    stopping, ahead = asyncio.create_task(signals.stop.wait()), None
     if sleep.resume():
         await report.set(True)
         await server.start()
         _log.info("asleep")
-        begin_imports(config)
+        ahead = AheadOfWake(config)
         waking = asyncio.create_task(sleep.waking.wait())
         await asyncio.wait((waking, stopping), return_when=asyncio.FIRST_COMPLETED)
         if signals.stop.is_set():
@@ -287,6 +287,8 @@ async def _loaded(
         _log.info("stopped while loading")
         return None
     loaded = loading.result()
+    if ahead is not None:
+        ahead.forget()
     # Phases, some of which run beside others, are in the line with which the engine becomes ready.
     _log.info("loaded", seconds=round(time.monotonic() - begin, 3))
     return loaded
@@ -469,14 +471,17 @@ def run_follower(config: MoebiusConfig, state: ProcessState) -> int:
     this waits, and when it falls asleep `_SLEEPS` is returned.
     """
     rank, mark = config.parallel.rank, SleepMark(config.model.sleep_file)
+    ahead = None
     if mark.exists:
-        begin_imports(config)
+        ahead = AheadOfWake(config)
         while mark.exists:
             time.sleep(_POLL_S)
         end_imports()
     else:
         note_imports()
     built = build_engine(config, NullObserver(), lambda deltas: None)
+    if ahead is not None:
+        ahead.forget()
 
     # What a handler does may interrupt itself, so it takes no locks: another thread does the work.
     signals: queue.SimpleQueue[int] = queue.SimpleQueue()
