@@ -55,7 +55,7 @@ from moebius.process.garbage import collect_rarely
 from moebius.process.memory import give_back_memory
 from moebius.process.operations import Answers, LoopWatch, ProcessState, registry_text, start_operations
 from moebius.process.progress import end_imports, note_imports, take_phases
-from moebius.process.sleep_mark import FORCED, SleepMark, start_over
+from moebius.process.sleep_mark import FORCED, SleepMark, adopt_files, start_over
 from moebius.telemetry import configure_logging, configure_tracing, enable_reflection, export_metrics
 from moebius.telemetry.certificates import CertificateCollector
 from protos import engine_pb2, engine_pb2_grpc, vllm_engine_pb2_grpc
@@ -81,6 +81,7 @@ MIN_PING_INTERVAL_MS = 10_000
 
 def run(config: MoebiusConfig) -> int:
     """Serves until SIGTERM or SIGINT; returns the exit status. What went wrong is the last line on stderr."""
+    adopt_files()
     configure_logging(config.telemetry, "gpu")
     cpus = os.sched_getaffinity(0)
     tracing = configure_tracing(config.telemetry, "moebius-gpu", _attributes(config))

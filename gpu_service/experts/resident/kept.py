@@ -195,6 +195,8 @@ def _mapped(descriptor: int, nbytes: int) -> NDArray[np.uint8]:
 
 def _write(data: NDArray[np.uint8], resident: ResidentExperts, layers: Sequence[_KeptLayer]) -> None:
     """Copies by several threads: pages of new memory come one by one."""
+    if next(iter(resident.slots.values())).weights.is_cuda:
+        torch.cuda.synchronize()
     # An iterator of a list gives each entry once, whichever threads ask.
     work = iter([(one, begin) for one in layers for begin in range(0, len(one.slots), _AT_ONCE)])
     threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
