@@ -14,9 +14,9 @@ import json
 import mmap
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ import structlog
 import torch
 from numpy.typing import NDArray
 
+from gpu_service.device.stream import stream_of
 from gpu_service.experts.resident.content import SlotContent
 from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.experts.resident.load import MAX_THREADS
@@ -195,26 +196,32 @@ def _mapped(descriptor: int, nbytes: int) -> NDArray[np.uint8]:
 
 def _write(data: NDArray[np.uint8], resident: ResidentExperts, layers: Sequence[_KeptLayer]) -> None:
     """Copies by several threads: pages of new memory come one by one."""
-    if next(iter(resident.slots.values())).weights.is_cuda:
-        torch.cuda.synchronize()
+    device = next(iter(resident.slots.values())).weights.device
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     # An iterator of a list gives each entry once, whichever threads ask.
     work = iter([(one, begin) for one in layers for begin in range(0, len(one.slots), _AT_ONCE)])
     threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
     with ThreadPoolExecutor(threads, "keeping") as pool:
-        for done in [pool.submit(_write_some, data, resident, work) for _ in range(threads)]:
+        # Page-locked memory would else be that of the first GPU.
+        active = stream_of(device)
+        for done in [pool.submit(_write_some, data, resident, work, active) for _ in range(threads)]:
             done.result()
 
 
 def _write_some(
-    data: NDArray[np.uint8], resident: ResidentExperts, work: Iterator[tuple[_KeptLayer, int]]
+    data: NDArray[np.uint8],
+    resident: ResidentExperts,
+    work: Iterator[tuple[_KeptLayer, int]],
+    active: Callable[[], AbstractContextManager[Any]],
 ) -> None:
     held = list(resident.slots.values())
-    is_gpu = held[0].weights.is_cuda
     largest = max(slots.kind.expert_bytes for slots in held)
-    buffer = torch.empty(largest, dtype=torch.uint8, pin_memory=is_gpu)
-    for layer, first in work:
-        weights, each = resident.slots[layer.layer].weights, layer.expert_bytes
-        for place in range(first, min(first + _AT_ONCE, len(layer.slots))):
-            staged, at = buffer[:each], layer.offset + place * each
-            staged.copy_(weights[layer.slots[place]])
-            np.copyto(data[at : at + each], staged.numpy())
+    with active():
+        buffer = torch.empty(largest, dtype=torch.uint8, pin_memory=held[0].weights.is_cuda)
+        for layer, first in work:
+            weights, each = resident.slots[layer.layer].weights, layer.expert_bytes
+            for place in range(first, min(first + _AT_ONCE, len(layer.slots))):
+                staged, at = buffer[:each], layer.offset + place * each
+                staged.copy_(weights[layer.slots[place]])
+                np.copyto(data[at : at + each], staged.numpy())
