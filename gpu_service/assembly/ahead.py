@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import threading
 from importlib import import_module
-from typing import Any
 
 import structlog
-import torch
 
 from gpu_service.assembly.process import local_rank, resolve_device, use_jit_cache
+from gpu_service.device.stream import has_context
 from gpu_service.ops import backends
 from moebius.checkpoint.index import CheckpointIndex
 from moebius.config import MoebiusConfig
@@ -26,8 +25,6 @@ _OWN = (
     "gpu_service.experts.resident.triton_kernels.backend",
     "gpu_service.experts.fetching.triton_kernels",
     "gpu_service.experts.doorbell.client",
-    "gpu_service.experts.doorbell.cuda_launcher",
-    "gpu_service.device.cuda_program",
 )
 
 
@@ -59,15 +56,14 @@ class AheadOfWake:
 
     def _import_all(self) -> None:
         device = resolve_device(self._config.gpu, local_rank(self._config.parallel))
-        if device.type != "cuda":
+        if device.type == "cpu":
             return
         # Before FlashInfer, which reads once where its kernels are.
         use_jit_cache(self._config.gpu.jit_cache_dir)
         modules = [backends.TABLES[name] for name in backends.BACKENDS[self._config.gpu.attention_backend]]
         for module in (*modules, *_OWN):
             _import(module)
-        torch_c: Any = torch._C  # which builds without CUDA have less of
-        if torch_c._cuda_hasPrimaryContext(device.index):
+        if has_context(device):
             _log.warning("a library has taken memory of the GPU while it was imported", device=str(device))
 
 

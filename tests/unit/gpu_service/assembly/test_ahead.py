@@ -26,7 +26,7 @@ def imported(monkeypatch: pytest.MonkeyPatch, has_context: bool) -> list[Any]:
     monkeypatch.delitem(sys.modules, "colorsys", raising=False)
     monkeypatch.setattr(ahead, "_OWN", names)
     monkeypatch.setattr(ahead, "resolve_device", lambda *_: torch.device("cuda", 0))
-    monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda index: has_context, raising=False)
+    monkeypatch.setattr(ahead, "has_context", lambda device: has_context)
     monkeypatch.setitem(backends.BACKENDS, "auto", ())
     with capture_logs() as logs:
         AheadOfWake(MoebiusConfig()).join()
