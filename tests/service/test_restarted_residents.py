@@ -46,8 +46,17 @@ def loads(stack: Stack) -> list[tuple[str, str]]:
     return re.findall(pattern, stack.log.read_text())
 
 
+def is_settled(stack: Stack) -> bool:
+    """Returns whether the supervisor has seen every process ready that it has started: who is killed before
+    ends the start.
+    """
+    last = dict(re.findall(r"^(gpu|expert-0): (\w+)", stack.log.read_text(), re.MULTILINE))
+    return last == {"gpu": "ready", "expert-0": "ready"}
+
+
 def kill(stack: Stack, *commands: str) -> None:
     """Ends processes at once; their successors have other numbers."""
+    wait_until(lambda: is_settled(stack))
     former = [child for command in commands for child in stack.children(command)]
     for child in former:
         child.send_signal(signal.SIGKILL)
