@@ -20,8 +20,8 @@ import structlog
 import uvloop
 from prometheus_client import REGISTRY
 
+from gpu_service.assembly.ahead import AheadOfWake
 from gpu_service.assembly.build import Built, WarmUpGate, build_engine, model_info
-from gpu_service.assembly.imports import begin_imports
 from gpu_service.assembly.kept_experts import keep_experts
 from gpu_service.cache.tiers.prefix_tiers import PrefixTiers
 from gpu_service.core.interface import NullObserver
@@ -55,7 +55,7 @@ from moebius.process.garbage import collect_rarely
 from moebius.process.memory import give_back_memory
 from moebius.process.operations import Answers, LoopWatch, ProcessState, registry_text, start_operations
 from moebius.process.progress import end_imports, note_imports, take_phases
-from moebius.process.sleep_mark import FORCED, SleepMark, start_over
+from moebius.process.sleep_mark import FORCED, SleepMark, adopt_files, start_over
 from moebius.telemetry import configure_logging, configure_tracing, enable_reflection, export_metrics
 from moebius.telemetry.certificates import CertificateCollector
 from protos import engine_pb2, engine_pb2_grpc, vllm_engine_pb2_grpc
@@ -81,6 +81,7 @@ MIN_PING_INTERVAL_MS = 10_000
 
 def run(config: MoebiusConfig) -> int:
     """Serves until SIGTERM or SIGINT; returns the exit status. What went wrong is the last line on stderr."""
+    adopt_files()
     configure_logging(config.telemetry, "gpu")
     cpus = os.sched_getaffinity(0)
     tracing = configure_tracing(config.telemetry, "moebius-gpu", _attributes(config))
@@ -258,12 +259,12 @@ async def _loaded(
 
     Health says that a sleeping engine serves, also while it wakes: a request sent then is answered.
     """
-    stopping = asyncio.create_task(signals.stop.wait())
+    stopping, ahead = asyncio.create_task(signals.stop.wait()), None
     if sleep.resume():
         await report.set(True)
         await server.start()
         _log.info("asleep")
-        begin_imports(config)
+        ahead = AheadOfWake(config)
         waking = asyncio.create_task(sleep.waking.wait())
         await asyncio.wait((waking, stopping), return_when=asyncio.FIRST_COMPLETED)
         if signals.stop.is_set():
@@ -287,6 +288,8 @@ async def _loaded(
         _log.info("stopped while loading")
         return None
     loaded = loading.result()
+    if ahead is not None:
+        ahead.forget()
     # Phases, some of which run beside others, are in the line with which the engine becomes ready.
     _log.info("loaded", seconds=round(time.monotonic() - begin, 3))
     return loaded
@@ -469,14 +472,17 @@ def run_follower(config: MoebiusConfig, state: ProcessState) -> int:
     this waits, and when it falls asleep `_SLEEPS` is returned.
     """
     rank, mark = config.parallel.rank, SleepMark(config.model.sleep_file)
+    ahead = None
     if mark.exists:
-        begin_imports(config)
+        ahead = AheadOfWake(config)
         while mark.exists:
             time.sleep(_POLL_S)
         end_imports()
     else:
         note_imports()
     built = build_engine(config, NullObserver(), lambda deltas: None)
+    if ahead is not None:
+        ahead.forget()
 
     # What a handler does may interrupt itself, so it takes no locks: another thread does the work.
     signals: queue.SimpleQueue[int] = queue.SimpleQueue()

@@ -16,7 +16,7 @@ from moebius.models.identity import expert_fingerprint
 from moebius.process.sleep_mark import hand_over, take_over
 
 # Under which the next program of this process finds the file.
-_NAME = "MOEBIUS_KEPT_RESIDENTS"
+_NAME = "residents"
 
 
 def keep_experts(config: MoebiusConfig, built: Built) -> None:

@@ -172,6 +172,24 @@ class CudaDeviceStream(DeviceStream):
         self.stream.synchronize()
 
 
+class _CallersStream(CudaDeviceStream):
+    """The stream that the thread which makes it is in."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.stream = device, _cuda.current_stream(device)
+
+
+def current_stream(device: torch.device) -> DeviceStream:
+    """Returns the stream that the calling thread is in, for other threads to use, too."""
+    return _CallersStream(device) if device.type == "cuda" else HostDeviceStream()
+
+
+def has_context(device: torch.device) -> bool:
+    """Returns whether this process has a context on a GPU, which takes memory there."""
+    torch_c: Any = torch._C  # which builds without CUDA have less of
+    return device.type == "cuda" and bool(torch_c._cuda_hasPrimaryContext(device.index))
+
+
 def stream_of(device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
     """Makes the caller's current stream another thread's: memory that is filled belongs to one stream."""
     if device.type != "cuda":

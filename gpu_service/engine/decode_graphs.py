@@ -34,8 +34,9 @@ from gpu_service.speculation.drafter import FirstPass
 from moebius.process.progress import counted
 
 _log = structlog.get_logger(__name__)
-# Runs before a capture: the first compiles and loads, the second finds everything in place.
-WARM_UP_RUNS = 2
+# Runs before the first capture: one compiles, loads and allocates, the next finds everything in place. Before
+# captures of other sizes one is enough, for kernels that only they use.
+WARM_UP_RUNS, LATER_RUNS = 2, 1
 
 
 @dataclass(slots=True)
@@ -199,7 +200,7 @@ class DecodeGraphs:
         return graph
 
     def _recorded(self, work: Callable[[], None]) -> CapturedGraph:
-        for _ in range(WARM_UP_RUNS):
+        for _ in range(LATER_RUNS if self._graphs else WARM_UP_RUNS):
             self._begin_step()
             work()
         return self._backend.capture(work)

@@ -26,7 +26,7 @@ from gpu_service.attention.between_graphs import AttentionBetweenGraphs
 from gpu_service.core.step import Dummy, StepPlan, graph_rows
 from gpu_service.device.graphs import CapturedGraph, Cut, GraphBackend
 from gpu_service.device.stream import Uploader
-from gpu_service.engine.decode_graphs import WARM_UP_RUNS
+from gpu_service.engine.decode_graphs import LATER_RUNS, WARM_UP_RUNS
 from gpu_service.engine.model_runner import Forwarded, ModelRunner
 from gpu_service.engine.packed_rows import PackedTokens, graph_tokens, token_fields
 from moebius.errors import brief
@@ -130,7 +130,7 @@ class PromptGraphs:
     def _capture(self, size: int) -> PromptGraph:
         inputs = self._inputs(size)
         self._attention.plan(inputs)
-        for _ in range(WARM_UP_RUNS):
+        for _ in range(LATER_RUNS if self._graphs else WARM_UP_RUNS):
             made = self._forward(inputs)
             if self._outputs is None:
                 self._outputs = _each(torch.zeros_like, made)

@@ -17,8 +17,11 @@ ASLEEP = "the engine is asleep: POST /wake_up or `moebius wake` wakes it"
 FORCED = "the engine was put to sleep, which ended this call"
 """The end of a call that was not waited for: it is not to be repeated, which would wake the engine."""
 _FD = Path("/proc/self/fd")
-# Descriptors that the next program of this process has, too.
-_handed_over: set[int] = set()
+# Where the next program of this process finds names and numbers of open files.
+_VARIABLE = "MOEBIUS_HANDED_OVER"
+# By name: what the next program has, too, and what this one has of the former.
+_handed_over: dict[str, int] = {}
+_adopted: dict[str, int] = {}
 
 
 class SleepMark:
@@ -53,23 +56,27 @@ class SleepMark:
 
 def hand_over(name: str, descriptor: int) -> None:
     """Leaves an open file to the program that `start_over` runs, which finds it by its name."""
-    os.environ[name] = str(descriptor)
-    _handed_over.add(descriptor)
+    _handed_over[name] = descriptor
+
+
+def adopt_files() -> None:
+    """Takes what the former program of this process has left, so that no child inherits it; the first thing
+    that a program does which may have been started over.
+    """
+    for entry in filter(None, os.environ.pop(_VARIABLE, "").split(",")):
+        name, _, number = entry.partition("=")
+        try:
+            is_memory = os.readlink(_FD / number).startswith("/memfd:")
+        except OSError:
+            is_memory = False
+        if is_memory:  # else the variable was handed down to another process
+            os.set_inheritable(int(number), False)
+            _adopted[name] = int(number)
 
 
 def take_over(name: str) -> int | None:
-    """Returns the file that this process's former program left under a name, once; None: it left none."""
-    text = os.environ.pop(name, "")
-    if not text.isdecimal():
-        return None
-    try:
-        is_memory = os.readlink(_FD / text).startswith("/memfd:")
-    except OSError:
-        return None
-    if not is_memory:  # of an environment that was handed down to another process
-        return None
-    os.set_inheritable(int(text), False)
-    return int(text)
+    """Returns the file of that name that was adopted, once: the caller closes it. None: there is none."""
+    return _adopted.pop(name, None)
 
 
 def start_over(cpus: set[int]) -> NoReturn:
@@ -85,9 +92,11 @@ def start_over(cpus: set[int]) -> NoReturn:
     for name in os.listdir(_FD):
         if int(name) > sys.stderr.fileno():
             try:
-                os.set_inheritable(int(name), int(name) in _handed_over)
+                os.set_inheritable(int(name), int(name) in _handed_over.values())
             except OSError:  # that of the listing itself
                 continue
+    if _handed_over:
+        os.environ[_VARIABLE] = ",".join(f"{name}={number}" for name, number in _handed_over.items())
     os.sched_setaffinity(0, cpus)
     command = list(sys.orig_argv)
     command[0] = sys.executable

@@ -12,6 +12,7 @@ from gpu_service.device.stream import device_stream, stream_of
 from gpu_service.experts.local_client import LocalExpertClient
 from gpu_service.experts.recorder import ExpertRecorder
 from gpu_service.experts.resident.experts import LayerSlots, TorchResidentKernels
+from gpu_service.experts.resident.kept import KeptExperts, keep_residents
 from gpu_service.experts.resident.make import make_kernels, make_resident_experts
 from gpu_service.experts.resident.watch import ResidentWatch
 from gpu_service.experts.streaming.ring import transfer_device
@@ -146,6 +147,26 @@ def test_loading_is_complete_when_it_returns(tmp_path: Path) -> None:
         )
         assert resident is not None
         resident.check_integrity()
+
+
+def test_residents_return_from_memory(tmp_path: Path) -> None:
+    """What is kept of slots over a sleep fills them again, on the engine's stream, with the same bytes."""
+    geometry = read_geometry(TinyMoe(num_experts=40, dtype="BF16").write(tmp_path))
+    config, stream = configuration(tmp_path, gpu_experts_ratio=0.8), device_stream(torch.device("cuda"))
+    with stream.active():
+        resident = make_resident_experts(config, geometry, stream.device, torch.bfloat16)
+        assert resident is not None
+        descriptor = keep_residents(resident, "a model")
+        assert descriptor is not None
+        kept = KeptExperts.open(descriptor, "a model")
+        again = make_resident_experts(config, geometry, stream.device, torch.bfloat16, packed=kept)
+        assert again is not None
+        again.check_integrity()
+        for layer, slots in resident.slots.items():
+            assert torch.equal(again.slots[layer].weights, slots.weights)
+            for content, row in zip(again.slots[layer].contents, slots.weights.cpu(), strict=True):
+                assert content is not None
+                assert content.matches(row)
 
 
 @pytest.mark.parametrize("ratio", [0.4, 1.0])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import signal
 import time
@@ -63,7 +65,20 @@ def engine_of(stack: Stack) -> psutil.Process:
     return found
 
 
-def until(condition: Callable[[], bool]) -> None:
+def kept_by(stack: Stack) -> list[str]:
+    """Returns where the system's processes have the memory of residents open or mapped."""
+    found: list[str] = []
+    for process in psutil.Process(stack.process.pid).children(recursive=True):
+        with contextlib.suppress(OSError):  # it has ended
+            place = Path(f"/proc/{process.pid}")
+            found += (place / "maps").read_text().splitlines()
+            for file in (place / "fd").iterdir():
+                with contextlib.suppress(OSError):  # it was closed
+                    found.append(os.readlink(file))
+    return [text for text in found if "memfd:moebius-residents" in text]
+
+
+def until(condition: Callable[[], object]) -> None:
     """Waits for a condition."""
     end = time.monotonic() + LIMIT_S
     while not condition():
@@ -123,8 +138,8 @@ def test_killed_asleep_and_under_load(stack: Stack) -> None:
 
 
 def test_residents_are_kept_in_memory(tmp_path: Path) -> None:
-    """An engine that holds all experts leaves them to the program that wakes, which packs none; one that was
-    killed asleep packs them again. Answers stay the same.
+    """An engine that holds all experts leaves them to the program that wakes, which packs none and gives the
+    memory back; one that was killed asleep packs them again. Answers stay the same.
     """
     model = write_one_layer(tmp_path / "tiny")
     with running_stack(model, tmp_path, *FLAGS, "--gpu-experts-ratio", "1") as stack:
@@ -133,7 +148,9 @@ def test_residents_are_kept_in_memory(tmp_path: Path) -> None:
         for _ in range(2):
             assert post(stack, "/sleep").status_code == 200
             assert text_of(complete(stack)) == expected
+            assert not kept_by(stack)
         assert post(stack, "/sleep").status_code == 200
+        until(lambda: kept_by(stack))
         former = engine_of(stack)
         former.send_signal(signal.SIGKILL)
         former.wait(LIMIT_S)

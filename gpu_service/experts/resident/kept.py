@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 import structlog
-import torch
 from numpy.typing import NDArray
 
+from gpu_service.device.stream import DeviceStream, current_stream
 from gpu_service.experts.resident.content import SlotContent
 from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.experts.resident.load import MAX_THREADS
@@ -195,24 +195,28 @@ def _mapped(descriptor: int, nbytes: int) -> NDArray[np.uint8]:
 
 def _write(data: NDArray[np.uint8], resident: ResidentExperts, layers: Sequence[_KeptLayer]) -> None:
     """Copies by several threads: pages of new memory come one by one."""
+    stream = current_stream(next(iter(resident.slots.values())).weights.device)
     # An iterator of a list gives each entry once, whichever threads ask.
     work = iter([(one, begin) for one in layers for begin in range(0, len(one.slots), _AT_ONCE)])
     threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
     with ThreadPoolExecutor(threads, "keeping") as pool:
-        for done in [pool.submit(_write_some, data, resident, work) for _ in range(threads)]:
+        for done in [pool.submit(_write_some, data, resident, work, stream) for _ in range(threads)]:
             done.result()
 
 
 def _write_some(
-    data: NDArray[np.uint8], resident: ResidentExperts, work: Iterator[tuple[_KeptLayer, int]]
+    data: NDArray[np.uint8],
+    resident: ResidentExperts,
+    work: Iterator[tuple[_KeptLayer, int]],
+    stream: DeviceStream,
 ) -> None:
-    held = list(resident.slots.values())
-    is_gpu = held[0].weights.is_cuda
-    largest = max(slots.kind.expert_bytes for slots in held)
-    buffer = torch.empty(largest, dtype=torch.uint8, pin_memory=is_gpu)
-    for layer, first in work:
-        weights, each = resident.slots[layer.layer].weights, layer.expert_bytes
-        for place in range(first, min(first + _AT_ONCE, len(layer.slots))):
-            staged, at = buffer[:each], layer.offset + place * each
-            staged.copy_(weights[layer.slots[place]])
-            np.copyto(data[at : at + each], staged.numpy())
+    largest = max(slots.kind.expert_bytes for slots in resident.slots.values())
+    # Page-locked memory would else be that of the first GPU.
+    with stream.active():
+        buffer = stream.host_buffer(largest)
+        for layer, first in work:
+            weights, each = resident.slots[layer.layer].weights, layer.expert_bytes
+            for place in range(first, min(first + _AT_ONCE, len(layer.slots))):
+                staged, at = buffer[:each], layer.offset + place * each
+                staged.copy_(weights[layer.slots[place]])
+                np.copyto(data[at : at + each], staged.numpy())

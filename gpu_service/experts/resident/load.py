@@ -19,14 +19,14 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import structlog
 import torch
 from numpy.typing import NDArray
 
-from gpu_service.device.stream import stream_of
+from gpu_service.device.stream import DeviceEvent, DeviceStream, current_stream
 from gpu_service.experts.resident.content import SlotContent
 from gpu_service.experts.resident.experts import LayerSlots
 from gpu_service.experts.resident.panels import LayerFormat
@@ -107,8 +107,7 @@ class _Loading:
         packed: PackedMemory | None,
     ) -> None:
         self._source, self._slots, self._packed = source, slots, packed
-        self._device = next(iter(slots.values())).weights.device
-        self._active = stream_of(self._device)
+        self._stream = current_stream(next(iter(slots.values())).weights.device)
         runs = [run for layer, experts in chosen.items() for run in _runs(layer, experts, slots[layer].kind)]
         self._run_bytes = max(
             (len(run.experts) * slots[run.layer].kind.expert_bytes for run in runs), default=0
@@ -142,8 +141,8 @@ class _Loading:
                 )
 
     def _fill_some(self, progress: Progress) -> None:
-        with self._active(), ScratchReader() as reader:
-            buffers = _Buffers(self._run_bytes, self._device)
+        with self._stream.active(), ScratchReader() as reader:
+            buffers = _Buffers(self._run_bytes, self._stream)
             while True:
                 with self._lock:
                     run = next(self._runs, None)
@@ -229,12 +228,12 @@ class _Loading:
 class _Buffers:
     """The two buffers of a thread: it fills one while the device copies what the other one has."""
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
+    def __init__(self, nbytes: int, stream: DeviceStream) -> None:
+        self._stream = stream
         # The pages of new memory come one by one, for which threads wait for each other, and a device copies
         # from page-locked memory at the link's full rate: so they are made once for all experts.
-        self._is_gpu = device.type == "cuda"
-        pair = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._is_gpu) for _ in range(2)]
-        self._turns, self._events = itertools.cycle(enumerate(pair)), list[Any]((None, None))
+        self._turns = itertools.cycle(enumerate([stream.host_buffer(nbytes) for _ in range(2)]))
+        self._events: list[DeviceEvent | None] = [None, None]
         self._taken = 0
 
     def take(self) -> torch.Tensor:
@@ -245,10 +244,7 @@ class _Buffers:
 
     def give_back(self) -> None:
         """The device's work that was launched so far is the last that reads what was taken."""
-        if self._is_gpu:
-            cuda: Any = torch.cuda
-            self._events[self._taken] = event = cuda.Event(blocking=True)
-            event.record()
+        self._events[self._taken] = self._stream.record()
 
     def wait(self) -> None:
         """Returns once the device has read both."""
@@ -256,8 +252,9 @@ class _Buffers:
             self._wait(number)
 
     def _wait(self, number: int) -> None:
-        if self._events[number] is not None:
-            self._events[number].synchronize()
+        event = self._events[number]
+        if event is not None:
+            event.wait()
 
 
 def _runs(layer: int, experts: Sequence[int], kind: LayerFormat) -> Iterator[_Run]:

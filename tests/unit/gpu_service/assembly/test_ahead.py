@@ -1,0 +1,69 @@
+"""Guards that what a sleeping engine does ahead of its wake costs nothing: no failure, no memory of a GPU."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+
+from gpu_service.assembly import ahead
+from gpu_service.assembly.ahead import AheadOfWake
+from gpu_service.ops import backends
+from moebius.config import GpuConfig, ModelConfigSection, MoebiusConfig
+from moebius.models.checkpoint import open_index
+from tests.helpers.checkpoints import TinyMoe
+
+
+def imported(monkeypatch: pytest.MonkeyPatch, has_context: bool) -> list[Any]:
+    """Returns the log of imports for a GPU, with one library that is there and one that is not."""
+    names = ("colorsys", "no_such_library")
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    monkeypatch.setattr(ahead, "_OWN", names)
+    monkeypatch.setattr(ahead, "resolve_device", lambda *_: torch.device("cuda", 0))
+    monkeypatch.setattr(ahead, "has_context", lambda device: has_context)
+    monkeypatch.setitem(backends.BACKENDS, "auto", ())
+    with capture_logs() as logs:
+        AheadOfWake(MoebiusConfig()).join()
+    assert "colorsys" in sys.modules
+    return logs
+
+
+def test_a_missing_library_is_left_to_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are imported nevertheless; no line is a warning, since loading gives one."""
+    logs = imported(monkeypatch, has_context=False)
+    assert [(line["log_level"], line.get("module")) for line in logs] == [("info", "no_such_library")]
+
+
+def test_memory_of_the_gpu_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library that makes a context while the engine sleeps takes what was given back: a line says so."""
+    logs = imported(monkeypatch, has_context=True)
+    assert [line["log_level"] for line in logs] == ["info", "warning"]
+
+
+def test_headers_are_held_until_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A CPU needs none of the imports, but the headers."""
+    monkeypatch.setattr(ahead, "_OWN", ("no_such_library",))
+    model = ModelConfigSection(model=str(TinyMoe().write(tmp_path)))
+    with capture_logs() as logs:
+        found = AheadOfWake(MoebiusConfig(model=model, gpu=GpuConfig(device="cpu")))
+        found.join()
+    assert logs == []
+    opened = weakref.ref(open_index(tmp_path))
+    assert opened() is not None
+    found.forget()
+    gc.collect()
+    assert opened() is None
+
+
+def test_a_missing_checkpoint_is_left_to_the_start(tmp_path: Path) -> None:
+    """It may be there again by then; a line says why nothing was read."""
+    model = ModelConfigSection(model=str(tmp_path / "gone"))
+    with capture_logs() as logs:
+        AheadOfWake(MoebiusConfig(model=model, gpu=GpuConfig(device="cpu"))).join()
+    assert [line["log_level"] for line in logs] == ["info"]
