@@ -83,8 +83,6 @@ class Facts:
     gpu_links: tuple[GpuLink, ...]
     # Of the NVIDIA driver; "": none is loaded.
     driver: str
-    # A container's cgroup, or a Pod's files.
-    in_container: bool
     # Hardware threads of a core that are used; 0: not known.
     threads_per_core: int = 0
     # NUMA nodes that one socket is divided into (NPS, sub-NUMA clusters); 0: not known.
@@ -116,7 +114,6 @@ def read_facts(root: Path = Path("/")) -> Facts:
         file_text(path) for path in sys.glob("devices/system/cpu/cpu[0-9]*/cpufreq/scaling_governor")
     }
     version = re.search(r"Kernel Module\s+(?:for \S+\s+)?([\d.]+)", file_text(proc / "driver/nvidia/version"))
-    cgroup_marks = ("kubepods", "docker", "libpod", "containerd")
     return Facts(
         topology=topology,
         isa=isa_level(),
@@ -143,8 +140,6 @@ def read_facts(root: Path = Path("/")) -> Facts:
         is_wsl=is_on_windows(root),
         memory_modules=_memory_modules(sys),
         empty_places=sum(file_text(size) == "0" for size in sys.glob(_MODULES + "/size")),
-        in_container=(root / "var/run/secrets/kubernetes.io").exists()
-        or any(mark in file_text(proc / "self/cgroup") for mark in cgroup_marks),
     )
 
 
