@@ -80,6 +80,7 @@ class TinyEngine(EngineOutputs):
         self.graphs, self.kv_cache, self.stream, self.speculation = graphs, kv_cache, stream, speculation
 
 
+# Tokens and requests of a step, and the size of the graph that it replays.
 Replay = tuple[int, int, int]
 
 
