@@ -29,7 +29,7 @@ import httpx
 
 from moebius.errors import UserError
 from moebius.network.web_origins import LOOPBACK_HOSTS
-from moebius.replace_file import replace_file
+from moebius.replace_file import replace_file, sync
 
 CHUNK = 4 << 20
 ATTEMPTS = 5
@@ -175,7 +175,7 @@ class Download:
                     kind = "SHA-1 in git" if _is_blob(digest) else "SHA-256"
                     raise UserError(f"{name}: its {kind} is {found}, expected {digest}")
             part.replace(path)
-            _sync(path.parent)
+            sync(path.parent)
         except OSError as error:
             raise UserError(f"{name}: cannot be written to {self._directory}: {error.strerror}") from None
         finally:
@@ -193,7 +193,7 @@ class Download:
                 if attempt == ATTEMPTS or _is_final(error):
                     raise UserError(f"{name}: {self._base}/{name}: {_words(error)}") from None
                 time.sleep(self._retry_s * attempt)
-        _sync(part)
+        sync(part)
 
     def _stream(self, client: httpx.Client, name: str, part: Path) -> None:
         """Appends what is missing to `part`."""
@@ -284,15 +284,6 @@ def wait_until_complete(
             waiting()
             said = True
         time.sleep(poll_s)
-
-
-def _sync(path: Path) -> None:
-    """What was written there, or to names in it, survives the machine."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _is_final(error: httpx.HTTPError) -> bool:

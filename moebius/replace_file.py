@@ -9,6 +9,15 @@ import tempfile
 from pathlib import Path
 
 
+def sync(path: Path) -> None:
+    """Writes a file, or the names in a directory, through to the disk. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def replace_file(path: Path, text: str, mode: int = 0o600, like: os.stat_result | None = None) -> None:
     """Writes `text` in UTF-8 to a new file beside `path`, and renames it to `path`.
 

@@ -31,10 +31,7 @@ def register(app: typer.Typer) -> None:
 
         Running requests are waited for. The next request wakes it, or `moebius wake`.
         """
-        mode = "abort" if force else "wait"
-        server = server_url(server)
-        seconds = _posted(server, "/sleep", {"mode": mode, "model": model}, access)
-        print(f"{server}: asleep after {seconds:.1f} s")
+        _post(server, "/sleep", {"mode": "abort" if force else "wait", "model": model}, access, "asleep")
 
     @app.command()
     @with_access
@@ -45,9 +42,7 @@ def register(app: typer.Typer) -> None:
         access: Access,
     ) -> None:
         """Wake a sleeping server. Returns once its model is loaded."""
-        server = server_url(server)
-        seconds = _posted(server, "/wake_up", {"model": model}, access)
-        print(f"{server}: awake after {seconds:.1f} s")
+        _post(server, "/wake_up", {"model": model}, access, "awake")
 
     @app.command()
     @with_access
@@ -61,16 +56,15 @@ def register(app: typer.Typer) -> None:
 
         Running requests end with the old weights, later ones wait for the new ones.
         """
-        server = server_url(server)
-        seconds = _posted(server, "/reload", {"model": model}, access)
-        print(f"{server}: reloaded after {seconds:.1f} s")
+        _post(server, "/reload", {"model": model}, access, "reloaded")
 
 
-def _posted(server: str, path: str, query: dict[str, str], access: Access) -> float:
-    """Returns after how many seconds the server has answered. Raises UserError."""
+def _post(server: str, path: str, query: dict[str, str], access: Access, done: str) -> None:
+    """Prints what it is and after how many seconds, once the server has answered. Raises UserError."""
+    server = server_url(server)
     client, begin = access.client(server), time.monotonic()
     try:
         client.post_json(f"{path}?{urlencode({name: value for name, value in query.items() if value})}")
-        return time.monotonic() - begin
     finally:
         client.close()
+    print(f"{server}: {done} after {time.monotonic() - begin:.1f} s")

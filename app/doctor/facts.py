@@ -11,6 +11,7 @@ from pathlib import Path
 
 from app.supervisor.placement import find_gpus
 from moebius.host.instruction_sets import cpu_flags
+from moebius.host.kernel_files import file_text
 from moebius.host.topology import Topology, parse_cpu_list
 from moebius.kernels import isa_level
 from moebius.process.limits import MOST_FILES, is_on_windows
@@ -82,8 +83,6 @@ class Facts:
     gpu_links: tuple[GpuLink, ...]
     # Of the NVIDIA driver; "": none is loaded.
     driver: str
-    # A container's cgroup, or a Pod's files.
-    in_container: bool
     # Hardware threads of a core that are used; 0: not known.
     threads_per_core: int = 0
     # NUMA nodes that one socket is divided into (NPS, sub-NUMA clusters); 0: not known.
@@ -104,16 +103,17 @@ def read_facts(root: Path = Path("/")) -> Facts:
     """
     sys, proc = root / "sys", root / "proc"
     topology = Topology.detect(str(sys), str(proc), str(sys / "fs/cgroup"))
-    status = _text(proc / "self/status")
+    status = file_text(proc / "self/status")
     memory_nodes = re.search(r"^Mems_allowed_list:\s*(\S+)", status, re.MULTILINE)
     known = tuple(node.id for node in topology.nodes)
     allowed = parse_cpu_list(memory_nodes[1]) if memory_nodes else known
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     _, files = resource.getrlimit(resource.RLIMIT_NOFILE)  # every process takes what is allowed
-    isolated = _text(sys / "devices/system/cpu/isolated")
-    governors = {_text(path) for path in sys.glob("devices/system/cpu/cpu[0-9]*/cpufreq/scaling_governor")}
-    version = re.search(r"Kernel Module\s+(?:for \S+\s+)?([\d.]+)", _text(proc / "driver/nvidia/version"))
-    cgroup_marks = ("kubepods", "docker", "libpod", "containerd")
+    isolated = file_text(sys / "devices/system/cpu/isolated")
+    governors = {
+        file_text(path) for path in sys.glob("devices/system/cpu/cpu[0-9]*/cpufreq/scaling_governor")
+    }
+    version = re.search(r"Kernel Module\s+(?:for \S+\s+)?([\d.]+)", file_text(proc / "driver/nvidia/version"))
     return Facts(
         topology=topology,
         isa=isa_level(),
@@ -124,7 +124,7 @@ def read_facts(root: Path = Path("/")) -> Facts:
         huge_pages={node: _huge_pages(sys, node) for node in known},
         shmem_huge_pages=_chosen(sys / "kernel/mm/transparent_hugepage/shmem_enabled"),
         huge_pages_mode=_chosen(sys / "kernel/mm/transparent_hugepage/enabled"),
-        numa_balancing=_text(proc / "sys/kernel/numa_balancing") not in ("", "0"),
+        numa_balancing=file_text(proc / "sys/kernel/numa_balancing") not in ("", "0"),
         governors=frozenset(governors - {""}),
         isolated_cpus=parse_cpu_list(isolated) if isolated else (),
         swap_bytes=_swap(proc / "swaps"),
@@ -139,9 +139,7 @@ def read_facts(root: Path = Path("/")) -> Facts:
         swappiness=int(_number(proc / "sys/vm/swappiness")),
         is_wsl=is_on_windows(root),
         memory_modules=_memory_modules(sys),
-        empty_places=sum(_text(size) == "0" for size in sys.glob(_MODULES + "/size")),
-        in_container=(root / "var/run/secrets/kubernetes.io").exists()
-        or any(mark in _text(proc / "self/cgroup") for mark in cgroup_marks),
+        empty_places=sum(file_text(size) == "0" for size in sys.glob(_MODULES + "/size")),
     )
 
 
@@ -150,7 +148,7 @@ _MODULES = "devices/system/edac/mc/mc[0-9]*/dimm[0-9]*"
 
 def _memory_modules(sys: Path) -> tuple[tuple[str, int], ...]:
     kinds = [
-        _text(place / "dimm_mem_type") or "not known"
+        file_text(place / "dimm_mem_type") or "not known"
         for place in sorted(sys.glob(_MODULES))
         if _number(place / "size") > 0
     ]
@@ -160,7 +158,7 @@ def _memory_modules(sys: Path) -> tuple[tuple[str, int], ...]:
 def _threads_per_core(sys: Path, topology: Topology) -> int:
     """Returns the most hardware threads that a usable CPU's core has."""
     listed = (
-        _text(sys / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        file_text(sys / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
         for cpu in topology.allowed_cpus
     )
     return max((len(parse_cpu_list(text)) for text in listed if text), default=0)
@@ -172,8 +170,8 @@ def _nodes_per_socket(sys: Path, topology: Topology) -> int:
     for node in topology.nodes:
         cpus = topology.usable_cpus(node.id)
         socket = sys / f"devices/system/cpu/cpu{cpus[0]}/topology/physical_package_id" if cpus else None
-        if socket is not None and _text(socket):
-            nodes[_text(socket)] += 1
+        if socket is not None and file_text(socket):
+            nodes[file_text(socket)] += 1
     return max(nodes.values(), default=0)
 
 
@@ -183,7 +181,7 @@ def read_volume(path: Path, mounts: Path = Path("/proc/self/mounts")) -> Volume:
         return Volume(path, False, False, "", 0, 0)
     found = os.statvfs(path)
     kind, longest = "", -1
-    for line in _text(mounts).splitlines():
+    for line in file_text(mounts).splitlines():
         _, point, name, *_ = line.split()
         if path.resolve().is_relative_to(point) and len(point) >= longest:
             kind, longest = name, len(point)
@@ -202,7 +200,7 @@ def read_memory_limit(root: Path = Path("/")) -> int | None:
     limits = []
     for directory in _cgroups(root, "memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):
-            text = _text(directory / name)
+            text = file_text(directory / name)
             # Version 1 writes "no limit" as the largest multiple of a page.
             if text.isdecimal() and int(text) < 1 << 62:
                 limits.append(int(text))
@@ -229,7 +227,7 @@ def read_gpu_links(root: Path = Path("/")) -> tuple[GpuLink, ...]:
 def _cgroups(root: Path, controller: str) -> list[Path]:
     """This process's groups of both versions, each with all above it that can be read."""
     base, found = root / "sys/fs/cgroup", []
-    for line in _text(root / "proc/self/cgroup").splitlines():
+    for line in file_text(root / "proc/self/cgroup").splitlines():
         number, controllers, path = line.split(":", 2)
         if number == "0":
             top = base
@@ -248,7 +246,7 @@ def _cgroups(root: Path, controller: str) -> list[Path]:
 
 def _throttled(root: Path) -> int:
     for directory in _cgroups(root, "cpu"):
-        found = re.search(r"^nr_throttled (\d+)", _text(directory / "cpu.stat"), re.MULTILINE)
+        found = re.search(r"^nr_throttled (\d+)", file_text(directory / "cpu.stat"), re.MULTILINE)
         if found:
             return int(found[1])
     return 0
@@ -261,23 +259,16 @@ def _huge_pages(sys: Path, node: int) -> tuple[int, int]:
 
 
 def _swap(path: Path) -> int:
-    return sum(int(line.split()[2]) * 1024 for line in _text(path).splitlines()[1:])
+    return sum(int(line.split()[2]) * 1024 for line in file_text(path).splitlines()[1:])
 
 
 def _chosen(path: Path) -> str:
     """Returns the word in brackets of a file that lists all choices."""
-    found = re.search(r"\[(\w+)\]", _text(path))
+    found = re.search(r"\[(\w+)\]", file_text(path))
     return found[1] if found else ""
 
 
 def _number(path: Path, missing: float = 0.0) -> float:
     """Returns the first number in a file."""
-    found = re.match(r"-?[\d.]+", _text(path))
+    found = re.match(r"-?[\d.]+", file_text(path))
     return float(found[0]) if found else missing
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace").strip()
-    except OSError:
-        return ""

@@ -20,7 +20,7 @@ from gateway.apis.translation import (
 from gateway.parsers.events import Finish, ParsedDelta
 from gateway.schemas.cohere import CohereChatRequest, CohereMessage, CoherePart
 from gateway.schemas.errors import ApiError, bad_request
-from gateway.transport.streaming import event
+from gateway.transport.streaming import typed_event
 
 _NAMES = {
     "stop": "stop_sequences",
@@ -144,11 +144,6 @@ def _thinking(body: CohereChatRequest, context: Context) -> dict[str, Any]:
     return fields
 
 
-def _event(kind: str, payload: dict[str, Any]) -> bytes:
-    """Returns a named event, whose data repeats the name as `type`."""
-    return event({"type": kind, **payload}, kind)
-
-
 class CohereChatFormat(ResponseFormat):
     """Builds one message of content and tool calls, or the events that stream it."""
 
@@ -177,19 +172,19 @@ class CohereChatFormat(ResponseFormat):
     def stream_end(self, usage: Usage) -> bytes:
         """Returns the events that end the last part and the message."""
         steps = b"".join(map(self._step, self._parts.end()))
-        return self._opening() + steps + _event("message-end", {"delta": _ending(self._finish, usage)})
+        return self._opening() + steps + typed_event("message-end", {"delta": _ending(self._finish, usage)})
 
     def stream_failure(self, error: ApiError) -> bytes:
         """Returns the message's end, which says why it failed."""
         ending = {"finish_reason": "ERROR", "error": error.message}
-        return self._opening() + _event("message-end", {"delta": ending})
+        return self._opening() + typed_event("message-end", {"delta": ending})
 
     def _opening(self) -> bytes:
         if self._has_begun:
             return b""
         self._has_begun = True
         message = {"role": "assistant", "content": [], "tool_plan": "", "tool_calls": [], "citations": []}
-        return _event("message-start", {"id": self.id, "delta": {"message": message}})
+        return typed_event("message-start", {"id": self.id, "delta": {"message": message}})
 
     def _step(self, step: PartStep) -> bytes:
         part, is_content = step.part, _is_content(step.part)
@@ -199,7 +194,7 @@ class CohereChatFormat(ResponseFormat):
         index = {"index": self._places[part.number]}
         name = "content" if is_content else "tool-call"
         if step.what == "end":
-            return _event(f"{name}-end", index)
+            return typed_event(f"{name}-end", index)
         if is_content:
             shown = _opened(part) if step.what == "start" else {_FIELDS[part.kind]: step.text}
             message: dict[str, Any] = {"content": shown}
@@ -207,7 +202,7 @@ class CohereChatFormat(ResponseFormat):
             arguments = {"function": {"arguments": step.text}}
             message = {"tool_calls": _called(part, "") if step.what == "start" else arguments}
         what = "start" if step.what == "start" else "delta"
-        return _event(f"{name}-{what}", {**index, "delta": {"message": message}})
+        return typed_event(f"{name}-{what}", {**index, "delta": {"message": message}})
 
 
 _FIELDS = {"content": "text", "reasoning": "thinking"}

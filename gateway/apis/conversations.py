@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gateway.apis.stored_responses import ResponseStore, not_found
+from gateway.apis.stored_responses import ResponseStore, not_found, trimming
 from gateway.schemas.errors import ApiError
 
 _SCHEMA = (
@@ -26,14 +26,7 @@ _SCHEMA = (
     "CREATE INDEX IF NOT EXISTS items_by_conversation ON conversation_items (conversation, place)",
 )
 # The conversations used last that fit are kept.
-_TRIM = """
-DELETE FROM conversations WHERE used < ? OR id IN (
-    SELECT id FROM (
-        SELECT id, SUM(bytes) OVER latest AS total, ROW_NUMBER() OVER latest AS place
-        FROM conversations WINDOW latest AS (ORDER BY used DESC, rowid DESC)
-    ) WHERE total > ? OR place > ?
-)
-"""
+_TRIM = trimming("conversations", "used")
 _TRIM_ITEMS = "DELETE FROM conversation_items WHERE conversation NOT IN (SELECT id FROM conversations)"
 MOST_ITEMS = 20  # that a request may add
 

@@ -43,7 +43,7 @@ from gateway.schemas.messages import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from gateway.transport.streaming import event
+from gateway.transport.streaming import typed_event
 
 # The chat's parameters, with the API's parameter for each.
 NAMES = {
@@ -276,11 +276,6 @@ def _sampling(body: MessagesRequest) -> dict[str, Any]:
     }
 
 
-def sse(name: str, payload: dict[str, Any]) -> bytes:
-    """Returns a named event, whose data repeats the name as `type`."""
-    return event({"type": name, **payload}, name)
-
-
 # Signatures prove nothing here. Clients require one, and send back what it holds.
 _SHOWN = "shown:"
 _HIDDEN = "hidden:"
@@ -310,7 +305,7 @@ class MessagesFormat(ResponseFormat):
     """Builds one message of content blocks, or the events that stream it."""
 
     operation = "chat"
-    keep_alive = sse("ping", {})
+    keep_alive = typed_event("ping", {})
 
     def __init__(self, request_id: str, reply: MessagesReply) -> None:
         """`request_id` is named in errors."""
@@ -337,20 +332,20 @@ class MessagesFormat(ResponseFormat):
         """Returns the events that end the last block and the message."""
         data = b"" if self._has_begun else self._opening(usage)
         data += b"".join(map(self._step, self._parts.end()))
-        data += sse(
+        data += typed_event(
             "message_delta", {"delta": self._ending(self._finish, usage), "usage": self._usage(usage)}
         )
-        return data + sse("message_stop", {})
+        return data + typed_event("message_stop", {})
 
     def stream_failure(self, error: ApiError) -> bytes:
         """Returns the error event, which is the last one."""
         _, body = anthropic_error(error, self._request_id)
-        return sse("error", {key: value for key, value in body.items() if key != "type"})
+        return typed_event("error", {key: value for key, value in body.items() if key != "type"})
 
     def _opening(self, usage: Usage) -> bytes:
         self._has_begun = True
         message = self._message([], {"stop_reason": None, "stop_sequence": None}, usage)
-        return sse("message_start", {"message": message}) + self.keep_alive
+        return typed_event("message_start", {"message": message}) + self.keep_alive
 
     def _message(self, blocks: list[dict[str, Any]], ending: dict[str, Any], usage: Usage) -> dict[str, Any]:
         return {
@@ -408,17 +403,17 @@ class MessagesFormat(ResponseFormat):
     def _step(self, step: PartStep) -> bytes:
         part, index = step.part, step.part.number
         if step.what == "start":
-            return sse("content_block_start", {"index": index, "content_block": _opened(part)})
+            return typed_event("content_block_start", {"index": index, "content_block": _opened(part)})
         hidden = part.kind == "reasoning" and self._reply.hides_thinking
         if step.what == "text":
             kind, name = _DELTAS[part.kind]
             delta = {"type": kind, name: step.text}
-            return b"" if hidden else sse("content_block_delta", {"index": index, "delta": delta})
+            return b"" if hidden else typed_event("content_block_delta", {"index": index, "delta": delta})
         data = b""
         if part.kind == "reasoning":
             delta = {"type": "signature_delta", "signature": signature(part.text, hidden)}
-            data = sse("content_block_delta", {"index": index, "delta": delta})
-        return data + sse("content_block_stop", {"index": index})
+            data = typed_event("content_block_delta", {"index": index, "delta": delta})
+        return data + typed_event("content_block_stop", {"index": index})
 
 
 def _opened(part: Part) -> dict[str, Any]:

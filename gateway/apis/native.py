@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gateway.apis.formats import Output, ResponseFormat, Usage
-from gateway.apis.translation import Context, Translation, without_none
+from gateway.apis.translation import Context, Translation, llama_sampling, without_none
 from gateway.generation.job import PromptJob
 from gateway.generation.output import prompt_token_logprobs
 from gateway.parsers.events import Finish, ParsedDelta, TokenLogprob
@@ -92,15 +92,7 @@ def _llama_fields(body: LlamaFields) -> dict[str, Any]:
     return {
         "model": body.model,
         "max_tokens": _UNLIMITED if limit is None or limit < 0 else limit,
-        "temperature": body.temperature,
-        "top_k": body.top_k,
-        "top_p": body.top_p or None,
-        "min_p": body.min_p,
-        "repetition_penalty": body.repeat_penalty,
-        "presence_penalty": body.presence_penalty,
-        "frequency_penalty": body.frequency_penalty,
-        "seed": None if body.seed == -1 else body.seed,
-        "stop": body.stop or None,
+        **llama_sampling(body),
         "ignore_eos": body.ignore_eos,
         "logit_bias": _bias(body.logit_bias),
         "logprobs": body.n_probs or None,

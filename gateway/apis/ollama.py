@@ -18,6 +18,7 @@ from gateway.apis.translation import (
     MessageList,
     Translation,
     base64_image,
+    llama_sampling,
     text_part,
     without_none,
 )
@@ -196,15 +197,7 @@ def _common(body: OllamaRequest) -> dict[str, Any]:
     return {
         "model": served_name(body.model),
         "max_tokens": limit if limit is not None and limit > 0 else _UNLIMITED,
-        "temperature": options.temperature,
-        "top_k": options.top_k,
-        "top_p": options.top_p or None,  # 0 means greedy; the chat API does not accept it
-        "min_p": options.min_p,
-        "repetition_penalty": options.repeat_penalty,
-        "presence_penalty": options.presence_penalty,
-        "frequency_penalty": options.frequency_penalty,
-        "seed": None if options.seed == -1 else options.seed,
-        "stop": options.stop or None,
+        **llama_sampling(options),
         "stream": body.stream is not False,
         **_format(body.format),
     }

@@ -37,15 +37,23 @@ CREATE TABLE IF NOT EXISTS responses (
     response BLOB NOT NULL
 )
 """
-# The newest responses that fit are kept.
-_TRIM = """
-DELETE FROM responses WHERE created < ? OR id IN (
+
+
+def trimming(table: str, time: str) -> str:
+    """Returns the statement that leaves the newest rows of a table, by a column with their time: parameters
+    are the earliest time, and the most bytes and rows of all together.
+    """
+    return f"""
+DELETE FROM {table} WHERE {time} < ? OR id IN (
     SELECT id FROM (
         SELECT id, SUM(bytes) OVER newest AS total, ROW_NUMBER() OVER newest AS place
-        FROM responses WINDOW newest AS (ORDER BY created DESC, rowid DESC)
+        FROM {table} WINDOW newest AS (ORDER BY {time} DESC, rowid DESC)
     ) WHERE total > ? OR place > ?
 )
 """
+
+
+_TRIM = trimming("responses", "created")
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from gateway.apis.stored_responses import ResponseStore
 from gateway.generation.model import ServedModel
 from gateway.schemas.common import JsonError, Tolerance, parse_json
 from gateway.schemas.errors import ApiError, bad_request
+from gateway.schemas.native import LlamaSampling
 
 
 @dataclass(frozen=True)
@@ -203,6 +204,21 @@ def named_choice(name: str, tools: Sequence[Mapping[str, Any]], param: str = "to
     if not any(tool["function"]["name"] == name for tool in tools):
         raise bad_request(f"{param!r} names the tool {name!r:.100}, which is not one of 'tools'", param)
     return {"type": "function", "function": {"name": name}}
+
+
+def llama_sampling(options: LlamaSampling) -> dict[str, Any]:
+    """Returns the sampling fields of the chat API that llama-server's options mean."""
+    return {
+        "temperature": options.temperature,
+        "top_k": options.top_k,
+        "top_p": options.top_p or None,  # 0 means greedy; the chat API does not accept it
+        "min_p": options.min_p,
+        "repetition_penalty": options.repeat_penalty,
+        "presence_penalty": options.presence_penalty,
+        "frequency_penalty": options.frequency_penalty,
+        "seed": None if options.seed == -1 else options.seed,
+        "stop": options.stop or None,
+    }
 
 
 def without_none(value: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from moebius.replace_file import replace_file
+from moebius.replace_file import replace_file, sync
 
 _FACTS = "facts.json"
 _NEW, _GONE = ".new-", ".gone-"
@@ -63,7 +63,7 @@ class Records:
             yield made
             os.fsync(descriptor)
             made.rename(place / record_id)
-            sync_directory(place)
+            sync(place)
         except BaseException:
             shutil.rmtree(made, ignore_errors=True)
             raise
@@ -128,15 +128,6 @@ def make_private(path: Path) -> None:
 def write_facts(directory: Path, facts: dict[str, Any]) -> None:
     """Writes or replaces a record's facts, durably. Raises OSError."""
     replace_file(directory / _FACTS, json.dumps(facts, ensure_ascii=False))
-
-
-def sync_directory(path: Path) -> None:
-    """Makes renames in a directory durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _is_abandoned(path: str) -> bool:

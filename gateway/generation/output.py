@@ -148,7 +148,6 @@ class OutputState:
         self.finish: Finish | None = None
         self._tokenizer = tokenizer
         self._rules = rules
-        self._prompt_ids = prompt_ids
         self._detokenizer = make_detokenizer(tokenizer, rules.skip_special_tokens, prompt_ids)
         self._stops = StopStrings(rules.stop_strings, rules.include_stop)
         self._pending: list[TokenLogprob] = []  # of output tokens, by offset

@@ -17,7 +17,7 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 
 from gateway.schemas.errors import is_lost
 from moebius.network.grpc_channels import open_aio_channel, report_failed_handshake
-from moebius.network.outbox import Outbox
+from moebius.network.outbox import Arrival, Outbox
 from moebius.network.tls import active_tls
 from moebius.process.operations import NOT_READY_METADATA
 from protos import engine_pb2, engine_pb2_grpc
@@ -54,15 +54,15 @@ class _Unsupported(Exception):
     """The engine has no GenerateMany; nothing was sent to it."""
 
 
-class _StreamedCall:
+class _StreamedCall(Arrival):
     """One call on the shared stream, with the updates not read yet. Filled by `_ManyCalls`."""
 
-    __slots__ = ("_arrived", "_latest", "ended", "updates")
+    __slots__ = ("_latest", "ended", "updates")
 
     def __init__(self) -> None:
+        super().__init__()
         self.updates: deque[engine_pb2.GenerateResponse] = deque()
         self.ended: Exception | bool = False  # True: without an error
-        self._arrived: asyncio.Future[None] | None = None
         # The latest of the updates that was no token alone.
         self._latest = engine_pb2.GenerateResponse()
 
@@ -73,7 +73,7 @@ class _StreamedCall:
             return
         self._latest = update.response
         self.updates.append(self._latest)
-        self._wake()
+        self.wake()
 
     def put_token(self, token_id: int, completion_tokens: int) -> None:
         """Takes the next token of the only output; else its chunk is like the one before it."""
@@ -85,21 +85,12 @@ class _StreamedCall:
         if before.cached_tokens:
             chunk.cached_tokens = before.cached_tokens
         self.updates.append(response)
-        self._wake()
+        self.wake()
 
     def end(self, reason: Exception | bool) -> None:
         """Marks the call as ended: no more updates follow."""
         self.ended = reason
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._arrived is not None and not self._arrived.done():
-            self._arrived.set_result(None)
-
-    async def arrival(self) -> None:
-        """Waits until there is an update to read, or the end."""
-        self._arrived = asyncio.get_running_loop().create_future()
-        await self._arrived
+        self.wake()
 
 
 class _ManyCalls:
@@ -133,7 +124,7 @@ class _ManyCalls:
                     raise call.ended
                 if call.ended:
                     return
-                await call.arrival()
+                await call.wait()
         finally:
             if self._calls.pop(number, None) is not None and not call.ended:
                 outbox.put(engine_pb2.CallRequest(call=number, cancel=True))

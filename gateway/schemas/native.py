@@ -12,12 +12,9 @@ _Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 _NO_EFFECT = "No effect"
 
 
-class LlamaFields(StrictModel):
-    """Fields of llama-server's `/completion` and `/infill`."""
+class LlamaSampling(StrictModel):
+    """Sampling options of llama-server, which Ollama has, too."""
 
-    model: str | None = Field(None, max_length=MAX_LABEL_CHARACTERS)
-    n_predict: int | None = Field(None, ge=-2, le=2**31, description="Most output tokens; below 0: no limit")
-    max_tokens: int | None = Field(None, ge=-1, le=2**31, description="As n_predict")
     temperature: float | None = Field(None, ge=0)
     top_k: int | None = Field(None, ge=-1)
     top_p: float | None = Field(None, ge=0, le=1)
@@ -27,6 +24,14 @@ class LlamaFields(StrictModel):
     frequency_penalty: float | None = None
     seed: int | None = Field(None, ge=INT64_MIN, le=INT64_MAX, description="-1: any")
     stop: str | list[str] | None = None
+
+
+class LlamaFields(LlamaSampling):
+    """Fields of llama-server's `/completion` and `/infill`."""
+
+    model: str | None = Field(None, max_length=MAX_LABEL_CHARACTERS)
+    n_predict: int | None = Field(None, ge=-2, le=2**31, description="Most output tokens; below 0: no limit")
+    max_tokens: int | None = Field(None, ge=-1, le=2**31, description="As n_predict")
     ignore_eos: bool | None = None
     logit_bias: Any = Field(None, description="[[id, bias], ...], or an object; false: never")
     n_probs: int | None = Field(None, ge=0, le=20, description="Alternatives per token")

@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, Field
 
-from gateway.schemas.common import INT64_MAX, INT64_MIN, MAX_LABEL_CHARACTERS, StrictModel
+from gateway.schemas.common import MAX_LABEL_CHARACTERS, StrictModel
+from gateway.schemas.native import LlamaSampling
 from gateway.schemas.requests import MAX_MESSAGES, MAX_PARTS
 
 Label = Annotated[str, Field(max_length=MAX_LABEL_CHARACTERS)]
@@ -45,22 +46,13 @@ class OllamaMessage(StrictModel):
     tool_call_id: Label | None = None
 
 
-class Options(StrictModel):
+class Options(LlamaSampling):
     """Sampling options; those about memory and threads have no effect."""
 
     place = "options."
     num_predict: int | None = Field(
         None, ge=-2, le=2**31, description="Most output tokens; below 1: no limit"
     )
-    temperature: float | None = Field(None, ge=0)
-    top_k: int | None = Field(None, ge=-1)
-    top_p: float | None = Field(None, ge=0, le=1)
-    min_p: float | None = Field(None, ge=0, le=1)
-    repeat_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    seed: int | None = Field(None, ge=INT64_MIN, le=INT64_MAX, description="-1: any")
-    stop: str | list[str] | None = None
     num_ctx: Any = Field(None, description="No effect: the context is the model's")
 
 

@@ -32,6 +32,11 @@ def event(payload: dict[str, Any], name: str = "") -> bytes:
     return b"%bdata: %b\n\n" % (named, to_json(payload))
 
 
+def typed_event(name: str, payload: dict[str, Any]) -> bytes:
+    """Returns a named event, whose data repeats the name as `type`."""
+    return event({"type": name, **payload}, name)
+
+
 # Work done on the event loop, while other streams wait: a number of tokens, with their alternatives. More
 # goes to a thread, which yields to them every few milliseconds.
 INLINE_TOKENS = 2048

@@ -88,17 +88,13 @@ class Kernel:
             for kind, value in zip(self._types, values, strict=True)
         ]
         pointers = (ctypes.c_void_p * len(held))(*(ctypes.addressof(value) for value in held))
-        arguments = ctypes.addressof(pointers)
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = columns, rows, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
+        config.sharedMemBytes, config.hStream = self._shared, stream
         if overlaps:
-            config = driver.CUlaunchConfig()
-            config.gridDimX, config.gridDimY, config.gridDimZ = columns, rows, 1
-            config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
-            config.sharedMemBytes, config.hStream = self._shared, stream
             config.attrs, config.numAttrs = [_may_overlap()], 1
-            checked(self._name, driver.cuLaunchKernelEx(config, self._function, arguments, 0))
-            return
-        sizes = columns, rows, 1, block, 1, 1, self._shared
-        checked(self._name, driver.cuLaunchKernel(self._function, *sizes, stream, arguments, 0))
+        checked(self._name, driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0))
 
 
 def _may_overlap() -> Any:

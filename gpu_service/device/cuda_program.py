@@ -11,24 +11,24 @@ from pathlib import Path
 from moebius.errors import UserError
 from moebius.host.kernel_times import cache_directory
 
-# Where a process keeps compiled code by default; empty: the user's cache.
-_default_directory = ""
+# Where this process keeps compiled code, see `keep_compiled_in`.
+_directory = ""
 
 
 def keep_compiled_in(directory: str) -> None:
-    """Keeps what this process compiles in a directory, where no call of `compiled` names another one."""
-    global _default_directory
-    _default_directory = directory
+    """Keeps what this process compiles in a directory; empty: in the user's cache."""
+    global _directory
+    _directory = directory
 
 
-def compiled(source: str, name: str, arch: str, directory: str = "") -> bytes:
-    """Returns machine code of a complete source for `arch` (as in sm_90), from `directory` when it has it;
-    empty: that of `keep_compiled_in`. `name`: that of its kernels, in files and messages.
+def compiled(source: str, name: str, arch: str) -> bytes:
+    """Returns machine code of a complete source for `arch` (as in sm_90), which is kept where
+    `keep_compiled_in` says. `name`: that of its kernels, in files and messages.
 
     Raises UserError when NVRTC is not installed or the directory cannot be written.
     """
     try:
-        place = cache_file(source, name, arch, directory)
+        place = cache_file(source, name, arch)
     except FileNotFoundError as error:
         raise UserError(f"jit_cache_dir: empty, and {error.strerror}") from error
     if place.exists():
@@ -44,12 +44,11 @@ def compiled(source: str, name: str, arch: str, directory: str = "") -> bytes:
     return code
 
 
-def cache_file(source: str, name: str, arch: str, directory: str) -> Path:
+def cache_file(source: str, name: str, arch: str) -> Path:
     """Returns the file that keeps the machine code of `source` for `arch`, named after a digest of the
     source.
     """
-    directory = directory or _default_directory
-    root = Path(directory).expanduser() if directory else cache_directory()
+    root = Path(_directory).expanduser() if _directory else cache_directory()
     digest = hashlib.sha256(source.encode()).hexdigest()[:16]
     return root / name.replace(" ", "_") / f"{arch}-{digest}.cubin"
 

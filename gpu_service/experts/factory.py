@@ -74,7 +74,6 @@ def _doorbell(
         experts.mailbox_deadline_ms,
         experts.signal,
         None if copy_kib is None else copy_kib * 1024,
-        config.gpu.jit_cache_dir,
     )
     is_memops = experts.signal == "memops"
     watch = Watch(mailbox, slots, watch_deadline_ms(experts.mailbox_deadline_ms, is_memops), is_memops)

@@ -33,6 +33,7 @@ from gpu_service.layers.norm import Norm, make_norm
 from gpu_service.layers.rank_weights import RankWeights
 from gpu_service.ops.linear import can_pack, linear, pack_weight
 from gpu_service.ops.overflow import EMBEDDING, FINAL_NORM, is_noted, note_overflow
+from gpu_service.ops.rope import RopeTable
 from moebius.models.config import ModelConfig
 from moebius.models.layers.residual import GatedStreams, HyperConnections
 from moebius.models.weights import HEAD, outside_weights
@@ -111,7 +112,7 @@ class Backbone(nn.Module):
         """Returns `[T, H]` after the final norm; on a stage that is not the last, what was sent to the next
         one.
         """
-        inputs, images = context.inputs, context.inputs.image_features
+        inputs, overflow = context.inputs, context.first_overflow
         for ngrams in self._ngrams:
             ngrams.begin(context)
         if self.deferral is not None and context.deferral is None:
@@ -121,9 +122,21 @@ class Backbone(nn.Module):
         ropes = [rotary.table(positions) for rotary in self._rotaries[: self._num_tables]]
         stream = self._begin(inputs)
         context.read_streams.clear()
-        overflow = context.first_overflow
         if overflow is not None and self._is_first_stage:
             _note(overflow, stream, EMBEDDING)
+        stream = self._pass_layers(stream, ropes, context)
+        if self.norm is None:
+            return self._sent(stream)
+        hidden_states = self._ended(stream, self.norm)
+        if overflow is not None:
+            note_overflow(overflow, hidden_states, None, FINAL_NORM)
+        return hidden_states
+
+    def _pass_layers(
+        self, stream: ResidualStream, ropes: list[RopeTable], context: ForwardContext
+    ) -> ResidualStream:
+        """Returns the stream after all layers of this stage that every token passes."""
+        images, overflow = context.inputs.image_features, context.first_overflow
         runs, done = self._host_runs.of_step(context), self._first_layer
         for index, layer in enumerate(islice(self.layers, self._num_passed), self._first_layer):
             if index < done:
@@ -144,15 +157,14 @@ class Backbone(nn.Module):
                 context.between_layers()
         if self._num_passed in self._read_layers:
             context.read_streams.append(stream.copied())
-        if self.norm is None:
-            hidden_states = stream.sum()
-            self._parallel.send_to_next_stage(hidden_states)
-            if self._lags and isinstance(stream, HyperStreams):
-                self._parallel.send_to_next_stage(stream.given_weights())
-            return hidden_states
-        hidden_states = self._ended(stream, self.norm)
-        if overflow is not None:
-            note_overflow(overflow, hidden_states, None, FINAL_NORM)
+        return stream
+
+    def _sent(self, stream: ResidualStream) -> torch.Tensor:
+        """Sends the stream to the next stage; returns what was sent of it, `[T, H]`."""
+        hidden_states = stream.sum()
+        self._parallel.send_to_next_stage(hidden_states)
+        if self._lags and isinstance(stream, HyperStreams):
+            self._parallel.send_to_next_stage(stream.given_weights())
         return hidden_states
 
     def _ended(self, stream: ResidualStream, norm: Norm | StreamMixer) -> torch.Tensor:

@@ -267,17 +267,14 @@ class PanelKernels(ABC):
 class GroupedPanels(PanelKernels):
     """Kernels for blocks of few rows: each number of `TILES`."""
 
-    def __init__(self, shape: GroupedShape, device: torch.device, jit_cache_dir: str = "") -> None:
-        """`jit_cache_dir`: where compiled code is kept; empty: the user's cache.
-
-        Raises UserError when NVRTC is missing or compiled code cannot be kept.
-        """
+    def __init__(self, shape: GroupedShape, device: torch.device) -> None:
+        """Raises UserError when NVRTC is missing or compiled code cannot be kept."""
         from gpu_service.device.cuda_driver import Module
         from gpu_service.device.cuda_program import compiled
 
         super().__init__(shape, WARPS)
         arch = f"sm_{device_limits(device).architecture}"
-        module = Module(compiled(program(shape), "grouped panels", arch, jit_cache_dir))
+        module = Module(compiled(program(shape), "grouped panels", arch))
         pointers = (POINTER,) * 5
         self._by_tiles = {
             tiles: (

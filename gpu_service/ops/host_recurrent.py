@@ -260,6 +260,11 @@ def _has_rows(*tensors: torch.Tensor) -> bool:
     return dtype in _FLOATS and all(one.dtype == dtype and one.stride(-1) == 1 for one in tensors)
 
 
+def _are_contiguous_float32(*tensors: torch.Tensor) -> bool:
+    """Returns whether these are constants and states as kernels read them."""
+    return all(one.is_contiguous() and one.dtype == torch.float32 for one in tensors)
+
+
 def _convolves(rows: torch.Tensor, states: torch.Tensor, weight: torch.Tensor, *_: object) -> bool:
     return _has_rows(rows, states) and states.is_contiguous()
 
@@ -273,7 +278,7 @@ def _updates(
     states: torch.Tensor,
     *_: object,
 ) -> bool:
-    constants = all(part.is_contiguous() and part.dtype == torch.float32 for part in (a_log, dt_bias, states))
+    constants = _are_contiguous_float32(a_log, dt_bias, states)
     return _has_rows(qkv, a, b) and constants and states.shape[3] % VALUE_MULTIPLE == 0
 
 
@@ -299,9 +304,8 @@ def _steps(
     states: torch.Tensor,
     *_: object,
 ) -> bool:
-    constants = (a_log, dt_bias, d, states)
-    known = all(part.is_contiguous() and part.dtype == torch.float32 for part in constants)
-    return _has_rows(xbc, dt) and known and states.shape[3] % VALUE_MULTIPLE == 0
+    constants = _are_contiguous_float32(a_log, dt_bias, d, states)
+    return _has_rows(xbc, dt) and constants and states.shape[3] % VALUE_MULTIPLE == 0
 
 
 def _scans(
@@ -315,8 +319,7 @@ def _scans(
     states: torch.Tensor,
     *_: object,
 ) -> bool:
-    known = all(part.is_contiguous() and part.dtype == torch.float32 for part in (a_log, d, states))
-    return _has_rows(x, dt, b, c, gate) and known
+    return _has_rows(x, dt, b, c, gate) and _are_contiguous_float32(a_log, d, states)
 
 
 def _norms_groups(values: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, *_: object) -> bool:

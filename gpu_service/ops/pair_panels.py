@@ -45,16 +45,13 @@ def program(shape: GroupedShape) -> str:
 class PairPanels:
     """Kernels of one kind of layer on one device."""
 
-    def __init__(self, shape: GroupedShape, device: torch.device, jit_cache_dir: str = "") -> None:
-        """`jit_cache_dir`: where compiled code is kept; empty: the user's cache.
-
-        Raises UserError when NVRTC is missing or compiled code cannot be kept.
-        """
+    def __init__(self, shape: GroupedShape, device: torch.device) -> None:
+        """Raises UserError when NVRTC is missing or compiled code cannot be kept."""
         from gpu_service.device.cuda_driver import Module
         from gpu_service.device.cuda_program import compiled
 
         limits = device_limits(device)
-        module = Module(compiled(program(shape), "pair panels", f"sm_{limits.architecture}", jit_cache_dir))
+        module = Module(compiled(program(shape), "pair panels", f"sm_{limits.architecture}"))
         self._overlaps = limits.kernels_overlap
         self._strips = -(-shape.intermediate_columns // (16 if shape.gated else 32))
         self._panels = -(-shape.hidden // 16)

@@ -55,9 +55,8 @@ def program(shape: GroupedShape, rows: int) -> str:
 class WarpgroupPanels(PanelKernels):
     """Kernels for blocks of `rows` rows, in whose blocks of columns k is permuted, see `place_of` there."""
 
-    def __init__(self, shape: GroupedShape, rows: int, jit_cache_dir: str = "") -> None:
-        """`rows`: `MANY_ROWS` or `SOME_ROWS`; `jit_cache_dir`: where compiled code is kept; empty: the user's
-        cache.
+    def __init__(self, shape: GroupedShape, rows: int) -> None:
+        """`rows`: `MANY_ROWS` or `SOME_ROWS`.
 
         Raises UserError when NVRTC is missing or compiled code cannot be kept.
         """
@@ -66,7 +65,7 @@ class WarpgroupPanels(PanelKernels):
 
         super().__init__(shape, WARPS)
         source = program(shape, rows)
-        module = Module(compiled(source, "warpgroup panels", f"sm_{ARCHITECTURE}a", jit_cache_dir))
+        module = Module(compiled(source, "warpgroup panels", f"sm_{ARCHITECTURE}a"))
         self.rows, pointers, shared = rows, (POINTER,) * 5, STAGES * rows * STAGE_K * 2
         self._permute = module.kernel("permute", POINTER, POINTER, INT)
         self._both = (

@@ -5,9 +5,13 @@
 #include <cstring>
 #include <limits>
 
+#include "kernels/dense/row_memory.h"
+
 namespace moebius::dense {
 
-void join_parts(const RowParts& parts, uint32_t head, const float* sink, float* output) {
+namespace {
+
+void join_head(const RowParts& parts, uint32_t head, const float* sink, float* output) {
   float maximum = sink == nullptr ? -std::numeric_limits<float>::infinity() : *sink;
   for (uint32_t index = 0; index < parts.num_parts; ++index) {
     const float own = parts.part(index).maxima()[head];
@@ -23,6 +27,20 @@ void join_parts(const RowParts& parts, uint32_t head, const float* sink, float* 
     for (uint32_t d = 0; d < parts.value_dim; ++d) output[d] += own[d] * share;
   }
   for (uint32_t d = 0; d < parts.value_dim; ++d) output[d] /= total;
+}
+
+}  // namespace
+
+void join_parts(DenseThreads& threads, uint32_t worker, const RowParts& parts, uint32_t num_heads, const float* sinks,
+                float value_scale, bool is_bfloat16, std::byte* output) {
+  AlignedBuffer& scratch = threads.scratch(worker).result;
+  scratch.grow(parts.value_dim * sizeof(float));
+  float* const values = scratch.as<float>();
+  for (uint32_t h = 0; h < num_heads; ++h) {
+    join_head(parts, h, sinks == nullptr ? nullptr : sinks + h, values);
+    for (uint32_t d = 0; d < parts.value_dim; ++d) values[d] *= value_scale;
+    write_floats(threads, is_bfloat16, values, at(output, size_t{h} * parts.value_dim, is_bfloat16), parts.value_dim);
+  }
 }
 
 void read_floats(const DenseThreads& threads, bool is_bfloat16, const void* source, float* target, size_t count) {

@@ -33,9 +33,10 @@ struct RowParts {
   Partial part(uint32_t index) const { return {memory + index * Partial::floats(group, value_dim), group}; }
 };
 
-// output[value_dim] = the values of one head, weighed by the softmax over all parts and the sink, a logit without a
-// value; null: none.
-void join_parts(const RowParts& parts, uint32_t head, const float* sink, float* output);
+// output[num_heads][value_dim], float32 or bfloat16 = value_scale * the values of each head, weighed by the softmax over
+// all parts and the head's sink, a logit without a value; null: none has one.
+void join_parts(DenseThreads& threads, uint32_t worker, const RowParts& parts, uint32_t num_heads, const float* sinks,
+                float value_scale, bool is_bfloat16, std::byte* output);
 
 // count elements at `source`, float32 or bfloat16, as float32.
 void read_floats(const DenseThreads& threads, bool is_bfloat16, const void* source, float* target, size_t count);

@@ -117,17 +117,10 @@ class LatentRun {
   }
 
   void join(uint32_t pair, uint32_t worker) {
-    const uint32_t row = pair / groups_;
-    AlignedBuffer& scratch = threads_.scratch(worker).result;
-    scratch.grow(call_.latent_dim * sizeof(float));
-    for (uint32_t h = 0; h < num_heads(pair); ++h) {
-      const size_t head = pair % groups_ * group_ + h;
-      join_parts(parts(pair), h, call_.sinks == nullptr ? nullptr : call_.sinks + head, scratch.as<float>());
-      for (uint32_t d = 0; d < call_.latent_dim; ++d) scratch.as<float>()[d] *= call_.storage.value_scale;
-      const size_t place = (row * size_t{call_.num_heads} + head) * call_.latent_dim;
-      write_floats(threads_, call_.is_bfloat16, scratch.as<float>(), at(call_.output, place, call_.is_bfloat16),
-                   call_.latent_dim);
-    }
+    const size_t first = pair % groups_ * group_;
+    const size_t place = (pair / groups_ * size_t{call_.num_heads} + first) * call_.latent_dim;
+    join_parts(threads_, worker, parts(pair), num_heads(pair), call_.sinks == nullptr ? nullptr : call_.sinks + first,
+               call_.storage.value_scale, call_.is_bfloat16, at(call_.output, place, call_.is_bfloat16));
   }
 
   DenseThreads& threads_;

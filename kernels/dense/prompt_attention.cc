@@ -5,6 +5,7 @@
 #include <cstring>
 #include <mutex>
 
+#include "kernels/dense/attention_parts.h"
 #include "kernels/dense/row_memory.h"
 
 namespace moebius::dense {
@@ -95,11 +96,7 @@ class PromptRun {
       const size_t place = row * call_.query_stride + head * head_dim;
       memory.begins[lane] = static_cast<float>(call_.begins[row]);
       memory.ends[lane] = static_cast<float>(call_.ends[row]);
-      if (call_.is_bfloat16) {
-        threads_.vectors().bfloat16_to_float32(static_cast<const uint16_t*>(call_.query) + place, one, head_dim);
-      } else {
-        std::memcpy(one, static_cast<const float*>(call_.query) + place, head_dim * sizeof(float));
-      }
+      read_floats(threads_, call_.is_bfloat16, at(call_.query, place, call_.is_bfloat16), one, head_dim);
       for (uint32_t d = 0; d < head_dim; ++d) memory.query[size_t{d} * lanes + lane] = one[d] * factor;
     }
   }
@@ -124,11 +121,7 @@ class PromptRun {
       factor *= call_.storage.value_scale;
       for (uint32_t d = 0; d < head_dim; ++d) one[d] = memory.output[size_t{d} * lanes + lane] * factor / total;
       const size_t place = (size_t{row} * call_.num_heads + head) * head_dim;
-      if (call_.is_bfloat16) {
-        threads_.vectors().float32_to_bfloat16(one, static_cast<uint16_t*>(call_.output) + place, head_dim);
-      } else {
-        std::memcpy(static_cast<float*>(call_.output) + place, one, head_dim * sizeof(float));
-      }
+      write_floats(threads_, call_.is_bfloat16, one, at(call_.output, place, call_.is_bfloat16), head_dim);
     }
   }
 

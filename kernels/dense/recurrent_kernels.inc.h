@@ -1,19 +1,6 @@
 // Layers with a state of each request, and gates of what layers compute, once for all widths. Included INSIDE an
 // anonymous namespace of a *_<isa>.cc file, after row_kernels.inc.h's types: nothing here may get external linkage.
 
-[[gnu::always_inline]] inline Vec sigmoid(Vec x) {
-  const Vec e = exponential(Vec::sub(Vec::zero(), x));
-  return Vec::div(Vec::broadcast(1.0f), Vec::add(Vec::broadcast(1.0f), e));
-}
-
-// Stores the first lane.
-template <class Type>
-[[gnu::always_inline]] inline void store_first(Vec value, typename Type::Element* at) {
-  float values[Vec::kLanes];
-  value.store(values);
-  store_one<Type>(values[0], at);
-}
-
 template <class Type>
 void convolve_typed(const ConvolveWork& work) {
   using Element = typename Type::Element;
@@ -94,17 +81,12 @@ template <class Type>
 void decays_typed(const DecayWork& work) {
   const auto* const steps = static_cast<const typename Type::Element*>(work.steps);
   const Vec rate = Vec::broadcast(work.rate);
-  const auto decay = [&](Vec step) {
+  const auto decay = [&](Vec value, Vec bias) {
+    const Vec step = Vec::add(value, bias);
     if (work.bound == 0.0f) return exponential(Vec::sub(Vec::zero(), Vec::mul(rate, softplus(step))));
     return exponential(Vec::mul(Vec::broadcast(work.bound), sigmoid(Vec::mul(rate, step))));
   };
-  for_each(
-      work.size,
-      [&](uint32_t i) { decay(Vec::add(Type::load(steps + i), Vec::load(work.bias + i))).store(work.decays + i); },
-      [&](uint32_t i) {
-        const Vec step = Vec::broadcast(load_one<Type>(steps + i) + work.bias[i]);
-        store_first<Float32>(decay(step), work.decays + i);
-      });
+  map_row(work.size, work.decays, decay, steps, work.bias);
 }
 
 void compute_decays(const DecayWork& work) {
@@ -122,10 +104,7 @@ template <class Type>
 void unit_head(const void* head, float length, uint32_t size, float* target) {
   const auto* const values = static_cast<const typename Type::Element*>(head);
   const float factor = length / __builtin_sqrtf(sum_of_squares<Type>(values, size) + kUnitEpsilon);
-  for_each(
-      size,
-      [&](uint32_t i) { Vec::mul(Type::load(values + i), Vec::broadcast(factor)).store(target + i); },
-      [&](uint32_t i) { target[i] = load_one<Type>(values + i) * factor; });
+  map_row(size, target, [factors = Vec::broadcast(factor)](Vec value) { return Vec::mul(value, factors); }, values);
 }
 
 // Columns of the state from `column` on: read once for what is known, then, from the first-level cache, once more.
@@ -190,9 +169,7 @@ void update_delta(const DeltaWork& work) {
 template <class Type>
 void widen(const void* from, uint32_t size, float* target) {
   const auto* const values = static_cast<const typename Type::Element*>(from);
-  for_each(
-      size, [&](uint32_t i) { Type::load(values + i).store(target + i); },
-      [&](uint32_t i) { target[i] = load_one<Type>(values + i); });
+  map_row(size, target, [](Vec value) { return value; }, values);
 }
 
 // Columns of the state from `column` on.
@@ -280,26 +257,14 @@ void scan_typed(const SelectiveScanWork& work) {
   float* const values = steps + work.channels;
   float* const sums = values + work.channels;
   widen<Type>(work.values, work.channels, values);
-  for_each(
-      work.channels, [&](uint32_t i) { softplus(Type::load(dt + i)).store(steps + i); },
-      [&](uint32_t i) { store_first<Float32>(softplus(Vec::broadcast(load_one<Type>(dt + i))), steps + i); });
+  map_row(work.channels, steps, [](Vec x) { return softplus(x); }, dt);
   for (uint32_t channel = 0; channel < work.channels; ++channel) {
     sums[channel] = scan_channel(work, channel, steps[channel], steps[channel] * values[channel]);
   }
   const auto gated = [](Vec sum, Vec skip, Vec value, Vec gate) {
     return Vec::mul(Vec::fma(skip, value, sum), Vec::mul(gate, sigmoid(gate)));
   };
-  for_each(
-      work.channels,
-      [&](uint32_t i) {
-        Type::store(gated(Vec::load(sums + i), Vec::load(work.skip + i), Vec::load(values + i), Type::load(gates + i)),
-                    output + i);
-      },
-      [&](uint32_t i) {
-        const Vec gate = Vec::broadcast(load_one<Type>(gates + i));
-        const Vec value = Vec::broadcast(values[i]);
-        store_first<Type>(gated(Vec::broadcast(sums[i]), Vec::broadcast(work.skip[i]), value, gate), output + i);
-      });
+  map_row(work.channels, output, gated, sums, work.skip, values, gates);
 }
 
 void scan(const SelectiveScanWork& work) {
@@ -315,21 +280,11 @@ void gated_group_norm_typed(const GatedGroupNormWork& work) {
   auto* const output = static_cast<Element*>(work.output);
   float* const gated = work.scratch;
   const auto product = [](Vec value, Vec gate) { return Vec::mul(value, Vec::mul(gate, sigmoid(gate))); };
-  for_each(
-      work.size, [&](uint32_t i) { product(Vec::load(work.values + i), Type::load(gates + i)).store(gated + i); },
-      [&](uint32_t i) {
-        const Vec gate = Vec::broadcast(load_one<Type>(gates + i));
-        store_first<Float32>(product(Vec::broadcast(work.values[i]), gate), gated + i);
-      });
+  map_row(work.size, gated, product, work.values, gates);
   const float mean = sum_of_squares<Float32>(gated, work.size) / static_cast<float>(work.size);
   const Vec factor = Vec::broadcast(1.0f / __builtin_sqrtf(mean + work.eps));
   const auto normed = [&](Vec value, Vec scale) { return Vec::mul(Vec::mul(value, factor), scale); };
-  for_each(
-      work.size, [&](uint32_t i) { Type::store(normed(Vec::load(gated + i), Type::load(weight + i)), output + i); },
-      [&](uint32_t i) {
-        const Vec scale = Vec::broadcast(load_one<Type>(weight + i));
-        store_first<Type>(normed(Vec::broadcast(gated[i]), scale), output + i);
-      });
+  map_row(work.size, output, normed, gated, weight);
 }
 
 void gated_group_norm(const GatedGroupNormWork& work) {
@@ -353,16 +308,7 @@ void gated_norm_typed(const GatedNormWork& work) {
     const Vec normed = rounded<Type>(Vec::mul(rounded<Type>(Vec::mul(value, factor)), scale));
     return Vec::mul(normed, Vec::mul(gate, sigmoid(gate)));
   };
-  for_each(
-      work.size,
-      [&](uint32_t i) {
-        Type::store(gated(Type::load(values + i), Type::load(weight + i), Type::load(gates + i)), output + i);
-      },
-      [&](uint32_t i) {
-        const Vec value = Vec::broadcast(load_one<Type>(values + i));
-        const Vec scale = Vec::broadcast(load_one<Type>(weight + i));
-        store_first<Type>(gated(value, scale, Vec::broadcast(load_one<Type>(gates + i))), output + i);
-      });
+  map_row(work.size, output, gated, values, weight, gates);
 }
 
 void gated_norm(const GatedNormWork& work) {

@@ -55,6 +55,29 @@ template <class Type>
   *at = held[0];
 }
 
+// Stores the first lane.
+template <class Type>
+[[gnu::always_inline]] inline void store_first(Vec value, typename Type::Element* at) {
+  float values[Vec::kLanes];
+  value.store(values);
+  store_one<Type>(values[0], at);
+}
+
+// The type of floats with this element.
+template <class Element>
+using FloatOf = std::conditional_t<std::is_same_v<Element, float>, Float32, BFloat16>;
+
+// output[i] = compute(inputs[i] ...).
+template <class Output, class Compute, class... Inputs>
+[[gnu::always_inline]] inline void map_row(uint32_t size, Output* output, Compute compute, const Inputs*... inputs) {
+  using Type = FloatOf<Output>;
+  for_each(
+      size, [&](uint32_t i) { Type::store(compute(FloatOf<Inputs>::load(inputs + i)...), output + i); },
+      [&](uint32_t i) {
+        store_first<Type>(compute(Vec::broadcast(load_one<FloatOf<Inputs>>(inputs + i))...), output + i);
+      });
+}
+
 template <class Type, class Weight>
 void norm_row(const NormWork& work, float factor) {
   const auto* const residual = static_cast<const typename Type::Element*>(work.residual);
@@ -64,15 +87,7 @@ void norm_row(const NormWork& work, float factor) {
   const auto normed = [&](Vec value, Vec scale) {
     return Vec::mul(rounded<Weight>(Vec::mul(value, factors)), scale);
   };
-  for_each(
-      work.size,
-      [&](uint32_t i) { Type::store(normed(Type::load(residual + i), Weight::load(weight + i)), output + i); },
-      [&](uint32_t i) {
-        float one[Vec::kLanes];
-        const Vec scale = Vec::broadcast(load_one<Weight>(weight + i));
-        normed(Vec::broadcast(load_one<Type>(residual + i)), scale).store(one);
-        store_one<Type>(one[0], output + i);
-      });
+  map_row(work.size, output, normed, residual, weight);
 }
 
 template <class Type, class Update>
@@ -182,22 +197,14 @@ void rotate(const RotateWork& work) {
 
 // --- gating
 
+[[gnu::always_inline]] inline Vec silu_of(Vec x) { return swish(x, Vec::broadcast(1.0f)); }
+
 template <class Type>
 void gate_typed(const GateWork& work) {
   const auto* const gate = static_cast<const typename Type::Element*>(work.gate_up);
-  const auto* const up = gate + work.size;
   auto* const output = static_cast<typename Type::Element*>(work.output);
-  const auto gated = [](Vec x, Vec y) {
-    const Vec e = exponential(Vec::sub(Vec::zero(), x));
-    return Vec::mul(Vec::div(x, Vec::add(Vec::broadcast(1.0f), e)), y);
-  };
-  for_each(
-      work.size, [&](uint32_t i) { Type::store(gated(Type::load(gate + i), Type::load(up + i)), output + i); },
-      [&](uint32_t i) {
-        float one[Vec::kLanes];
-        gated(Vec::broadcast(load_one<Type>(gate + i)), Vec::broadcast(load_one<Type>(up + i))).store(one);
-        store_one<Type>(one[0], output + i);
-      });
+  const auto gated = [](Vec x, Vec y) { return Vec::mul(silu_of(x), y); };
+  map_row(work.size, output, gated, gate, gate + work.size);
 }
 
 template <class Type>
@@ -208,13 +215,7 @@ void squared_relu_typed(const GateWork& work) {
     const Vec positive = Vec::max(Vec::zero(), x);
     return Vec::mul(positive, positive);
   };
-  for_each(
-      work.size, [&](uint32_t i) { Type::store(squared(Type::load(up + i)), output + i); },
-      [&](uint32_t i) {
-        float one[Vec::kLanes];
-        squared(Vec::broadcast(load_one<Type>(up + i))).store(one);
-        store_one<Type>(one[0], output + i);
-      });
+  map_row(work.size, output, squared, up);
 }
 
 void gate(const GateWork& work) {
@@ -230,16 +231,7 @@ template <class Type>
 void silu_typed(const SiluWork& work) {
   const auto* const values = static_cast<const typename Type::Element*>(work.values);
   auto* const output = static_cast<typename Type::Element*>(work.output);
-  const auto activated = [](Vec x) {
-    return Vec::div(x, Vec::add(Vec::broadcast(1.0f), exponential(Vec::sub(Vec::zero(), x))));
-  };
-  for_each(
-      work.size, [&](uint32_t i) { Type::store(activated(Type::load(values + i)), output + i); },
-      [&](uint32_t i) {
-        float one[Vec::kLanes];
-        activated(Vec::broadcast(load_one<Type>(values + i))).store(one);
-        store_one<Type>(one[0], output + i);
-      });
+  map_row(work.size, output, [](Vec x) { return silu_of(x); }, values);
 }
 
 void silu(const SiluWork& work) {

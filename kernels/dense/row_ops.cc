@@ -154,18 +154,12 @@ class AttentionRun {
     for (size_t i = 0; i < count; ++i) target[i] *= factor;
   }
 
+  // Heads of a row lie in the order of their pairs.
   void join(uint32_t pair, uint32_t worker) {
-    const uint32_t row = pair / call_.num_kv_heads;
-    const uint32_t first = pair % call_.num_kv_heads * group_;
-    AlignedBuffer& scratch = threads_.scratch(worker).result;
-    scratch.grow(call_.head_dim * sizeof(float));
-    for (uint32_t h = 0; h < group_; ++h) {
-      join_parts(parts(pair), h, call_.sinks == nullptr ? nullptr : call_.sinks + first + h, scratch.as<float>());
-      for (uint32_t d = 0; d < call_.head_dim; ++d) scratch.as<float>()[d] *= call_.storage.value_scale;
-      const size_t place = (size_t{row} * call_.num_heads + first + h) * call_.head_dim;
-      write_floats(threads_, call_.is_bfloat16, scratch.as<float>(), at(call_.output, place, call_.is_bfloat16),
-                   call_.head_dim);
-    }
+    const size_t first = size_t{pair % call_.num_kv_heads} * group_;
+    join_parts(threads_, worker, parts(pair), group_, call_.sinks == nullptr ? nullptr : call_.sinks + first,
+               call_.storage.value_scale, call_.is_bfloat16,
+               at(call_.output, size_t{pair} * group_ * call_.head_dim, call_.is_bfloat16));
   }
 
   DenseThreads& threads_;

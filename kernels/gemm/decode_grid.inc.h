@@ -1,6 +1,8 @@
 // Rows of a grid as signed bytes, times what finish() takes off again: decoders of dot_words.inc.h and of
 // float32_gemm.inc.h. Included INSIDE an anonymous namespace, after decode_float32.inc.h.
 
+#include "kernels/gemm/grid_signs.inc.h"
+
 // Codes whose units are 16 k, half of what shares bytes of signs, because they have groups of 16: words of two pairs.
 template <Code kCode>
 constexpr bool kIsPaired = kCode == Code::kIq2Xs || kCode == Code::kIq2S;
@@ -8,6 +10,8 @@ template <Code kCode>
 constexpr uint32_t kGridLines = kCode == Code::kIq3Xxs || kCode == Code::kIq3S ? 3 : 2;
 
 struct GridBytes {
+  using Words = uint32_t __attribute__((vector_size(32)));
+
   static __m256i load(const std::byte* at) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)); }
   static __m256i masked(__m256i words, uint32_t mask) {
     return _mm256_and_si256(words, _mm256_set1_epi32(static_cast<int>(mask)));
@@ -32,21 +36,9 @@ struct GridBytes {
       return _mm256_or_si256(_mm256_srli_epi16(load(words), 10), last);
     }
     if constexpr (kCode == Code::kIq3S) {
-      const __m256i first = load(words), shared = load(words + 64), second = load(words + 128);
-      const __m256i bytes = bytes_of(more);
-      __m256i found = _mm256_or_si256(masked(bytes, 0xf), masked(_mm256_slli_epi32(bytes, 12), 0xf0000));
-      found = _mm256_or_si256(found, masked(_mm256_srli_epi32(shared, 5), 0x7f0));
-      found = _mm256_or_si256(found, masked(_mm256_slli_epi32(shared, 4), 0x7f00000));
-      found = _mm256_or_si256(found, masked(_mm256_srli_epi32(first, 8), 0x7800));
-      found = _mm256_or_si256(found, masked(_mm256_slli_epi32(first, 6), 0x8000));
-      found = _mm256_or_si256(found, masked(_mm256_slli_epi32(second, 8), 0x78000000));
-      return _mm256_or_si256(found, masked(_mm256_slli_epi32(second, 22), 0x80000000));
+      return signs_of_iq3_s<Words>(bytes_of(more), load(words), load(words + 64), load(words + 128));
     }
-    const __m256i word = load(words + (kGridLines<kCode> - 1) * 64);
-    const auto field = [](__m256i moved, int place) { return masked(moved, 0x7fU << (8 * place)); };
-    __m256i bytes = _mm256_or_si256(field(word, 0), field(_mm256_slli_epi32(word, 1), 1));
-    bytes = _mm256_or_si256(bytes, field(_mm256_slli_epi32(word, 2), 2));
-    return with_eighth(_mm256_or_si256(bytes, field(_mm256_slli_epi32(word, 3), 3)));
+    return with_eighth(seven_signs<Words>(load(words + (kGridLines<kCode> - 1) * 64)));
   }
   static __m256i bytes_of(const std::byte* at) {
     return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at)));

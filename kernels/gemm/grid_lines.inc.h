@@ -1,6 +1,10 @@
 // Rows of a grid to int8 with AVX-512, for grid_gemm.inc.h. Included INSIDE an anonymous namespace.
 
+#include "kernels/gemm/grid_signs.inc.h"
+
 struct GridLines {
+  using Words = uint32_t __attribute__((vector_size(64)));
+
   static __m512i masked(__m512i words, uint32_t mask) {
     return _mm512_and_si512(words, _mm512_set1_epi32(static_cast<int>(mask)));
   }
@@ -29,21 +33,10 @@ struct GridLines {
       return _mm512_or_si512(_mm512_or_si512(first, _mm512_or_si512(last(6, 0xc0), last(20, 0xc00000))),
                              _mm512_or_si512(last(10, 0xc000), last(24, 0xc0000000)));
     } else if constexpr (kCode == Code::kIq3S) {
-      const __m512i first = _mm512_loadu_si512(words), shared = _mm512_loadu_si512(words + 64);
-      const __m512i second = _mm512_loadu_si512(words + 128), bytes = bytes_of(more);
-      __m512i found = _mm512_or_si512(masked(bytes, 0xf), masked(_mm512_slli_epi32(bytes, 12), 0xf0000));
-      found = _mm512_or_si512(found, masked(_mm512_srli_epi32(shared, 5), 0x7f0));
-      found = _mm512_or_si512(found, masked(_mm512_slli_epi32(shared, 4), 0x7f00000));
-      found = _mm512_or_si512(found, masked(_mm512_srli_epi32(first, 8), 0x7800));
-      found = _mm512_or_si512(found, masked(_mm512_slli_epi32(first, 6), 0x8000));
-      found = _mm512_or_si512(found, masked(_mm512_slli_epi32(second, 8), 0x78000000));
-      return _mm512_or_si512(found, masked(_mm512_slli_epi32(second, 22), 0x80000000));
+      const auto line = [words](int index) { return _mm512_loadu_si512(words + index * 64); };
+      return signs_of_iq3_s<Words>(bytes_of(more), line(0), line(1), line(2));
     } else {
-      const __m512i word = _mm512_loadu_si512(words + (kCode == Code::kIq3Xxs ? 128 : 64));
-      const auto field = [](__m512i moved, int place) { return masked(moved, 0x7fU << (8 * place)); };
-      __m512i bytes = _mm512_or_si512(field(word, 0), field(_mm512_slli_epi32(word, 1), 1));
-      bytes = _mm512_or_si512(bytes, field(_mm512_slli_epi32(word, 2), 2));
-      return with_eighth(_mm512_or_si512(bytes, field(_mm512_slli_epi32(word, 3), 3)));
+      return with_eighth(seven_signs<Words>(_mm512_loadu_si512(words + (kCode == Code::kIq3Xxs ? 128 : 64))));
     }
   }
   static __m512i bytes_of(const std::byte* at) {

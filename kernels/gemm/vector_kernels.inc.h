@@ -1,12 +1,6 @@
 // Activations, scatter and conversions, once for all widths. Included INSIDE an anonymous namespace of a
 // *_<isa>.cc file, after Vec and exponential.inc.h: nothing here may get external linkage.
 
-// x * sigmoid(alpha * x)
-[[gnu::always_inline]] inline Vec swish(Vec x, Vec alpha) {
-  const Vec e = exponential(Vec::mul(Vec::sub(Vec::zero(), alpha), x));
-  return Vec::div(x, Vec::add(Vec::broadcast(1.0f), e));
-}
-
 // The limit comes first: a NaN in x passes.
 [[gnu::always_inline]] inline Vec clamp(Vec x, Vec limit) {
   return Vec::max(Vec::sub(Vec::zero(), limit), Vec::min(limit, x));

@@ -66,13 +66,14 @@ class ExpertTensorLayout:
         return templates[matrix]
 
 
-def _fused(interleaved: bool, transposed: bool, name: str, example: str) -> ExpertTensorLayout:
-    gate_up = "mlp.experts.gate_up_proj"
+def _fused(
+    name: str, gate_up: str, down: str, example: str, interleaved: bool = False, transposed: bool = False
+) -> ExpertTensorLayout:
     return ExpertTensorLayout(
         name,
         MatrixTemplate(gate_up, 0, 2, interleaved, transposed),
         MatrixTemplate(gate_up, 1, 2, interleaved, transposed),
-        MatrixTemplate("mlp.experts.down_proj", transposed=transposed),
+        MatrixTemplate(down, transposed=transposed),
         example,
     )
 
@@ -88,6 +89,7 @@ def _separate(name: str, stem: str, gate: str, up: str, down: str, example: str)
 
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+_STACKED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 _PER_EXPERT = "model.layers.3.mlp.experts.7.gate_proj.weight"
 _FUSED = "model.language_model.layers.3.mlp.experts.gate_up_proj"
 EXPERT_TENSOR_LAYOUTS: Mapping[str, ExpertTensorLayout] = {
@@ -109,14 +111,13 @@ EXPERT_TENSOR_LAYOUTS: Mapping[str, ExpertTensorLayout] = {
         _separate(
             "per_expert_in_layer", "experts.{expert}", "w1", "w3", "w2", "layers.3.experts.7.w1.weight"
         ),
-        _fused(False, False, "fused", _FUSED),  # [E, 2I, H] and [E, H, I]
-        _fused(False, True, "fused_transposed", _FUSED),  # [E, H, 2I] and [E, I, H]
+        _fused("fused", *_STACKED, _FUSED),  # [E, 2I, H] and [E, H, I]
+        _fused("fused_transposed", *_STACKED, _FUSED, transposed=True),  # [E, H, 2I] and [E, I, H]
         # Gemma 4, next to the layer's MLP: [E, 2I, H] and [E, H, I].
-        ExpertTensorLayout(
+        _fused(
             "fused_in_layer",
-            MatrixTemplate("experts.gate_up_proj", 0, 2),
-            MatrixTemplate("experts.gate_up_proj", 1, 2),
-            MatrixTemplate("experts.down_proj"),
+            "experts.gate_up_proj",
+            "experts.down_proj",
             "model.language_model.layers.3.experts.gate_up_proj",
         ),
         # The same after quantisers took them apart.
@@ -127,20 +128,25 @@ EXPERT_TENSOR_LAYOUTS: Mapping[str, ExpertTensorLayout] = {
             "model.language_model.layers.3.experts.7.gate_proj.weight",
         ),
         # Llama 4: [E, H, 2I] and [E, I, H].
-        ExpertTensorLayout(
+        _fused(
             "fused_feed_forward",
-            MatrixTemplate("feed_forward.experts.gate_up_proj", 0, 2, transposed=True),
-            MatrixTemplate("feed_forward.experts.gate_up_proj", 1, 2, transposed=True),
-            MatrixTemplate("feed_forward.experts.down_proj", transposed=True),
+            "feed_forward.experts.gate_up_proj",
+            "feed_forward.experts.down_proj",
             "language_model.model.layers.3.feed_forward.experts.gate_up_proj",
+            transposed=True,
         ),
-        _fused(True, True, "fused_interleaved", "model.layers.3.mlp.experts.gate_up_proj"),
+        _fused(
+            "fused_interleaved",
+            *_STACKED,
+            "model.layers.3.mlp.experts.gate_up_proj",
+            interleaved=True,
+            transposed=True,
+        ),
         # What GGUF files have, under canonical names; gate and up in one where their converter was asked to.
-        ExpertTensorLayout(
+        _fused(
             "stacked_gate_up",
-            MatrixTemplate("mlp.experts.gate_up_proj.weight", 0, 2),
-            MatrixTemplate("mlp.experts.gate_up_proj.weight", 1, 2),
-            MatrixTemplate("mlp.experts.down_proj.weight"),
+            "mlp.experts.gate_up_proj.weight",
+            "mlp.experts.down_proj.weight",
             "model.layers.3.mlp.experts.gate_up_proj.weight",
         ),
         _separate(
@@ -173,18 +179,16 @@ EXPERT_TENSOR_LAYOUTS: Mapping[str, ExpertTensorLayout] = {
             "model.layers.3.feed_forward.experts.7.gate_proj.weight",
         ),
         # Granite's.
-        ExpertTensorLayout(
+        _fused(
             "stacked_linears",
-            MatrixTemplate("block_sparse_moe.input_linear.weight", 0, 2),
-            MatrixTemplate("block_sparse_moe.input_linear.weight", 1, 2),
-            MatrixTemplate("block_sparse_moe.output_linear.weight"),
+            "block_sparse_moe.input_linear.weight",
+            "block_sparse_moe.output_linear.weight",
             "model.layers.3.block_sparse_moe.input_linear.weight",
         ),
-        ExpertTensorLayout(
+        _fused(
             "fused_block_sparse",
-            MatrixTemplate("block_sparse_moe.experts.gate_up_proj", 0, 2),
-            MatrixTemplate("block_sparse_moe.experts.gate_up_proj", 1, 2),
-            MatrixTemplate("block_sparse_moe.experts.down_proj"),
+            "block_sparse_moe.experts.gate_up_proj",
+            "block_sparse_moe.experts.down_proj",
             "model.layers.3.block_sparse_moe.experts.gate_up_proj",
         ),
         _separate("stacked", "moe", *_PROJECTIONS, "model.layers.3.moe.gate_proj.weight"),

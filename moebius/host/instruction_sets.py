@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from moebius.host.kernel_files import file_text
+
 # Any of these sets of flags lets oneDNN multiply bfloat16, as its `bf16` data type asks.
 _BFLOAT16_PRODUCTS = (
     {"avx512bw", "avx512vl", "avx512dq"},
@@ -30,7 +32,7 @@ _IN_FLOAT32 = "dense layers of float16 models are kept in float32 on this CPU, a
 
 def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
     """Returns the first processor's flags, as Linux names them; empty where the file does not say."""
-    lines = cpuinfo.read_text(errors="replace").splitlines() if cpuinfo.exists() else []
+    lines = file_text(cpuinfo).splitlines()
     found = next((line for line in lines if line.startswith("flags")), "")
     return frozenset(found.partition(":")[2].split())
 

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moebius.host.kernel_files import file_text
 from moebius.host.measurements_file import change_section, read_section
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def times_file() -> Path:
 
 def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """Returns the processor's name; its architecture where the system gives no name."""
-    lines = cpuinfo.read_text(errors="replace").splitlines() if cpuinfo.exists() else []
+    lines = file_text(cpuinfo).splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
 

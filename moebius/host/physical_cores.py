@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from itertools import chain, zip_longest
 from pathlib import Path
 
+from moebius.host.kernel_files import file_text
+
 _EFFICIENCY_LISTS = ("devices/cpu_atom/cpus", "devices/cpu_lowpower/cpus")
 # Of the largest `cpu_capacity`: favoured cores of one kind differ by a few per cent, kinds by a third.
 _EFFICIENCY_CAPACITY = 0.75
@@ -31,7 +33,7 @@ def physical_cores(
     usable = set(cpus)
 
     def listed(name: str) -> tuple[int, ...]:
-        text = _text(sysfs / name)
+        text = file_text(sysfs / name)
         return parse(text) if text else ()
 
     slow = _efficiency_cpus(cpus, sysfs, usable.intersection(chain(*map(listed, _EFFICIENCY_LISTS))))
@@ -44,7 +46,7 @@ def physical_cores(
         directory = f"devices/system/cpu/cpu{cpu}"
         siblings = usable.intersection(listed(f"{directory}/topology/thread_siblings_list")) | {cpu}
         seen |= siblings
-        cache = _text(sysfs / directory / "cache/index3/shared_cpu_list")
+        cache = file_text(sysfs / directory / "cache/index3/shared_cpu_list")
         by_cache.setdefault(cache, []).append(tuple(sorted(siblings)))
     return tuple(core for turn in zip_longest(*by_cache.values()) for core in turn if core is not None)
 
@@ -53,14 +55,7 @@ def _efficiency_cpus(cpus: Sequence[int], sysfs: Path, listed: set[int]) -> set[
     """Returns those the kernel lists as such, else those of a much smaller capacity than the largest."""
     if listed:
         return listed
-    texts = {cpu: _text(sysfs / f"devices/system/cpu/cpu{cpu}/cpu_capacity") for cpu in cpus}
+    texts = {cpu: file_text(sysfs / f"devices/system/cpu/cpu{cpu}/cpu_capacity") for cpu in cpus}
     capacity = {cpu: int(text) for cpu, text in texts.items() if text.isdecimal()}
     most = max(capacity.values(), default=0)
     return {cpu for cpu, value in capacity.items() if value < _EFFICIENCY_CAPACITY * most}
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace").strip()
-    except OSError:
-        return ""

@@ -13,9 +13,9 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal
 
 from moebius import _kernels
 from moebius._kernels import ClientFailure
@@ -122,9 +122,9 @@ def field_offsets() -> dict[str, int]:
     reserved fields left out.
     """
     found: dict[str, int] = {}
-    for structure, (nbytes, fields) in _kernels.mailbox_layout().items():
+    for structure, (nbytes, offsets) in _kernels.mailbox_layout().items():
         found[structure] = nbytes
-        for name, (offset, _) in fields.items():
+        for name, (offset, _) in offsets.items():
             if not name.startswith("reserved"):
                 found[f"{structure}.{name}"] = offset
     return found
@@ -152,57 +152,28 @@ class MailboxGeometry:
 
     def regions(self) -> Regions:
         """Returns the regions of a segment of this geometry; `total` is its size."""
-        return Regions(
-            **_kernels.mailbox_regions(
-                hidden_size=self.hidden_size,
-                top_k=self.top_k,
-                num_slots=self.num_slots,
-                max_rows=self.max_rows,
-                num_servers=self.num_servers,
-                dtype=DTYPE_CODES[self.dtype],
-                num_clients=self.num_clients,
-            )
-        )
+        sizes = self._sizes()
+        del sizes["num_layers"]
+        return Regions(**_kernels.mailbox_regions(dtype=DTYPE_CODES[self.dtype], **sizes))
 
     def to_kernel(self) -> _kernels.MailboxGeometry:
         """The C++ form. Raises ValueError naming the field, its value and what is allowed."""
         if self.dtype not in DTYPE_CODES:
             raise ValueError(f"mailbox geometry: dtype = {self.dtype!r}, allowed {', '.join(DTYPE_CODES)}")
-        for field in (
-            "num_layers",
-            "hidden_size",
-            "top_k",
-            "num_slots",
-            "max_rows",
-            "num_servers",
-            "num_clients",
-        ):
-            if not 0 < getattr(self, field) < 2**31:
-                raise ValueError(f"mailbox geometry: {field} = {getattr(self, field)} must be positive")
-        return _kernels.MailboxGeometry(
-            num_layers=self.num_layers,
-            hidden_size=self.hidden_size,
-            top_k=self.top_k,
-            num_slots=self.num_slots,
-            max_rows=self.max_rows,
-            num_servers=self.num_servers,
-            dtype=DTYPE_CODES[self.dtype],
-            num_clients=self.num_clients,
-        )
+        sizes = self._sizes()
+        for field, value in sizes.items():
+            if not 0 < value < 2**31:
+                raise ValueError(f"mailbox geometry: {field} = {value} must be positive")
+        return _kernels.MailboxGeometry(dtype=DTYPE_CODES[self.dtype], **sizes)
 
     @classmethod
     def from_kernel(cls, kernel: _kernels.MailboxGeometry) -> MailboxGeometry:
         """The Python form of a C++ geometry."""
-        return cls(
-            num_layers=kernel.num_layers,
-            hidden_size=kernel.hidden_size,
-            top_k=kernel.top_k,
-            num_slots=kernel.num_slots,
-            max_rows=kernel.max_rows,
-            num_servers=kernel.num_servers,
-            dtype=_DTYPE_OF_CODE[kernel.dtype],
-            num_clients=kernel.num_clients,
-        )
+        return cls(**_fields_of(cls, kernel) | {"dtype": _DTYPE_OF_CODE[kernel.dtype]})
+
+    def _sizes(self) -> dict[str, int]:
+        """Returns the fields that are numbers."""
+        return {name: value for name, value in asdict(self).items() if name != "dtype"}
 
 
 @dataclass(frozen=True)
@@ -230,19 +201,12 @@ class ServerState:
     @classmethod
     def from_kernel(cls, kernel: _kernels.MailboxServerState) -> ServerState:
         """The Python form."""
-        return cls(
-            pid=kernel.pid,
-            state=cast(ServerPhase, kernel.state),
-            generation=kernel.generation,
-            heartbeat_age_s=kernel.heartbeat_age_s,
-            calls=kernel.calls,
-            rows=kernel.rows,
-            busy_s=kernel.busy_s,
-            progress=kernel.progress,
-            request_s=kernel.request_s,
-            damages=kernel.damages,
-            refusal=kernel.refusal,
-        )
+        return cls(**_fields_of(cls, kernel))
+
+
+def _fields_of(kind: type[MailboxGeometry | ServerState], kernel: object) -> dict[str, Any]:
+    """Returns the fields of a record, which its C++ form has under the same names."""
+    return {field.name: getattr(kernel, field.name) for field in fields(kind)}
 
 
 def server_health(mailbox_name: str) -> list[ServerState]:

@@ -305,6 +305,14 @@ def listed_or_after_dense(hf: HfKeys, num_layers: int, default: int | None = Non
     return frozenset(index for index, kind in enumerate(kinds) if kind == "sparse")
 
 
+def read_flags(hf: HfKeys, name: str, num_layers: int) -> list[int]:
+    """Returns a 0 or 1 for each layer. Raises ConfigError for others."""
+    flags = list(hf.integers(name))
+    if len(flags) != num_layers or not set(flags) <= {0, 1}:
+        raise hf.error(name, flags, f"{num_layers} of 0 and 1")
+    return flags
+
+
 def read_one_window(hf: HfKeys, *, used: bool | None = None) -> Window | None:
     """`sliding_window` as the window of every layer; None where it is not `used`.
 

@@ -8,33 +8,47 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
+class Arrival:
+    """Wakes the one task that waits for something to come; used in one event loop."""
+
+    __slots__ = ("_waited",)
+
+    def __init__(self) -> None:
+        self._waited: asyncio.Future[None] | None = None
+
+    def wake(self) -> None:
+        """Ends the wait, if there is one."""
+        if self._waited is not None and not self._waited.done():
+            self._waited.set_result(None)
+
+    async def wait(self) -> None:
+        """Returns at the next `wake`."""
+        self._waited = asyncio.get_running_loop().create_future()
+        await self._waited
+
+
 class Outbox(Generic[T]):
     """Items of many senders for one taker; used in one event loop."""
 
     def __init__(self) -> None:
         self._items: list[T] = []
-        self._arrived: asyncio.Future[None] | None = None
+        self._arrival = Arrival()
         self._closed = False
 
     def put(self, item: T) -> None:
         """Adds one; after `close` it is dropped."""
         if not self._closed:
             self._items.append(item)
-            self._wake()
+            self._arrival.wake()
 
     def close(self) -> None:
         """Nothing more will come; what is there may still be taken."""
         self._closed = True
-        self._wake()
+        self._arrival.wake()
 
     async def take(self) -> list[T]:
         """Returns all items since the last call, at least one; empty: closed. For one task only."""
         if not self._items and not self._closed:
-            self._arrived = asyncio.get_running_loop().create_future()
-            await self._arrived
+            await self._arrival.wait()
         items, self._items = self._items, []
         return items
-
-    def _wake(self) -> None:
-        if self._arrived is not None and not self._arrived.done():
-            self._arrived.set_result(None)

@@ -15,15 +15,13 @@ import pytest
 import torch
 
 from gpu_service.core.request import Request
-from gpu_service.core.step import StepPlan
 from gpu_service.device.graphs import Cut, prompt_graph_sizes
 from gpu_service.device.stream import HostDeviceStream
-from gpu_service.engine.prompt_graphs import PromptGraph, PromptGraphs
 from tests.equality.test_decode_graphs import GREEDY, HOST, SAMPLED, OrderedStream, Tiny, prefixed
 from tests.helpers.capturable_attention import CapturableAttention
 from tests.helpers.device_experts import DenseExperts
 from tests.helpers.host_graphs import RecordedOperations
-from tests.helpers.tiny_engine import Setup, TinyEngine, tiny_engine, tiny_model
+from tests.helpers.tiny_engine import Replay, Setup, TinyEngine, noted_replays, tiny_engine, tiny_model
 from tests.helpers.tiny_models import make_tiny_model
 
 GRAPHS = (12, 30, 32)
@@ -38,17 +36,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 
 @pytest.fixture
-def replayed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
-    """Returns tokens, requests and the graph's size of each step that is replayed from now on."""
-    found: list[tuple[int, int, int]] = []
-    original = PromptGraphs.replay
-
-    def replay(graphs: PromptGraphs, graph: PromptGraph, plan: StepPlan, staged: StepPlan) -> Any:
-        found.append((plan.query_start_loc[-1], plan.num_requests, graph.size))
-        return original(graphs, graph, plan, staged)
-
-    monkeypatch.setattr(PromptGraphs, "replay", replay)
-    return found
+def replayed(monkeypatch: pytest.MonkeyPatch) -> list[Replay]:
+    """Returns the steps that are replayed in a test."""
+    return noted_replays(monkeypatch)
 
 
 def run(
@@ -70,7 +60,7 @@ def run(
 @pytest.mark.parametrize("largest_graph", [0, 8], ids=["alone", "beside_decode_graphs"])
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_replayed_equals_eager(
-    tiny: Tiny, params: dict[str, Any], largest_graph: int, replayed: list[tuple[int, int, int]]
+    tiny: Tiny, params: dict[str, Any], largest_graph: int, replayed: list[Replay]
 ) -> None:
     """Prompts whole, in chunks and after a cached prefix, beside requests that decode; exact and padded."""
     eager = run(tiny, Setup(), prefixed(params))
@@ -84,7 +74,7 @@ def test_replayed_equals_eager(
     assert any(requests == tokens for tokens, requests, _ in replayed) == (largest_graph == 0)
 
 
-def test_what_follows_the_layers_is_the_step_s_own(tiny: Tiny, replayed: list[tuple[int, int, int]]) -> None:
+def test_what_follows_the_layers_is_the_step_s_own(tiny: Tiny, replayed: list[Replay]) -> None:
     """Log-probabilities of prompts and outputs are those of eager steps, also with a small budget."""
     params = {"temperature": 0.9, "top_k": 5, "logprobs": 2, "prompt_logprobs": 3}
     eager, wanted = prefixed(params), prefixed(params)
@@ -104,14 +94,14 @@ def test_what_follows_the_layers_is_the_step_s_own(tiny: Tiny, replayed: list[tu
                 assert before.top_logprobs == pytest.approx(after.top_logprobs, abs=1e-5)
 
 
-def test_larger_steps_run_eagerly(tiny: Tiny, replayed: list[tuple[int, int, int]]) -> None:
+def test_larger_steps_run_eagerly(tiny: Tiny, replayed: list[Replay]) -> None:
     """Nothing is lost where graphs end."""
     assert run(tiny, Setup(prompt_graphs=(8, 12)), prefixed(GREEDY)) == run(tiny, Setup(), prefixed(GREEDY))
     assert replayed
     assert max(tokens for tokens, *_ in replayed) <= 12
 
 
-def test_preempted_equals_not(tiny: Tiny, replayed: list[tuple[int, int, int]]) -> None:
+def test_preempted_equals_not(tiny: Tiny, replayed: list[Replay]) -> None:
     """Requests come back to other slots and pages, and compute what they had in graphs."""
     wanted = prefixed(GREEDY)
     tight = run(tiny, Setup(prompt_graphs=GRAPHS, num_pages=26), wanted)
@@ -123,9 +113,7 @@ def test_preempted_equals_not(tiny: Tiny, replayed: list[tuple[int, int, int]]) 
 @pytest.mark.parametrize(
     ("name", "num_experts"), [("glm4_moe", 10), ("gpt_oss", 7), ("ernie4_5_vl_moe", 28)], ids=str
 )
-def test_other_layers(
-    tmp_path: Path, name: str, num_experts: int, replayed: list[tuple[int, int, int]]
-) -> None:
+def test_other_layers(tmp_path: Path, name: str, num_experts: int, replayed: list[Replay]) -> None:
     """Shared experts and dense layers, sinks and windows, positions along three axes."""
     make_tiny_model(name, tmp_path)
     model = tiny_model(tmp_path, HOST), DenseExperts(tmp_path, num_experts)
@@ -162,7 +150,7 @@ def test_padding_touches_no_page_and_no_expert(tiny: Tiny) -> None:
 
 
 def test_what_can_not_be_captured_runs_eagerly(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, replayed: list[tuple[int, int, int]]
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, replayed: list[Replay]
 ) -> None:
     """A layer that looks at requests costs the graphs and no answer; a device that fails ends the start."""
 

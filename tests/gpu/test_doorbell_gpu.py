@@ -39,7 +39,7 @@ def gpu_client(
     from gpu_service.experts.doorbell.cuda_launcher import CudaLauncher
 
     slots = range(box.geometry.num_slots)
-    launcher = CudaLauncher(box, torch.device("cuda", 0), deadline_ms, signal, copy_bytes, "")
+    launcher = CudaLauncher(box, torch.device("cuda", 0), deadline_ms, signal, copy_bytes)
     watch = Watch(box, slots, watch_deadline_ms(deadline_ms, signal == "memops"), signal == "memops")
     client = DoorbellExpertClient(box, MODEL, launcher, slots, deadline_ms, watch)
     try:

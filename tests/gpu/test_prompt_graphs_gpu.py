@@ -14,10 +14,8 @@ import pytest
 import torch
 
 from gpu_service.core.request import Request, SamplingParams
-from gpu_service.core.step import StepPlan
 from gpu_service.device.graphs import CudaGraphs, Cut
 from gpu_service.device.stream import CudaDeviceStream
-from gpu_service.engine.prompt_graphs import PromptGraph, PromptGraphs
 from tests.gpu.test_engine_gpu import GREEDY, SAMPLED, gpu_engine, on_cpu, on_gpu, scored_on_cpu
 from tests.helpers.family_answers import (
     answers,
@@ -28,7 +26,7 @@ from tests.helpers.family_answers import (
     family_config,
     logprobs_of,
 )
-from tests.helpers.tiny_engine import Setup
+from tests.helpers.tiny_engine import Replay, Setup, noted_replays
 from tests.helpers.tiny_models import TINY_MODELS, make_tiny_model, write_tiny_model
 
 pytestmark = pytest.mark.gpu
@@ -44,17 +42,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def replayed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
-    """Returns tokens, requests and the graph's size of each step that is replayed from now on."""
-    found: list[tuple[int, int, int]] = []
-    original = PromptGraphs.replay
-
-    def replay(graphs: PromptGraphs, graph: PromptGraph, plan: StepPlan, staged: StepPlan) -> Any:
-        found.append((plan.query_start_loc[-1], plan.num_requests, graph.size))
-        return original(graphs, graph, plan, staged)
-
-    monkeypatch.setattr(PromptGraphs, "replay", replay)
-    return found
+def replayed(monkeypatch: pytest.MonkeyPatch) -> list[Replay]:
+    """Returns the steps that are replayed in a test."""
+    return noted_replays(monkeypatch)
 
 
 def requests(params: dict[str, Any]) -> list[Request]:
@@ -121,7 +111,7 @@ def test_pieces_share_memory_and_see_one_another() -> None:
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "synchronous"])
 def test_float32_tokens_are_those_of_the_cpu(
-    directory: Path, params: dict[str, Any], overlap: bool, replayed: list[tuple[int, int, int]]
+    directory: Path, params: dict[str, Any], overlap: bool, replayed: list[Replay]
 ) -> None:
     """Triton's attention, which computes in float32: every token, in mixed steps, chunks and prefix hits."""
     expected = on_cpu(directory, requests(params))
@@ -131,9 +121,7 @@ def test_float32_tokens_are_those_of_the_cpu(
 
 
 @pytest.mark.parametrize("attention", ["flashinfer", "triton"])
-def test_bfloat16_is_as_close_as_eager(
-    directory: Path, attention: str, replayed: list[tuple[int, int, int]]
-) -> None:
+def test_bfloat16_is_as_close_as_eager(directory: Path, attention: str, replayed: list[Replay]) -> None:
     """Log-probabilities of what the GPU says, against float32, next to those of the CPU in bfloat16."""
     found = requests(GREEDY | {"logprobs": 1})
     on_gpu(directory, GRAPHS, found, dtype="bfloat16", attention=attention)
@@ -159,7 +147,7 @@ def test_no_replay_makes_the_host_wait(directory: Path) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["qwen3_moe", "glm4_moe", "gpt_oss"])
 def test_assembled_with_resident_experts(
-    name: str, dtype: str, tmp_path: Path, replayed: list[tuple[int, int, int]]
+    name: str, dtype: str, tmp_path: Path, replayed: list[Replay]
 ) -> None:
     """What `moebius serve` builds, with kernels of resident experts in the graphs; twice, prefixes cached."""
     make_tiny_model(name, tmp_path)

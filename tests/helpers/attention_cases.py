@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -95,36 +95,53 @@ class Case:
         return other
 
 
-def make_case(geometry: Geometry, shape: Shape, seed: int = 0) -> Case:
-    """Returns random keys, values and queries; pages of each request scattered over the pool."""
-    generator = torch.Generator().manual_seed(seed)
-    page_size, device = geometry.page_size, geometry.device
+class ScatteredPages(NamedTuple):
+    """Where requests' tokens lie; filled by `scattered_pages`."""
+
+    # Pages of a cache that has them all, page 0 included.
+    num_pages: int
+    # int32 `[R, most pages of a request and the spare ones]`.
+    table: torch.Tensor
+    # Slots of all earlier and of all new tokens, int64, request after request.
+    earlier: torch.Tensor
+    new: torch.Tensor
+
+
+def scattered_pages(
+    shape: Shape, page_size: int, spare_pages: int, generator: torch.Generator
+) -> ScatteredPages:
+    """Returns pages of each request in a random order."""
     counts = [-(-(old + new) // page_size) for old, new in shape]
-    cache = KVCache(
-        geometry.config().layers, sum(counts) + 1, page_size, geometry.dtype, device, geometry.storage_dtype
-    )
     order = (torch.randperm(sum(counts), generator=generator) + 1).tolist()
-    table = torch.zeros(len(shape), max(counts) + geometry.spare_pages, dtype=torch.int32)
-    old_slots, new_slots, starts = [], [], [0]
+    table = torch.zeros(len(shape), max(counts) + spare_pages, dtype=torch.int32)
+    earlier, later = [], []
     for row, (old, new) in enumerate(shape):
         pages = torch.tensor([order.pop() for _ in range(counts[row])])
         table[row, : counts[row]] = pages
         positions = torch.arange(old + new)
         slots = pages[positions // page_size] * page_size + positions % page_size
-        old_slots.append(slots[:old])
-        new_slots.append(slots[old:])
-        starts.append(starts[-1] + new)
+        earlier.append(slots[:old])
+        later.append(slots[old:])
+    return ScatteredPages(sum(counts) + 1, table, torch.cat(earlier), torch.cat(later))
+
+
+def make_case(geometry: Geometry, shape: Shape, seed: int = 0) -> Case:
+    """Returns random keys, values and queries; pages of each request scattered over the pool."""
+    generator = torch.Generator().manual_seed(seed)
+    page_size, device = geometry.page_size, geometry.device
+    pages = scattered_pages(shape, page_size, geometry.spare_pages, generator)
+    cache = KVCache(
+        geometry.config().layers, pages.num_pages, page_size, geometry.dtype, device, geometry.storage_dtype
+    )
 
     def random(rows: int, heads: int) -> torch.Tensor:
         values = torch.randn(rows, heads, geometry.head_dim, generator=generator)
         return values.to(device, geometry.dtype)
 
-    earlier = torch.cat(old_slots)
-    kv_heads = geometry.num_kv_heads
-    keys, values = random(len(earlier), kv_heads), random(len(earlier), kv_heads)
-    cache.append(LAYER, keys, values, earlier.to(device))
-    inputs = make_inputs(shape, table.to(device), torch.cat(new_slots).to(device))
-    total = starts[-1]
+    kv_heads, total = geometry.num_kv_heads, len(pages.new)
+    keys, values = random(len(pages.earlier), kv_heads), random(len(pages.earlier), kv_heads)
+    cache.append(LAYER, keys, values, pages.earlier.to(device))
+    inputs = make_inputs(shape, pages.table.to(device), pages.new.to(device))
     sinks = 3 * random(geometry.num_heads, 1)[:, 0, 0] if geometry.sinks else None
     return Case(
         geometry,

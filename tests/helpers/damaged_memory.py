@@ -1,13 +1,20 @@
-"""Damages packed experts of a running server, as faulty memory would: through a mapping of its segment."""
+"""Damages packed experts of a running server, as faulty memory would: through a mapping of its segment; and
+repairs those of an engine, as its server does.
+"""
 
 from __future__ import annotations
 
 import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 
+from moebius.kernels import ExpertEngine
 from moebius.kernels.weight_segment import WeightSegment
+from tests.helpers.moe_golden import Expert
 
 REPAIRED = "an expert was damaged in memory and is packed again"
 REFUSED = "an expert is damaged in memory and cannot be packed again"
@@ -36,3 +43,27 @@ def put_nan(segment: WeightSegment, layer: int, expert: int) -> None:
     """In place of one float32 weight."""
     begin, _ = place_of(segment, layer, expert)
     segment.data[begin + 64 : begin + 68].view(np.float32)[0] = np.nan
+
+
+@contextmanager
+def repairer(engine: ExpertEngine, read: Callable[[int, int], Expert]) -> Iterator[list[tuple[int, int]]]:
+    """A thread that packs again what is found, from what `read(layer, expert)` gives; yields what it was."""
+    repaired, stop = list[tuple[int, int]](), threading.Event()
+
+    def run() -> None:
+        while not stop.is_set():
+            found = engine.wait_for_damage(10.0)
+            if found is not None:
+                assert engine.repair_expert(*found, *read(*found))
+                repaired.append(found)
+
+    engine.expect_repairs(True)
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield repaired
+    finally:
+        stop.set()
+        engine.interrupt_damage_wait()
+        thread.join()
+        engine.expect_repairs(False)

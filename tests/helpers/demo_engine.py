@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 
-from gpu_service.attention.registry import make_attention
-from gpu_service.cache.kv_cache import KVCache
 from gpu_service.core.request import Request, SamplingParams
-from gpu_service.core.step import ForwardInputs
-from gpu_service.layers.context import ForwardContext
 from gpu_service.loader.load import load_weights
 from gpu_service.models.common import CausalLM
 from gpu_service.models.compose import build_model
@@ -20,6 +16,7 @@ from moebius.models.read import read_model_config
 from tests.helpers.demo import MAX_NEW_TOKENS, GoldenAnswer, demo_checkpoint
 from tests.helpers.demo_experts import KernelExperts
 from tests.helpers.engine_harness import Knobs
+from tests.helpers.paged_runner import PagedRunner
 
 if TYPE_CHECKING:
     from gpu_service.experts.client import ExpertClient
@@ -40,35 +37,10 @@ def demo_model(top_k: int | None = None) -> CausalLM:
     return model
 
 
-def one_request(ids: list[int]) -> ForwardInputs:
-    """Returns the inputs of one step that prefills one request of T ids whole, with logits for every row."""
-    count = len(ids)
-    num_pages = -(-count // PAGE_SIZE)
-    rows = torch.arange(count)
-    return ForwardInputs(
-        input_ids=torch.tensor(ids),
-        positions=rows,
-        slot_mapping=rows + PAGE_SIZE,  # page 0 is the dummy page
-        block_table=torch.arange(1, num_pages + 1, dtype=torch.int32)[None],
-        query_start_loc=[0, count],
-        seq_lens=[count],
-        logits_indices=rows,
-        query_start_loc_tensor=torch.tensor([0, count], dtype=torch.int32),
-        seq_lens_tensor=torch.tensor([count], dtype=torch.int32),
-    )
-
-
-@torch.inference_mode()
 def prefill_logits(model: CausalLM, experts: ExpertClient | KernelExperts, ids: list[int]) -> torch.Tensor:
     """Return logits float32 [T, V] of all T ids, computed in one step on a KV cache of its own."""
-    inputs = one_request(ids)
-    pages = 1 + inputs.block_table.shape[1]
-    cache = KVCache(model.config.layers, pages, PAGE_SIZE, model.dtype)
-    attention = make_attention(model.config.layers, cache, "cpu")
-    attention.plan(inputs)
-    client = cast("ExpertClient", experts)  # KernelExperts has the two calls that a forward pass makes
-    context = ForwardContext(inputs=inputs, kv_cache=cache, attention=attention, experts=client)
-    return model.compute_logits(model(context))
+    num_pages = 1 + -(-len(ids) // PAGE_SIZE)
+    return PagedRunner(model, experts, page_size=PAGE_SIZE, num_pages=num_pages).prefill(ids)[1]
 
 
 def greedy_request(name: str, answer: GoldenAnswer, max_tokens: int = MAX_NEW_TOKENS) -> Request:

@@ -9,7 +9,14 @@ import numpy as np
 from gguf import ExpertGatingFuncType, GGUFValueType, GGUFWriter, RopeScalingType
 
 from moebius.models.layers.ngrams import NGramConfig, hash_factors, hash_primes
-from tests.helpers.gguf_newer import ARCHITECTURES_OF_TODAY, write_newer
+from tests.helpers.gguf_newer import (
+    ARCHITECTURES_OF_TODAY,
+    write_heads,
+    write_indexer,
+    write_latent,
+    write_newer,
+    write_windows,
+)
 
 # Names in gguf.MODEL_ARCH.
 ARCHITECTURES = {
@@ -88,7 +95,7 @@ def write_metadata(
         write_mamba2(writer, config)
         return
     if kind == "kimi_linear":
-        _write_latent(writer, config, latent_split)
+        write_latent(writer, config, latent_split)
         writer.add_head_count_kv(_by_layer(config, "full_attention", 1))
         writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
         writer.add_kda_head_dim(config.linear_head_dim)
@@ -133,7 +140,7 @@ def write_metadata(
     if kind not in DENSE:
         _write_experts(writer, config)
     if kind in _LATENT:
-        _write_latent(writer, config, latent_split)
+        write_latent(writer, config, latent_split)
         if kind == "glm_moe_dsa":
             _write_indexer(writer, config, latent_split)
         return
@@ -167,8 +174,7 @@ def _write_gemma4(writer: GGUFWriter, config: Any) -> None:
     writer.add_rope_freq_base_swa(sliding["rope_theta"])
     writer.add_expert_count(config.num_experts)
     writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-    writer.add_sliding_window(config.sliding_window)
-    writer.add_sliding_window_pattern(_slides(config))
+    write_windows(writer, config)
     writer.add_head_count_kv(
         [config.num_key_value_heads if slides else kv_heads for slides in _slides(config)]
     )
@@ -199,9 +205,7 @@ def _write_llama4(writer: GGUFWriter, config: Any) -> None:
     writer.add_expert_count(config.num_local_experts)
     writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
     writer.add_interleave_moe_layer_step(config.interleave_moe_layer_step)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
+    write_heads(writer, config)
     writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_rope_dimension_count(head_dim)
     if rope["rope_type"] == "llama3":
@@ -233,8 +237,7 @@ def _write_step35(writer: GGUFWriter, config: Any) -> None:
     slides = _slides(config)
     writer.add_head_count([layer.num_attention_heads for layer in config.per_layer_config])
     writer.add_head_count_kv([config.num_key_value_heads] * len(slides))
-    writer.add_sliding_window(config.sliding_window)
-    writer.add_sliding_window_pattern(slides)
+    write_windows(writer, config)
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
     writer.add_rope_freq_base(full["rope_theta"])
@@ -325,30 +328,9 @@ def _write_experts(writer: GGUFWriter, config: Any) -> None:
         writer.add_expert_feed_forward_length(width)
 
 
-def _write_latent(writer: GGUFWriter, config: Any, split: bool) -> None:
-    """Newer files call a head's own sizes _mla, and what is cached its sizes."""
-    query, value = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
-    writer.add_kv_lora_rank(config.kv_lora_rank)
-    writer.add_rope_dimension_count(config.qk_rope_head_dim)
-    if config.q_lora_rank is not None:
-        writer.add_q_lora_rank(config.q_lora_rank)
-    if split:
-        writer.add_head_count_kv(1)
-        writer.add_key_length(config.kv_lora_rank + config.qk_rope_head_dim)
-        writer.add_value_length(config.kv_lora_rank)
-        writer.add_key_length_mla(query)
-        writer.add_value_length_mla(value)
-    else:
-        writer.add_head_count_kv(config.num_attention_heads)
-        writer.add_key_length(query)
-        writer.add_value_length(value)
-
-
 def _write_indexer(writer: GGUFWriter, config: Any, lists_layers: bool) -> None:
     """Files of today list the layers that choose; in earlier ones their tensors say which they are."""
-    writer.add_indexer_head_count(config.index_n_heads)
-    writer.add_indexer_key_length(config.index_head_dim)
-    writer.add_indexer_top_k(config.index_topk)
+    write_indexer(writer, config)
     if lists_layers:
         full = [kind == "full" for kind in config.indexer_types]
         writer.add_array(f"{writer.arch}.attention.indexer.types", full)

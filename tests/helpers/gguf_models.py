@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from tests.helpers.gguf_files import GgufTypes, write_gguf
-from tests.helpers.tiny_models import TinyModel, read_table, write_tiny_model
+from tests.helpers.tables import read_table
+from tests.helpers.tiny_models import TinyModel, write_tiny_model
 
 
 @dataclass(frozen=True)

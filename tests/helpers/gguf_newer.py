@@ -289,11 +289,7 @@ def write_newer(writer: GGUFWriter, config: Any) -> None:
         writer.add_rope_freq_base(rope["rope_theta"])
     scaled = config.rope_parameters.get("compress", rope) if kind == "deepseek_v4" else rope
     if scaled.get("rope_type") == "yarn":
-        writer.add_rope_scaling_type(RopeScalingType.YARN)
-        writer.add_rope_scaling_factor(scaled["factor"])
-        writer.add_rope_scaling_orig_ctx_len(scaled["original_max_position_embeddings"])
-        writer.add_rope_scaling_yarn_beta_fast(scaled.get("beta_fast", 32.0))
-        writer.add_rope_scaling_yarn_beta_slow(scaled.get("beta_slow", 1.0))
+        _write_yarn(writer, scaled)
         if kind == "deepseek_v32":
             writer.add_rope_scaling_yarn_log_mul(0.1 * scaled["mscale_all_dim"])
     if kind in _GRANITE:
@@ -311,7 +307,7 @@ def write_newer(writer: GGUFWriter, config: Any) -> None:
     {
         "bailing_hybrid": _write_bailing,
         "cohere2_moe": _write_cohere2,
-        "deepseek_v32": _write_indexer,
+        "deepseek_v32": write_indexer,
         "deepseek_v4": _write_deepseek4,
         "glm5_next_text": _write_glm5,
         "hy_v3": _write_hy3,
@@ -320,6 +316,55 @@ def write_newer(writer: GGUFWriter, config: Any) -> None:
         "mellum": _write_mellum,
         "minimax_m3_vl_text": _write_minimax3,
     }[kind](writer, config)
+
+
+def write_heads(writer: GGUFWriter, config: Any) -> None:
+    """Writes KV heads and their sizes."""
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+
+
+def write_windows(writer: GGUFWriter, config: Any) -> None:
+    """Writes which layers see a window, and how long it is."""
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+
+
+def write_latent(writer: GGUFWriter, config: Any, split: bool = True) -> None:
+    """Writes the sizes of latent attention: newer files, `split`, call a head's own sizes _mla, and what is
+    cached its sizes.
+    """
+    query, value = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
+    writer.add_kv_lora_rank(config.kv_lora_rank)
+    writer.add_rope_dimension_count(config.qk_rope_head_dim)
+    if getattr(config, "q_lora_rank", None) is not None:
+        writer.add_q_lora_rank(config.q_lora_rank)
+    if split:
+        writer.add_head_count_kv(1)
+        writer.add_key_length(config.kv_lora_rank + config.qk_rope_head_dim)
+        writer.add_value_length(config.kv_lora_rank)
+        writer.add_key_length_mla(query)
+        writer.add_value_length_mla(value)
+    else:
+        writer.add_head_count_kv(config.num_attention_heads)
+        writer.add_key_length(query)
+        writer.add_value_length(value)
+
+
+def write_indexer(writer: GGUFWriter, config: Any) -> None:
+    """Writes how tokens are chosen."""
+    writer.add_indexer_head_count(config.index_n_heads)
+    writer.add_indexer_key_length(config.index_head_dim)
+    writer.add_indexer_top_k(config.index_topk)
+
+
+def _write_yarn(writer: GGUFWriter, rope: Any) -> None:
+    writer.add_rope_scaling_type(RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(rope["factor"])
+    writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    writer.add_rope_scaling_yarn_beta_fast(rope.get("beta_fast", 32.0))
+    writer.add_rope_scaling_yarn_beta_slow(rope.get("beta_slow", 1.0))
 
 
 def _write_granite(writer: GGUFWriter, config: Any) -> None:
@@ -335,21 +380,13 @@ def _write_granite(writer: GGUFWriter, config: Any) -> None:
     if config.shared_intermediate_size:
         writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
     if config.model_type == "granitemoe_swa":
-        writer.add_sliding_window(config.sliding_window)
-        writer.add_sliding_window_pattern([one == "sliding_attention" for one in config.layer_types])
+        write_windows(writer, config)
         writer.add_array(f"{writer.arch}.attention.rope_pattern", list(map(bool, config.layer_rope_theta)))
 
 
 def _write_latent(writer: GGUFWriter, config: Any) -> None:
-    writer.add_kv_lora_rank(config.kv_lora_rank)
-    if getattr(config, "q_lora_rank", None) is not None:
-        writer.add_q_lora_rank(config.q_lora_rank)
-    writer.add_head_count_kv(1)
-    writer.add_rope_dimension_count(config.qk_rope_head_dim)
-    writer.add_key_length(config.kv_lora_rank + config.qk_rope_head_dim)
-    writer.add_value_length(config.kv_lora_rank)
-    writer.add_key_length_mla(config.qk_nope_head_dim + config.qk_rope_head_dim)
-    writer.add_value_length_mla(config.v_head_dim)
+    """With what all of these write of their experts."""
+    write_latent(writer, config)
     writer.add_expert_shared_count(getattr(config, "n_shared_experts", None) or config.num_shared_experts)
     writer.add_expert_weights_scale(config.routed_scaling_factor)
     writer.add_expert_weights_norm(config.norm_topk_prob)
@@ -357,12 +394,6 @@ def _write_latent(writer: GGUFWriter, config: Any) -> None:
     if config.model_type != "hy_v4":
         writer.add_expert_group_count(config.n_group)
         writer.add_expert_group_used_count(config.topk_group)
-
-
-def _write_indexer(writer: GGUFWriter, config: Any) -> None:
-    writer.add_indexer_head_count(config.index_n_heads)
-    writer.add_indexer_key_length(config.index_head_dim)
-    writer.add_indexer_top_k(config.index_topk)
 
 
 def _write_streams(writer: GGUFWriter, config: Any) -> None:
@@ -389,7 +420,7 @@ def _write_compressed(writer: GGUFWriter, config: Any, rotary_dim: int) -> None:
     writer.add_expert_weights_scale(config.routed_scaling_factor)
     writer.add_expert_weights_norm(True)
     _write_limits(writer, config, "swiglu_clamp_exp", "swiglu_clamp_shexp")
-    _write_indexer(writer, config)
+    write_indexer(writer, config)
     _write_streams(writer, config)
 
 
@@ -414,13 +445,9 @@ def _write_deepseek4(writer: GGUFWriter, config: Any) -> None:
 
 def _write_deepseek41(writer: GGUFWriter, config: Any) -> None:
     """Keys of llama.cpp's pull request 28696, and constants of hashes, which tell what these leave out."""
-    arch, scaling = writer.arch, config.rope_scaling
+    arch = writer.arch
     writer.add_rope_freq_base(config.rope_theta)
-    writer.add_rope_scaling_type(RopeScalingType.YARN)
-    writer.add_rope_scaling_factor(scaling["factor"])
-    writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
-    writer.add_rope_scaling_yarn_beta_fast(scaling["beta_fast"])
-    writer.add_rope_scaling_yarn_beta_slow(scaling["beta_slow"])
+    _write_yarn(writer, config.rope_scaling)
     writer.add_uint32(f"{arch}.expert_gating_func", _SQRT_SOFTPLUS)
     writer.add_expert_count(config.n_routed_experts)
     writer.add_expert_feed_forward_length(config.moe_intermediate_size)
@@ -460,7 +487,7 @@ def _write_glm5(writer: GGUFWriter, config: Any) -> None:
     writer.add_kda_head_dim(config.linear_head_dim)
     if config.linear_lower_bound is not None:
         writer.add_float32(f"{arch}.kda.gate_lower_bound", config.linear_lower_bound)
-    _write_indexer(writer, config)
+    write_indexer(writer, config)
     writer.add_uint32(f"{arch}.attention.indexer.kpool", config.index_kpool)
     if arch == "glm5-next":
         writer.add_bool(f"{arch}.attention.indexer.kpool_select_tail", True)
@@ -480,9 +507,7 @@ def _write_bailing(writer: GGUFWriter, config: Any) -> None:
 
 
 def _write_grouped_queries(writer: GGUFWriter, config: Any) -> None:
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
+    write_heads(writer, config)
     writer.add_expert_weights_norm(True)
 
 
@@ -494,7 +519,7 @@ def _write_hy3(writer: GGUFWriter, config: Any) -> None:
 
 def _write_hy4(writer: GGUFWriter, config: Any) -> None:
     arch = writer.arch
-    _write_indexer(writer, config)
+    write_indexer(writer, config)
     writer.add_array(f"{arch}.attention.indexer.types", [one == "full" for one in config.indexer_types])
     _write_streams(writer, config)
     writer.add_float32(f"{arch}.hyper_connection.magnitude", config.hc_magnitude)
@@ -523,17 +548,14 @@ def _write_laguna(writer: GGUFWriter, config: Any) -> None:
 
 def _write_cohere2(writer: GGUFWriter, config: Any) -> None:
     """Replaces the width that was written: it is that of dense layers."""
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
+    write_heads(writer, config)
     writer.add_feed_forward_length(config.prefix_dense_intermediate_size or config.intermediate_size)
     writer.add_expert_feed_forward_length(config.intermediate_size)
     writer.add_leading_dense_block_count(config.mlp_layer_types.count("dense"))
     writer.add_expert_weights_norm(config.norm_topk_prob)
     writer.add_logit_scale(config.logit_scale)
     writer.add_layer_norm_eps(config.layer_norm_eps)
-    writer.add_sliding_window(config.sliding_window)
-    writer.add_sliding_window_pattern([one == "sliding_attention" for one in config.layer_types])
+    write_windows(writer, config)
     writer.add_rope_dimension_count(config.head_dim)
     if config.num_shared_experts:
         writer.add_expert_shared_count(config.num_shared_experts)
@@ -542,11 +564,8 @@ def _write_cohere2(writer: GGUFWriter, config: Any) -> None:
 
 
 def _write_mellum(writer: GGUFWriter, config: Any) -> None:
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_sliding_window(config.sliding_window)
-    writer.add_sliding_window_pattern([one == "sliding_attention" for one in config.layer_types])
+    write_heads(writer, config)
+    write_windows(writer, config)
     writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
 
 

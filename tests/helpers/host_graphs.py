@@ -30,8 +30,12 @@ class _Recorder(_DispatchMode):  # type: ignore[misc]
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        outputs = tensors_of((result,))
-        memory = {_memory(tensor) for tensor in tensors_of((*args, *kwargs.values()))}
+        if func.namespace == "c10d":
+            # A collective: its schema does not tell that it writes to its arguments.
+            self.calls.append((partial(_call_and_wait, func), args, kwargs, []))
+            return result
+        outputs = _tensors_of((result,))
+        memory = {_memory(tensor) for tensor in _tensors_of((*args, *kwargs.values()))}
         # What shares memory with an argument is a view or was written in place; a replay refills the others.
         fresh = [output for output in outputs if _memory(output) not in memory]
         if len(fresh) not in (0, len(outputs)):
@@ -41,7 +45,13 @@ class _Recorder(_DispatchMode):  # type: ignore[misc]
         return result
 
 
-def tensors_of(values: Iterable[Any]) -> list[torch.Tensor]:
+def _call_and_wait(collective: Any, *args: Any, **kwargs: Any) -> None:
+    """Waits for what it sends and receives, as a stream does."""
+    result = collective(*args, **kwargs)
+    (result[-1] if isinstance(result, tuple) else result).wait()
+
+
+def _tensors_of(values: Iterable[Any]) -> list[torch.Tensor]:
     """Returns the tensors among an operation's arguments or results, which are values and lists of values.
 
     torch's own walk of nested containers took half of a capture's time.
@@ -66,7 +76,7 @@ class _Recording(CapturedGraph):
     def replay(self) -> None:
         for func, args, kwargs, outputs in self._calls:
             result = func(*args, **kwargs)
-            new = tensors_of((result,)) if outputs else []
+            new = _tensors_of((result,)) if outputs else []
             for output, tensor in zip(outputs, new, strict=True):
                 output.copy_(tensor)
 

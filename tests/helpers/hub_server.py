@@ -7,21 +7,18 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
 
-from tests.helpers.sse_server import serving
+from tests.helpers.http_server import LocalServer, QuietHandler, serving
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
-class HubServer(ThreadingHTTPServer):
-    """Serves `repositories` (id -> name -> bytes); counts what was sent of each file."""
-
-    daemon_threads = True
+class HubServer(LocalServer):
+    """Serves `repositories` (id -> name -> bytes) at `url`, and counts what was sent of each file."""
 
     def __init__(self, repositories: dict[str, dict[str, bytes]]) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(_Handler)
         self.repositories = repositories
         self.sent: dict[str, int] = {}
         # How many bytes of a file are sent before the connection ends.
@@ -29,15 +26,9 @@ class HubServer(ThreadingHTTPServer):
         self.token = ""
         self.gated = False
 
-    @property
-    def url(self) -> str:
-        """What HF_ENDPOINT has to be."""
-        return f"http://127.0.0.1:{self.server_port}"
 
-
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(QuietHandler):
     server: HubServer
-    protocol_version = "HTTP/1.1"
 
     def do_HEAD(self) -> None:
         """What is known of a file."""
@@ -109,18 +100,11 @@ class _Handler(BaseHTTPRequestHandler):
         with_body: bool = True,
         limit: int | None = None,
     ) -> None:
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
+        self.begin(status, len(body), headers)
         if with_body:
             with contextlib.suppress(OSError):
                 self.wfile.write(body[:limit])
         self.close_connection = limit is not None
-
-    def log_message(self, format: str, *arguments: object) -> None:
-        """Tests need no access log."""
 
 
 def _sibling(name: str, data: bytes) -> dict[str, object]:

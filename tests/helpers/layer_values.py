@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -12,7 +14,7 @@ from gpu_service.core.parallel import SOLO, ParallelContext
 from gpu_service.layers.composition import Composition
 from gpu_service.layers.rank_weights import RankWeights
 from moebius.models.common import Common
-from moebius.models.config import ModelConfig
+from moebius.models.config import ModelConfig, ModelOverrides
 from moebius.models.layers.ffn import Dense, Experts, LatentMoE, MoE
 from moebius.models.layers.latent import MLA, TokenIndexer
 from moebius.models.layers.layer import Layer, mixers
@@ -21,6 +23,7 @@ from moebius.models.layers.norms import RMSNorm
 from moebius.models.layers.residual import Sequential
 from moebius.models.layers.router import RouterConfig
 from moebius.models.layers.weights import Weight
+from moebius.models.read import read_model_config
 
 M = TypeVar("M", bound=Mixer)
 
@@ -98,6 +101,15 @@ def latent_layers(
         return Layer(mixer, dense, RMSNorm(1e-6), Sequential())
 
     return [layer(index) for index in range(count)]
+
+
+def read_config(
+    directory: Path, base: dict[str, Any], overrides: ModelOverrides | None = None, **changes: Any
+) -> ModelConfig:
+    """Returns what a config.json with these keys means; without those that change to "absent"."""
+    values = {key: value for key, value in (base | changes).items() if value != "absent"}
+    (directory / "config.json").write_text(json.dumps(values))
+    return read_model_config(directory, overrides)
 
 
 def mixers_of(config: ModelConfig, kind: type[M]) -> list[M]:

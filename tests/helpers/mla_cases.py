@@ -16,7 +16,7 @@ from gpu_service.attention.mla.base import (
 from gpu_service.cache.kv_cache import MlaCache
 from gpu_service.core.step import ForwardInputs
 from gpu_service.ops.latent import absorb_query, project_values
-from tests.helpers.attention_cases import Shape, make_inputs
+from tests.helpers.attention_cases import Shape, make_inputs, scattered_pages
 from tests.helpers.layer_values import latent_layers
 
 LAYER = 1
@@ -93,28 +93,18 @@ def make_mla_case(
     Of sparse attention, the cache has the step's index keys as well.
     """
     generator = torch.Generator().manual_seed(len(shape))
-    d, counts = dimensions, [-(-(old + new) // page_size) for old, new in shape]
-    cache = _make_cache(d, sum(counts) + 1, page_size, dtype, device, storage_dtype)
-    order = (torch.randperm(sum(counts), generator=generator) + 1).tolist()
-    table = torch.zeros(len(shape), max(counts) + spare_pages, dtype=torch.int32)
-    old_slots, new_slots = [], []
-    for row, (old, new) in enumerate(shape):
-        pages = torch.tensor([order.pop() for _ in range(counts[row])])
-        table[row, : counts[row]] = pages
-        positions = torch.arange(old + new)
-        slots = pages[positions // page_size] * page_size + positions % page_size
-        old_slots.append(slots[:old])
-        new_slots.append(slots[old:])
+    d, pages = dimensions, scattered_pages(shape, page_size, spare_pages, generator)
+    cache = _make_cache(d, pages.num_pages, page_size, dtype, device, storage_dtype)
 
     def random(*sizes: int, scale: float = 1.0) -> torch.Tensor:
         return (torch.randn(*sizes, generator=generator) * scale).to(device, dtype)
 
-    earlier, total = torch.cat(old_slots).to(device), sum(new for _, new in shape)
+    earlier, total = pages.earlier.to(device), len(pages.new)
     cache.append(LAYER, random(len(earlier), d.latent_dim), random(len(earlier), d.rope_dim), earlier)
     case = MlaCase(
         dimensions,
         cache,
-        make_inputs(shape, table.to(device), torch.cat(new_slots).to(device)),
+        make_inputs(shape, pages.table.to(device), pages.new.to(device)),
         random(total, d.num_heads, d.nope_dim),
         random(total, d.num_heads, d.rope_dim),
         random(total, d.latent_dim),

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import json
-import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from tests.helpers.http_server import LocalServer, QuietHandler, serving
 
-class ScriptedServer(ThreadingHTTPServer):
+
+class ScriptedServer(LocalServer):
     """Answers every POST with `events`, and remembers the requests."""
 
-    daemon_threads = True
-
     def __init__(self, events: list[Any], root: str = "", status: int = 200) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(_Handler)
         self.events = events
         self.root = root
         self.status = status
@@ -28,25 +26,14 @@ class ScriptedServer(ThreadingHTTPServer):
         self.pause_s = 0.0
         self.requests: list[dict[str, Any]] = []
 
-    @property
-    def base_url(self) -> str:
-        """Where it listens."""
-        return f"http://127.0.0.1:{self.server_port}"
 
-
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(QuietHandler):
     server: ScriptedServer
-    protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
         """The model list, or what else is there."""
-        self._send(
-            self.server.get_status,
-            "application/json",
-            json.dumps(
-                self.server.documents.get(self.path, {"data": [{"id": "m", "root": self.server.root}]})
-            ),
-        )
+        models = {"data": [{"id": "m", "root": self.server.root}]}
+        self._send_json(self.server.get_status, self.server.documents.get(self.path, models))
 
     def do_POST(self) -> None:
         """The scripted events, or the scripted error."""
@@ -54,13 +41,17 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.requests.append(json.loads(self.rfile.read(length)))
         if self.server.status != 200:
             error = {"error": {"message": "no such model", "type": "invalid_request_error"}}
-            self._send(self.server.status, "application/json", json.dumps(error))
+            self._send_json(self.server.status, error)
             return
         if self.server.pause_s:
             self._send_slowly()
             return
         lines = [f"data: {json.dumps(event)}\n\n" for event in self.server.events]
-        self._send(200, "text/event-stream", ": ping\n\n" + "".join(lines) + "data: [DONE]\n\n")
+        text = ": ping\n\n" + "".join(lines) + "data: [DONE]\n\n"
+        self.answer(200, text.encode(), {"Content-Type": "text/event-stream"})
+
+    def _send_json(self, status: int, document: Any) -> None:
+        self.answer(status, json.dumps(document).encode(), {"Content-Type": "application/json"})
 
     def _send_slowly(self) -> None:
         self.send_response(200)
@@ -73,29 +64,6 @@ class _Handler(BaseHTTPRequestHandler):
                 self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
                 self.wfile.flush()
                 time.sleep(self.server.pause_s)
-
-    def log_message(self, format: str, *arguments: Any) -> None:
-        """Tests need no access log."""
-
-    def _send(self, status: int, kind: str, text: str) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(text.encode())))
-        self.end_headers()
-        self.wfile.write(text.encode())
-
-
-@contextlib.contextmanager
-def serving(server: ThreadingHTTPServer) -> Iterator[None]:
-    """The server answers from a thread of its own meanwhile."""
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from gpu_service.attention.registry import Attention
@@ -15,7 +16,7 @@ from gpu_service.cache.kv_cache import PagedCache, make_cache
 from gpu_service.cache.request_cache import make_request_cache
 from gpu_service.cache.request_states import allocate_states
 from gpu_service.core.request import SchedulerLimits
-from gpu_service.core.step import TokenPool
+from gpu_service.core.step import StepPlan, TokenPool
 from gpu_service.device.graphs import GraphBackend, graph_sizes
 from gpu_service.device.stream import DeviceStream, Uploader
 from gpu_service.engine.decode_graphs import DecodeGraphs
@@ -25,7 +26,7 @@ from gpu_service.engine.input_builder import InputBuilder
 from gpu_service.engine.model_runner import LaneModelRunner, ModelRunner
 from gpu_service.engine.pacing import LanePace
 from gpu_service.engine.prefill_lane import PrefillLane
-from gpu_service.engine.prompt_graphs import PromptGraphs
+from gpu_service.engine.prompt_graphs import PromptGraph, PromptGraphs
 from gpu_service.engine.sampler import Sampler
 from gpu_service.loader.load import load_weights
 from gpu_service.models.common import CausalLM
@@ -77,6 +78,23 @@ class TinyEngine(EngineOutputs):
     ) -> None:
         super().__init__()
         self.graphs, self.kv_cache, self.stream, self.speculation = graphs, kv_cache, stream, speculation
+
+
+# Tokens and requests of a step, and the size of the graph that it replays.
+Replay = tuple[int, int, int]
+
+
+def noted_replays(monkeypatch: pytest.MonkeyPatch) -> list[Replay]:
+    """Returns tokens, requests and the graph's size of each replayed step with prompts from now on."""
+    found: list[Replay] = []
+    original = PromptGraphs.replay
+
+    def replay(graphs: PromptGraphs, graph: PromptGraph, plan: StepPlan, staged: StepPlan) -> Any:
+        found.append((plan.query_start_loc[-1], plan.num_requests, graph.size))
+        return original(graphs, graph, plan, staged)
+
+    monkeypatch.setattr(PromptGraphs, "replay", replay)
+    return found
 
 
 def tiny_model(

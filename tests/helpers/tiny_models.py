@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from tests.helpers.deepseek_v41_reference import DeepseekV41Config, DeepseekV41ForCausalLM
-from tests.helpers.tiny_dsa_models import DSA_MODELS
+from tests.helpers.tables import read_table
 from tests.helpers.tiny_multimodal_text import TEXT_TOWERS
 
 _COMMON = {
@@ -59,15 +58,8 @@ class TinyModel:
     written_as: str | None = None
 
 
-def read_table(name: str) -> dict[str, dict[str, Any]]:
-    """Returns a YAML file of tests/data, read by libyaml where that is: a tenth of the time."""
-    text = (Path(__file__).parent.parent / "data" / name).read_text()
-    table: dict[str, dict[str, Any]] = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    return table
-
-
-def _read_models(families: dict[str, dict[str, Any]]) -> dict[str, TinyModel]:
-    """Returns models by their names."""
+def read_models(families: dict[str, dict[str, Any]]) -> dict[str, TinyModel]:
+    """Returns models of a table, family by family, by their names."""
     found = {}
     for model_type, models in families.items():
         for name, changes in models.items():
@@ -77,10 +69,9 @@ def _read_models(families: dict[str, dict[str, Any]]) -> dict[str, TinyModel]:
 
 
 # By what is kept of a sequence.
-KINDS = {kind: _read_models(families) for kind, families in read_table("tiny_models.yaml").items()}
-KINDS["sparse"] = {name: TinyModel(**fields) for name, fields in DSA_MODELS.items()}
+KINDS = {kind: read_models(families) for kind, families in read_table("tiny_models.yaml").items()}
 TINY_MODELS = {name: tiny for models in KINDS.values() for name, tiny in models.items()}
-TINY_MODELS |= _read_models(read_table("tiny_multimodal_models.yaml"))
+TINY_MODELS |= read_models(read_table("tiny_multimodal_models.yaml"))
 
 
 def attending_to_all(name: str, num_tokens: int) -> TinyModel:

@@ -15,81 +15,9 @@ from typing import Any
 
 import torch
 
-_QWEN_VISION: dict[str, Any] = {
-    "depth": 1,
-    "hidden_size": 16,
-    "intermediate_size": 20,
-    "num_heads": 2,
-    "out_hidden_size": 48,
-    "deepstack_visual_indexes": [0],
-    "num_position_embeddings": 16,
-}
-_QWEN_3_5_VISION = {key: value for key, value in _QWEN_VISION.items() if key != "deepstack_visual_indexes"}
-_GLM_VISION: dict[str, Any] = {
-    "depth": 1,
-    "hidden_size": 16,
-    "intermediate_size": 20,
-    "num_heads": 2,
-    "out_hidden_size": 48,
-    "image_size": 56,
-}
-_KIMI_VISION: dict[str, Any] = {
-    "num_hidden_layers": 1,
-    "hidden_size": 16,
-    "intermediate_size": 20,
-    "num_attention_heads": 2,
-    "pos_emb_height": 4,
-    "pos_emb_width": 4,
-}
-_GLM5_VISION: dict[str, Any] = {
-    "depth": 1,
-    "hidden_size": 16,
-    "intermediate_size": 20,
-    "num_heads": 2,
-    "out_hidden_size": 48,
-    "projection_intermediate_size": 24,
-    "image_size": 56,
-}
-_STEP_VISION: dict[str, Any] = {
-    "hidden_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 28,
-    "mlp_ratio": 1.25,
-}
-_PIXTRAL_VISION: dict[str, Any] = {
-    "model_type": "pixtral",
-    "hidden_size": 16,
-    "intermediate_size": 20,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "head_dim": 8,
-    "image_size": 28,
-}
-_MINIMAX_VISION: dict[str, Any] = {
-    "hidden_size": 24,
-    "intermediate_size": 20,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 28,
-}
-_LLAMA4_VISION: dict[str, Any] = {
-    "hidden_size": 16,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "vision_output_dim": 16,
-    "image_size": 28,
-    "projector_input_dim": 16,
-    "projector_output_dim": 16,
-}
-_ERNIE_VISION: dict[str, Any] = {
-    "depth": 1,
-    "hidden_size": 16,
-    "intermediate_size": 20,
-    "num_heads": 2,
-    "patch_size": 4,
-}
+from tests.helpers.tables import read_table
+
+_VISION = read_table("tiny_text_towers.yaml")
 Tensor = torch.Tensor
 
 
@@ -344,27 +272,27 @@ def _fuse_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 TEXT_TOWERS: dict[str, TextTower] = {
     "deepseek_v4": TextModel("DeepseekV4", {}, _deepseek_v4_names, published_config=_deepseek_v4_config),
-    "ernie4_5_vl_moe": TextTower("Ernie4_5_VLMoe", _ERNIE_VISION),
-    "ernie4_5_moe_vl": TextTower("Ernie4_5_VLMoe", _ERNIE_VISION, published_config=_ernie_config),
+    "ernie4_5_vl_moe": TextTower("Ernie4_5_VLMoe", _VISION["ernie"]),
+    "ernie4_5_moe_vl": TextTower("Ernie4_5_VLMoe", _VISION["ernie"], published_config=_ernie_config),
     "longcat_flash": LongcatModel("LongcatFlash", {}),
     "hy_v4": HyModel("HYV4", {}, _hy_v4_names, published_config=_hy_v4_config),
-    "qwen3_5_moe": TextTower("Qwen3_5Moe", _QWEN_3_5_VISION, fuses_experts=True),
-    "qwen4_exp": TextTower("Qwen4Exp", _QWEN_3_5_VISION, fuses_experts=True),
-    "qwen3_vl_moe": TextTower("Qwen3VLMoe", _QWEN_VISION, _transpose_experts),
-    "glm4v_moe": TextTower("Glm4vMoe", _GLM_VISION),
-    "glm5_next": TextTower("Glm5Next", _GLM5_VISION),
-    "kimi_k25": TextTower("Kimi_K25", _KIMI_VISION, _kimi_names, "deepseek_v3"),
+    "qwen3_5_moe": TextTower("Qwen3_5Moe", _VISION["qwen3_5"], fuses_experts=True),
+    "qwen4_exp": TextTower("Qwen4Exp", _VISION["qwen3_5"], fuses_experts=True),
+    "qwen3_vl_moe": TextTower("Qwen3VLMoe", _VISION["qwen3"], _transpose_experts),
+    "glm4v_moe": TextTower("Glm4vMoe", _VISION["glm4"]),
+    "glm5_next": TextTower("Glm5Next", _VISION["glm5"]),
+    "kimi_k25": TextTower("Kimi_K25", _VISION["kimi"], _kimi_names, "deepseek_v3"),
     # A text model; transformers knows it as the text tower of its successor, with keys of its own.
-    "step3p5": TextTower("Step3p7", _STEP_VISION, _without_vision, published_config=_step_config),
-    "step3p7": TextTower("Step3p7", _STEP_VISION, published_config=_step_3_7_config),
-    "llama4": TextTower("Llama4", _LLAMA4_VISION),
+    "step3p5": TextTower("Step3p7", _VISION["step"], _without_vision, published_config=_step_config),
+    "step3p7": TextTower("Step3p7", _VISION["step"], published_config=_step_3_7_config),
+    "llama4": TextTower("Llama4", _VISION["llama4"]),
     "minimax_m3_vl": TextTower(
         "MiniMaxM3VL",
-        _MINIMAX_VISION,
+        _VISION["minimax"],
         model_class="MiniMaxM3SparseForConditionalGeneration",
         published_config=_minimax_config,
     ),
     "gemma4": TextTower("Gemma4", {}),
-    "mistral_large4": TextTower("MistralLarge4", _PIXTRAL_VISION),
-    "mistral3": TextTower("Mistral3", _PIXTRAL_VISION, text_model_type="mistral4"),
+    "mistral_large4": TextTower("MistralLarge4", _VISION["pixtral"]),
+    "mistral3": TextTower("Mistral3", _VISION["pixtral"], text_model_type="mistral4"),
 }

@@ -48,7 +48,6 @@ class TorchExperts:
                     stacked = ".block_sparse_moe." in name and name.endswith("put_linear.weight")
                     if ".experts." in name or ".moe." in name or stacked:
                         self.weights[_plain_name(name)] = tensors.get_tensor(name).float()
-        self.submitted_rows = 0
         self._parts: dict[tuple[str, int], list[torch.Tensor]] = {}
 
     def submit(
@@ -58,7 +57,6 @@ class TorchExperts:
         assert topk_ids.dtype == torch.int32
         assert topk_weights.dtype == torch.float32
         assert topk_ids.shape == topk_weights.shape
-        self.submitted_rows += hidden_states.shape[0]
         output = torch.zeros(hidden_states.shape, dtype=torch.float32)
         rows = zip(output, hidden_states, topk_ids.tolist(), topk_weights.tolist(), strict=True)
         for total, hidden_state, experts, weights in rows:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from hypothesis import strategies as st
 
 from moebius.kernels import DamagedExpert, ExpertEngine, SegmentError, SegmentSettings
 from moebius.kernels.weight_segment import WeightSegment
+from tests.helpers.damaged_memory import repairer
 from tests.helpers.moe_golden import random_expert
 
 # An expert takes 160 KiB as float32, 80 KiB as bfloat16: neither a multiple of a block of the disk.
@@ -173,30 +172,6 @@ def test_a_restart_packs_nothing_again_and_another_identity_everything(own_file:
     assert make(own_file, 0).segment_state == "replaced", "memory of before a reboot is not trusted"
 
 
-@contextmanager
-def repairer(engine: ExpertEngine) -> Iterator[list[tuple[int, int]]]:
-    """A thread that packs again what is found; yields what it was."""
-    repaired, stop = list[tuple[int, int]](), threading.Event()
-
-    def run() -> None:
-        while not stop.is_set():
-            found = engine.wait_for_damage(10.0)
-            if found is not None:
-                assert engine.repair_expert(*found, *expert(*found))
-                repaired.append(found)
-
-    engine.expect_repairs(True)
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        yield repaired
-    finally:
-        stop.set()
-        engine.interrupt_damage_wait()
-        thread.join()
-        engine.expect_repairs(False)
-
-
 def damage(path: Path, how: str) -> None:
     """The last expert of the first layer and what follows it, or one byte in its middle."""
     segment = WeightSegment.open(path)
@@ -226,7 +201,7 @@ def test_what_can_not_be_read_is_packed_again(
     assert str(own_file) in engine.read_problem
     assert why in engine.read_problem
     assert forward(engine, 0, [[4, 5]]) == forward(whole, 0, [[4, 5]])
-    with repairer(engine) as repaired:
+    with repairer(engine, expert) as repaired:
         assert forward(engine, 0, [[4, last]]) == forward(whole, 0, [[4, last]])
     assert (0, last) in repaired
     del engine

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -15,6 +13,7 @@ from hypothesis import strategies as st
 
 from moebius import _kernels
 from moebius.kernels import DamagedExpert, ExpertEngine
+from tests.helpers.damaged_memory import repairer
 from tests.helpers.moe_golden import random_expert
 
 HIDDEN, INTERMEDIATE, EXPERTS, LAYERS = 24, 20, 4, 2
@@ -50,30 +49,6 @@ def put_nan(engine: ExpertEngine, layer: int, number: int) -> None:
     """In place of a weight of the gate or up matrix."""
     address = engine.packed_expert(layer, number).ctypes.data + 64
     ctypes.c_float.from_address(address).value = float("nan")
-
-
-@contextmanager
-def repairer(engine: ExpertEngine) -> Iterator[list[tuple[int, int]]]:
-    """A thread that packs again what is found; yields what it was."""
-    repaired, stop = list[tuple[int, int]](), threading.Event()
-
-    def run() -> None:
-        while not stop.is_set():
-            found = engine.wait_for_damage(10.0)
-            if found is not None:
-                assert engine.repair_expert(*found, *expert(*found))
-                repaired.append(found)
-
-    engine.expect_repairs(True)
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        yield repaired
-    finally:
-        stop.set()
-        engine.interrupt_damage_wait()
-        thread.join()
-        engine.expect_repairs(False)
 
 
 def test_checksums_are_the_same_on_every_machine() -> None:
@@ -141,7 +116,7 @@ def test_a_call_waits_for_the_repair(engine: ExpertEngine) -> None:
     expected = forward(engine, 0, 1, 2)
     flip(engine, 0, 2)
     assert not engine.verify_expert(0, 2)
-    with repairer(engine) as repaired:
+    with repairer(engine, expert) as repaired:
         assert forward(engine, 0, 1, 2) == expected
     assert repaired == [(0, 2)]
 
@@ -160,7 +135,7 @@ def test_nan_in_memory_never_gets_out(engine: ExpertEngine) -> None:
             put_nan(engine, int(rng.integers(LAYERS)), int(rng.integers(EXPERTS)))
         damaged.set()
 
-    with repairer(engine) as repaired:
+    with repairer(engine, expert) as repaired:
         put_nan(engine, 1, 3)
         thread = threading.Thread(target=damage)
         thread.start()
@@ -174,7 +149,7 @@ def test_nan_in_memory_never_gets_out(engine: ExpertEngine) -> None:
 def test_an_output_that_overflows_is_no_damage(engine: ExpertEngine) -> None:
     """Sound experts are compared, and the values handed on as they are."""
     rows = np.full((1, HIDDEN), 3e38, np.float32)
-    with repairer(engine) as repaired:
+    with repairer(engine, expert) as repaired:
         found = engine.forward(0, rows, np.array([[1]], np.int32), np.ones((1, 1), np.float32))
     assert not np.isfinite(found).all()
     assert repaired == []

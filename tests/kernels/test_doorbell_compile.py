@@ -46,11 +46,12 @@ def test_compiled_code_is_kept_by_its_source(tmp_path: Path, monkeypatch: pytest
         return f"code of {arch} {len(compiled)}".encode()
 
     monkeypatch.setattr(cuda_program, "compile_source", fake)
-    first = cuda_program.compiled(program(), "doorbell", "sm_90", str(tmp_path))
-    assert cuda_program.compiled(program(), "doorbell", "sm_90", str(tmp_path)) == first
-    assert cuda_program.compiled(program(), "doorbell", "sm_80", str(tmp_path)) != first
+    monkeypatch.setattr(cuda_program, "_directory", str(tmp_path))
+    first = cuda_program.compiled(program(), "doorbell", "sm_90")
+    assert cuda_program.compiled(program(), "doorbell", "sm_90") == first
+    assert cuda_program.compiled(program(), "doorbell", "sm_80") != first
     assert compiled == ["sm_90", "sm_80"]
-    assert cuda_program.compiled("another source", "doorbell", "sm_90", str(tmp_path)) != first
+    assert cuda_program.compiled("another source", "doorbell", "sm_90") != first
     assert len(list(tmp_path.rglob("*.cubin"))) == 3
 
 
@@ -59,8 +60,9 @@ def test_unwritable_cache_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(cuda_program, "compile_source", lambda *_: b"code")
     occupied = tmp_path / "file"
     occupied.write_text("")
+    monkeypatch.setattr(cuda_program, "_directory", str(occupied))
     with pytest.raises(UserError, match=r"jit_cache_dir.*file"):
-        cuda_program.compiled(program(), "doorbell", "sm_90", str(occupied))
+        cuda_program.compiled(program(), "doorbell", "sm_90")
 
 
 def test_failures_have_the_numbers_of_the_layout() -> None:

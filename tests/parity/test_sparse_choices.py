@@ -22,8 +22,7 @@ from gpu_service.models.compose import build_model
 from moebius.checkpoint.errors import CheckpointError
 from moebius.models.read import read_model_config
 from tests.helpers.paged_runner import load_runner
-from tests.helpers.tiny_dsa_models import DSA_MODELS
-from tests.helpers.tiny_models import make_tiny_model
+from tests.helpers.tiny_models import KINDS, make_tiny_model
 from tests.tolerances import INDEX_SCORE_GAP, LOGITS_FLOAT32_SELF
 
 PROMPT = [3, 17, 200, 5, 99, 42, 42, 8, 150, 23, 61, 2, 110, 77, 31, 9, 180, 12, 13, 14, 15]
@@ -38,7 +37,7 @@ def rewrite(directory: Path, **changes: object) -> None:
     path.write_text(json.dumps(config))
 
 
-@pytest.mark.parametrize("name", DSA_MODELS)
+@pytest.mark.parametrize("name", KINDS["sparse"])
 def test_choices_matter_and_are_clear(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows after few tokens are those of dense attention, later ones are not; no score is a near tie."""
     gaps: list[float] = []
@@ -55,7 +54,7 @@ def test_choices_matter_and_are_clear(name: str, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(compressed_reference, "select_tokens", watch)
     make_tiny_model(name, tmp_path)
     _, sparse = load_runner(tmp_path).prefill(PROMPT)
-    changes = DSA_MODELS[name]["changes"]
+    changes = KINDS["sparse"][name].changes
     # Rows up to which no more are to choose from: tokens, or entries of several.
     rate = changes.get("compress_rates", {}).get("compressed_sparse_attention", 1)
     top_k = (changes["index_topk"] + 1) * rate - 1

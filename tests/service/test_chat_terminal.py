@@ -88,7 +88,7 @@ def chatting(server: ScriptedServer, home: Path, *arguments: str) -> Iterator[Te
     """`moebius chat` with that server, at its prompt."""
     environment = {**os.environ, "HOME": str(home), "TERM": "xterm", "COLUMNS": "120", "LINES": "40"}
     environment.pop("XDG_STATE_HOME", None)
-    command = [sys.executable, "-m", "moebius", "chat", "--base-url", server.base_url, *arguments]
+    command = [sys.executable, "-m", "moebius", "chat", "--base-url", server.url, *arguments]
     terminal = Terminal(command, environment)
     try:
         terminal.wait_for("/help lists")
@@ -222,7 +222,7 @@ def test_a_lost_server_ends_no_dialogue(tmp_path: Path) -> None:
 def test_a_pipe_is_read_line_by_line(tmp_path: Path, ending: str) -> None:
     """Without a terminal every line is a message and stdout has the answers only."""
     with scripted_server([delta_event("Paris"), usage_event(1)]) as server:
-        command = [sys.executable, "-m", "moebius", "chat", "--base-url", server.base_url]
+        command = [sys.executable, "-m", "moebius", "chat", "--base-url", server.url]
         ended = subprocess.run(
             command, input=f"one\ntwo\n{ending}", capture_output=True, text=True, timeout=WAIT_S, check=True
         )
@@ -234,7 +234,7 @@ def test_a_pipe_is_read_line_by_line(tmp_path: Path, ending: str) -> None:
 def test_closed_streams_are_no_defect(closed: str, requests: int) -> None:
     """A stream that the caller has closed reads and writes nothing: no traceback, no message lost."""
     with scripted_server([delta_event("Paris"), usage_event(1)]) as server:
-        script = f"'{sys.executable}' -m moebius chat {server.base_url} {closed}"
+        script = f"'{sys.executable}' -m moebius chat {server.url} {closed}"
         ended = subprocess.run(
             ["bash", "-c", script], input="one\n", capture_output=True, text=True, timeout=WAIT_S, check=False
         )
@@ -249,7 +249,7 @@ ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 def test_no_encoding_ends_a_dialogue(locale: dict[str, str], out: str) -> None:
     """A line that is no UTF-8 is refused, the next one answered; letters that a locale lacks become ?."""
     with scripted_server([delta_event("5 €"), usage_event(1)]) as server:
-        command = [sys.executable, "-m", "moebius", "chat", "--base-url", server.base_url]
+        command = [sys.executable, "-m", "moebius", "chat", "--base-url", server.url]
         ended = subprocess.run(
             command,
             input=b"\xff\n\xc3\x9cber\n",
@@ -269,7 +269,7 @@ def test_top_gives_the_terminal_back_while_it_is_suspended(tmp_path: Path) -> No
 
     with scripted_server([]) as server:
         server.documents["/v1/live?replica=0"] = live_answer(10)
-        command = [sys.executable, "-m", "moebius", "top", server.base_url, "--interval", "0.2"]
+        command = [sys.executable, "-m", "moebius", "top", server.url, "--interval", "0.2"]
         terminal = Terminal(command, {**os.environ, "TERM": "xterm", "HOME": str(tmp_path)})
         try:
             before = terminal.attributes()

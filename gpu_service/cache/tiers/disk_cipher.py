@@ -5,6 +5,8 @@
 A file's key is a keyed BLAKE2b of the salt in its header, so that random nonces of one key are never many.
 The name of a block is bound to its payload as associated data: payloads cannot be exchanged. Names are made
 with the key, too (`keyed_identity`): who has a file cannot find out what is in it by trying prompts.
+
+`cryptography` is imported where payloads are encrypted: most engines encrypt nothing, and start without it.
 """
 
 from __future__ import annotations
@@ -16,8 +18,6 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from moebius.errors import UserError
 
@@ -32,6 +32,8 @@ class FileCipher:
     """Seals and opens the payloads of one file. Any thread may call."""
 
     def __init__(self, key: bytes) -> None:
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
         self._cipher = AESGCM(key)
 
     def seal(self, name: bytes, payload: Bytes) -> Bytes:
@@ -41,6 +43,8 @@ class FileCipher:
 
     def open(self, name: bytes, stored: Bytes, into: Bytes) -> bool:
         """Fills `into`, uint8 `[n]`, from uint8 `[n + 28]`; False: this was not sealed by this name."""
+        from cryptography.exceptions import InvalidTag
+
         try:
             data = self._cipher.decrypt(
                 stored[:_NONCE_BYTES].tobytes(), stored[_NONCE_BYTES:].tobytes(), name

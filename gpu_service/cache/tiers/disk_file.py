@@ -71,8 +71,8 @@ class UnreadableBlock(OSError):
     """A payload is not what was written: the block is as good as absent."""
 
 
-def _sealed(record: npt.NDArray[np.void]) -> int:
-    """The checksum of a record or header, whose last field is the place of it."""
+def record_checksum(record: npt.NDArray[np.void] | np.void) -> int:
+    """Returns the checksum of a record, header or mark, whose last field is the place of it, 8 bytes."""
     return _kernels.weight_digest(record.tobytes()[:-8], 1)
 
 
@@ -80,14 +80,14 @@ def _packed(key: bytes, parent: bytes, tokens: int, offset: int, payload: Bytes)
     record = np.zeros(1, _RECORD)
     checksum = _kernels.weight_digest(payload, 0)
     record[0] = (key[:DIGEST_BYTES], parent, is_state(key), tokens, offset, len(payload), checksum, 0)
-    record["checksum"] = _sealed(record)
+    record["checksum"] = record_checksum(record)
     return record
 
 
 def _parsed(path: Path, data: bytes) -> DiskRecord | None:
     """None: the bytes are no record."""
     record = np.frombuffer(data, _RECORD)
-    if int(record["checksum"][0]) != _sealed(record):
+    if int(record["checksum"][0]) != record_checksum(record):
         return None
     found = record[0]
     digest = found["digest"].tobytes()
@@ -112,7 +112,7 @@ def read_header(path: Path) -> Header | None:
         return None
     header = np.frombuffer(data, _HEADER)
     is_ours = header["magic"][0].tobytes() == _MAGIC and int(header["version"][0]) == _VERSION
-    if not is_ours or int(header["checksum"][0]) != _sealed(header):
+    if not is_ours or int(header["checksum"][0]) != record_checksum(header):
         return None
     return Header(*(header[name][0].tobytes() for name in Header._fields))
 
@@ -217,7 +217,7 @@ class FileWriter:
         fcntl.flock(self._file, fcntl.LOCK_EX)
         header = np.zeros(1, _HEADER)
         header[0] = (_MAGIC, _VERSION, identity, NO_KEY if cipher is None else cipher.name, salt, 0)
-        header["checksum"] = _sealed(header)
+        header["checksum"] = record_checksum(header)
         try:
             _write(self._file, [header.tobytes()], 0)
             self._index = os.open(self.path.with_suffix(INDEX_SUFFIX), flags, 0o600)

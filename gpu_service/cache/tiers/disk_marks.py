@@ -13,8 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gpu_service.cache.tiers.disk_file import KEPT_SUFFIX
-from moebius import _kernels
+from gpu_service.cache.tiers.disk_file import KEPT_SUFFIX, record_checksum
 
 _MARK = np.dtype([("digest", "V32"), ("until", "<f8"), ("checksum", "<u8")])
 
@@ -23,7 +22,7 @@ def append_mark(path: Path, digest: bytes, until: float) -> None:
     """Keeps a prefix of a file until a time, seconds since the epoch. Raises OSError."""
     mark = np.zeros(1, _MARK)
     mark[0] = (digest, until, 0)
-    mark["checksum"] = _checksum(mark[0])
+    mark["checksum"] = record_checksum(mark[0])
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
     descriptor = os.open(path.with_suffix(KEPT_SUFFIX), flags, 0o600)
     try:
@@ -44,9 +43,5 @@ def read_marks(path: Path, first: int = 0) -> tuple[list[tuple[bytes, float]], i
     except FileNotFoundError:
         return [], 0
     marks = np.frombuffer(data[: len(data) // _MARK.itemsize * _MARK.itemsize], _MARK)
-    whole = [mark for mark in marks if int(mark["checksum"]) == _checksum(mark)]
+    whole = [mark for mark in marks if int(mark["checksum"]) == record_checksum(mark)]
     return [(mark["digest"].tobytes(), float(mark["until"])) for mark in whole], first + len(marks)
-
-
-def _checksum(mark: np.void) -> int:
-    return _kernels.weight_digest(mark.tobytes()[:-8], 1)

@@ -57,7 +57,6 @@ class CudaLauncher(DoorbellLauncher):
         deadline_ms: int,
         signal: Literal["doorbell", "memops"],
         copy_bytes: int | None,
-        jit_cache_dir: str,
     ) -> None:
         """`copy_bytes`: from how many bytes of rows on the copy engine moves them; None: measured now.
 
@@ -70,7 +69,7 @@ class CudaLauncher(DoorbellLauncher):
         _cuda.set_device(device)
         self.state = torch.zeros(State.END, dtype=torch.int64, device=device)
         major, minor = _cuda.get_device_capability(device)
-        module = driver.Module(compiled(program(), "doorbell", f"sm_{major}{minor}", jit_cache_dir))
+        module = driver.Module(compiled(program(), "doorbell", f"sm_{major}{minor}"))
         rows = (*(U32,) * 6,)
         self._pack = module.kernel("pack_and_ring", Box, POINTER, POINTER, POINTER, *rows, U32)
         self._add = module.kernel("wait_and_add", Box, POINTER, POINTER, *rows[:5])

@@ -34,8 +34,8 @@ class GroupedKernels(NamedTuple):
 class GroupedExperts:
     """The kernels of each kind of layer, compiled when a kind is first met: when a service warms up."""
 
-    def __init__(self, geometry: MoeGeometry, jit_cache_dir: str = "") -> None:
-        self._geometry, self._jit_cache_dir = geometry, jit_cache_dir
+    def __init__(self, geometry: MoeGeometry) -> None:
+        self._geometry = geometry
         self._found: dict[tuple[LayerFormat, torch.device], GroupedKernels | None] = {}
 
     def of(self, slots: LayerSlots, rows: torch.dtype) -> GroupedKernels | None:
@@ -52,14 +52,14 @@ class GroupedExperts:
             return None
         shape = grouped_shape(kind, self._geometry)
         try:
-            few = GroupedPanels(shape, device, self._jit_cache_dir)
+            few = GroupedPanels(shape, device)
             # Codes of 16 bits cost nothing to decode: there Triton's took 26 us for a row, these 28.
             takes_pairs = min(panels.bits for panels in kind.panels) < 16 and pair_panels.multiplies(shape)
-            pairs = PairPanels(shape, device, self._jit_cache_dir) if takes_pairs else None
+            pairs = PairPanels(shape, device) if takes_pairs else None
             if not (warpgroup_panels.is_available(device) and warpgroup_panels.multiplies(shape)):
                 return GroupedKernels(few, pairs)
             sizes = warpgroup_panels.SOME_ROWS, warpgroup_panels.MANY_ROWS
-            more = (WarpgroupPanels(shape, rows, self._jit_cache_dir) for rows in sizes)
+            more = (WarpgroupPanels(shape, rows) for rows in sizes)
             return GroupedKernels(few, pairs, *more)
         except (UserError, RuntimeError) as error:  # no place for compiled code; a compiler's or a driver's
             _log.warning("Triton computes rows of experts, more slowly", because=str(error))

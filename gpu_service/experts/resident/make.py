@@ -69,11 +69,11 @@ def make_resident_experts(
         for layer, experts in chosen.items()
     }
     load_slots(source, slots, own, config.experts.max_requantise_error, packed)
-    kernels = make_kernels(geometry, device, config.gpu.jit_cache_dir)
+    kernels = make_kernels(geometry, device)
     return warmed_up(source, slots, kernels, config.gpu.num_batched_tokens, compute_dtype)
 
 
-def make_kernels(geometry: MoeGeometry, device: torch.device, jit_cache_dir: str = "") -> ResidentKernels:
+def make_kernels(geometry: MoeGeometry, device: torch.device) -> ResidentKernels:
     """Returns Triton's on a GPU, torch's elsewhere and, with a warning, where Triton is not installed."""
     if device.type != "cuda":
         return TorchResidentKernels(geometry)
@@ -84,7 +84,7 @@ def make_kernels(geometry: MoeGeometry, device: torch.device, jit_cache_dir: str
             "no Triton: resident experts are computed by torch, slowly and eagerly", error=str(error)
         )
         return TorchResidentKernels(geometry)
-    return TritonResidentKernels(geometry, jit_cache_dir=jit_cache_dir)
+    return TritonResidentKernels(geometry)
 
 
 def warmed_up(

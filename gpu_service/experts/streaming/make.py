@@ -258,7 +258,7 @@ def make_streamer(
         plan.layers,
         BufferRing(transfers, layout.num_buffers, layout.buffer_bytes),
         transfers,
-        make_kernels(geometry, device, config.gpu.jit_cache_dir),
+        make_kernels(geometry, device),
         ShareChooser(
             mode,
             config.gpu.stream_min_rows,

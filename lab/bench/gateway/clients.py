@@ -24,7 +24,7 @@ class StreamClient(asyncio.Protocol):
 
     def __init__(self) -> None:
         self.events = 0
-        self.sent_at = self.first_at = self.last_at = 0.0
+        self.first_at = self.last_at = 0.0
         self.longest_gap_s = 0.0  # between two arrivals, since `forget_gaps`
         self.failure = ""
         self.record: list[bytes] | None = None  # what arrives, when somebody wants it
@@ -40,7 +40,6 @@ class StreamClient(asyncio.Protocol):
     def send(self, data: bytes) -> None:
         """Sends the request."""
         assert self._transport is not None
-        self.sent_at = time.perf_counter()
         self._transport.write(data)
 
     def data_received(self, data: bytes) -> None:

@@ -17,6 +17,7 @@ from moebius.models.common import (
     listed_or_after_dense,
     read_biased_router,
     read_common,
+    read_flags,
     read_mtp_layers,
     read_windows,
     sliding,
@@ -43,26 +44,18 @@ _SAME = {
 }
 
 
-def _flags(hf: HfKeys, name: str, num_layers: int) -> list[int]:
-    """Returns a 0 or 1 for each layer."""
-    flags = list(hf.integers(name))
-    if len(flags) != num_layers or not set(flags) <= {0, 1}:
-        raise hf.error(name, flags, f"{num_layers} of 0 and 1")
-    return flags
-
-
 def _kinds(hf: HfKeys, num_layers: int) -> list[str]:
     """Returns kinds as listed or by the published pattern; by default the first and every sixth see all."""
     listed = list(hf.strings("layer_types"))
     if hf.has("hybrid_layer_pattern") and not listed:
-        flags = _flags(hf, "hybrid_layer_pattern", num_layers)
+        flags = read_flags(hf, "hybrid_layer_pattern", num_layers)
         return [SLIDING if slides else FULL for slides in flags]
     return listed or [FULL if i == 0 or (i + 1) % 6 == 0 else SLIDING for i in range(num_layers)]
 
 
 def _moe_layers(hf: HfKeys, num_layers: int) -> frozenset[int]:
     if hf.has("moe_layer_freq") and not hf.has("mlp_layer_types"):
-        return frozenset(i for i, moe in enumerate(_flags(hf, "moe_layer_freq", num_layers)) if moe)
+        return frozenset(i for i, moe in enumerate(read_flags(hf, "moe_layer_freq", num_layers)) if moe)
     return listed_or_after_dense(hf, num_layers, 1)
 
 

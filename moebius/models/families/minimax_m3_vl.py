@@ -17,6 +17,7 @@ from moebius.models.common import (
     listed_or_after_dense,
     read_biased_router,
     read_common,
+    read_flags,
     read_mtp_layers,
     refuse_bias,
 )
@@ -55,14 +56,6 @@ _HARMLESS = (
 _ALWAYS = ("multimodal_projector_bias", "use_gemma_norm", "use_qk_norm", "use_routing_bias")
 
 
-def _flags(hf: HfKeys, name: str, num_layers: int) -> list[int]:
-    """Returns a 0 or 1 for each layer."""
-    flags = list(hf.integers(name))
-    if len(flags) != num_layers or not set(flags) <= {0, 1}:
-        raise hf.error(name, flags, f"{num_layers} of 0 and 1")
-    return flags
-
-
 def _read_blocks(hf: HfKeys, common: Common, norm: RMSNorm) -> tuple[BlockIndexer | None, frozenset[int]]:
     """How blocks are chosen, and the layers that do: in a section as published, or among the other keys as
     transformers writes it; None: no layer chooses.
@@ -79,7 +72,7 @@ def _read_blocks(hf: HfKeys, common: Common, norm: RMSNorm) -> tuple[BlockIndexe
         section.skip("sparse_disable_index_value")
         section.refuse("sparse_init_block", 0)
         section.refuse("sparse_score_type", "max")
-        flags = _flags(section, "sparse_attention_freq", num_layers)
+        flags = read_flags(section, "sparse_attention_freq", num_layers)
         if not section.boolean("use_sparse_attention", default=True):
             flags = [0] * num_layers
         kinds = tuple(_SPARSE if flag else FULL for flag in flags)
@@ -102,7 +95,7 @@ def _read_blocks(hf: HfKeys, common: Common, norm: RMSNorm) -> tuple[BlockIndexe
 
 def _moe_layers(hf: HfKeys, num_layers: int) -> frozenset[int]:
     if hf.has("moe_layer_freq") and not hf.has("mlp_layer_types"):
-        flags = _flags(hf, "moe_layer_freq", num_layers)
+        flags = read_flags(hf, "moe_layer_freq", num_layers)
         return frozenset(layer for layer, flag in enumerate(flags) if flag)
     return listed_or_after_dense(hf, num_layers, default=0)
 

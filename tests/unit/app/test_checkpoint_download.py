@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +17,17 @@ import pytest
 
 from app.checkpoint_download import Download, read_checksums
 from moebius.errors import UserError
+from tests.helpers.http_server import LocalServer, QuietHandler, serving
 
 CONTENT = bytes(range(256)) * 4096
 DIGEST = hashlib.sha256(CONTENT).hexdigest()
 
 
-class Hub(ThreadingHTTPServer):
+class Hub(LocalServer):
     """Serves CONTENT as every file; `breaks`: how many answers end after half of what is left."""
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(_Handler)
         self.breaks = 0
         self.status = 200
         self.redirect = ""
@@ -37,12 +37,13 @@ class Hub(ThreadingHTTPServer):
         self.seen: list[tuple[str, str, str]] = []
 
     @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}/org/model"
+    def model_url(self) -> str:
+        return f"{self.url}/org/model"
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(QuietHandler):
     server: Any
+    protocol_version = "HTTP/1.0"
 
     def do_GET(self) -> None:
         hub: Hub = self.server
@@ -55,9 +56,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         begin = int(ranged.removeprefix("bytes=").removesuffix("-")) if ranged else 0
         body = CONTENT[begin:]
-        self.send_response(hub.status if hub.status != 200 else 206 if ranged else 200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
+        self.begin(hub.status if hub.status != 200 else 206 if ranged else 200, len(body))
         if hub.breaks:
             hub.breaks -= 1
             body = body[: len(body) // 2]
@@ -69,22 +68,17 @@ class _Handler(BaseHTTPRequestHandler):
         except OSError:
             return  # the client was killed
 
-    def log_message(self, *_: object) -> None:
-        """Quiet."""
-
 
 @pytest.fixture
 def hub() -> Iterator[Hub]:
     server = Hub()
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield server
-    server.shutdown()
-    server.server_close()
+    with serving(server):
+        yield server
 
 
 def download(hub: Hub, directory: Path, **files: str) -> int:
     wanted = {name.replace("_", "."): digest for name, digest in files.items()}
-    return Download(directory, hub.url, "secret", retry_s=0.01).run(wanted)
+    return Download(directory, hub.model_url, "secret", retry_s=0.01).run(wanted)
 
 
 def test_a_broken_fetch_goes_on(hub: Hub, tmp_path: Path) -> None:
@@ -128,7 +122,7 @@ def test_what_lies_on_the_disk_is_compared(hub: Hub, tmp_path: Path) -> None:
     """The digest of the bytes that came would be right here. Nothing is left, so that the next
     try is whole."""
     with pytest.raises(UserError, match=r"a.bin: its SHA-256 is \w+, expected"):
-        Spoilt(tmp_path, hub.url).run({"a.bin": DIGEST})
+        Spoilt(tmp_path, hub.model_url).run({"a.bin": DIGEST})
     assert not list(tmp_path.glob("a.bin*"))
     assert download(hub, tmp_path, a_bin=DIGEST) == 1
 
@@ -144,7 +138,7 @@ def test_a_wrong_beginning_is_fetched_again(hub: Hub, tmp_path: Path) -> None:
 def start(hub: Hub, directory: Path, sums: Path) -> subprocess.Popen[str]:
     """`moebius models download` as in a Pod."""
     command = [sys.executable, "-m", "moebius", "models", "download", str(directory)]
-    command += ["--base-url", hub.url, "--checksums", str(sums)]
+    command += ["--base-url", hub.model_url, "--checksums", str(sums)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

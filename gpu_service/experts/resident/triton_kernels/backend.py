@@ -38,13 +38,11 @@ class TritonResidentKernels(ResidentKernels):
 
     captures = True
 
-    def __init__(self, geometry: MoeGeometry, few_rows: int | None = None, jit_cache_dir: str = "") -> None:
-        """`few_rows`: as `launch.few_rows`; None: what that says of a layer's format. `jit_cache_dir`: where
-        code is kept that NVRTC compiles.
-        """
+    def __init__(self, geometry: MoeGeometry, few_rows: int | None = None) -> None:
+        """`few_rows`: as `launch.few_rows`; None: what that says of a layer's format."""
         self._geometry = geometry
         self._most_few_rows = few_rows
-        self._grouped = GroupedExperts(geometry, jit_cache_dir)
+        self._grouped = GroupedExperts(geometry)
 
     def _few_rows(self, slots: LayerSlots, is_grouped: bool) -> int:
         if self._most_few_rows is not None:

@@ -47,7 +47,7 @@ def test_rows_are_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixt
     """One row per number of streams, with the server's token counts; the limit is unknown without weights."""
     target = tmp_path / "rows.json"
     with scripted_server([text_event("a"), text_event("b"), usage_event(10)]) as server:
-        run(server.base_url, "", "", [1, 3], 10, None, target)
+        run(server.url, "", "", [1, 3], 10, None, target)
     rows = json.loads(target.read_text())
     assert [(row["streams"], row["tokens"]) for row in rows] == [(1, 10), (3, 30)]
     assert all(row["limit_tokens_per_second"] is None for row in rows)
@@ -63,4 +63,4 @@ def test_unwritable_json_is_named(tmp_path: Path) -> None:
         scripted_server([text_event("a"), usage_event(2)]) as server,
         pytest.raises(UserError, match=r"--json .*rows\.json"),
     ):
-        run(server.base_url, "m", "", [1], 2, None, tmp_path / "missing" / "rows.json")
+        run(server.url, "m", "", [1], 2, None, tmp_path / "missing" / "rows.json")

@@ -7,7 +7,6 @@ import math
 import threading
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +19,16 @@ from app.bench.serve.dataset import Dataset, LengthOptions, TokenScale, sharegpt
 from app.bench.serve.plot import plot
 from app.cli import main
 from moebius.errors import UserError
-from tests.helpers.sse_server import serving
+from tests.helpers.http_server import LocalServer, QuietHandler, serving
 
 OVERHEAD = 7  # tokens of this server's chat template
 
 
-class CountingServer(ThreadingHTTPServer):
+class CountingServer(LocalServer):
     """Streams as many tokens as are asked for; a token is a word. Each `refuse_every`th is refused."""
 
-    daemon_threads = True
-    # How many connections may wait to be accepted; with five, requests that arrive at once are lost.
-    request_queue_size = 128
-
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(_Handler)
         self.bodies: list[dict[str, Any]] = []
         self.keys: set[str] = set()
         self.refuse_every = 0
@@ -41,10 +36,6 @@ class CountingServer(ThreadingHTTPServer):
         self.most_at_once = self._at_once = 0
         self.together = 0  # Answers are held back until this many requests are under way.
         self._changed = threading.Condition()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
 
     def enter(self, body: dict[str, Any]) -> int:
         with self._changed:
@@ -62,22 +53,11 @@ class CountingServer(ThreadingHTTPServer):
             self._at_once -= 1
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(QuietHandler):
     server: CountingServer
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, format: str, *arguments: Any) -> None:
-        """Tests need no access log."""
-
-    def _send(self, status: int, text: str) -> None:
-        content = text.encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
 
     def do_GET(self) -> None:
-        self._send(200, json.dumps({"data": [{"id": "m"}]}))
+        self.answer(200, b'{"data": [{"id": "m"}]}')
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -90,7 +70,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, body: dict[str, Any], number: int) -> None:
         if self.server.refuse_every and number % self.server.refuse_every == 0:
-            self._send(429, json.dumps({"error": {"message": "too many requests are waiting"}}))
+            self.answer(429, b'{"error": {"message": "too many requests are waiting"}}')
             return
         is_chat = self.path == "/v1/chat/completions"
         prompt = body["messages"][0]["content"] if is_chat else body["prompt"]
@@ -102,7 +82,7 @@ class _Handler(BaseHTTPRequestHandler):
             tokens = len(prompt.split()) + OVERHEAD
             usage = {"prompt_tokens": tokens, "completion_tokens": body["max_tokens"]}
             events.append({"choices": [], "usage": usage})
-        self._send(200, "".join(f"data: {json.dumps(event)}\n\n" for event in events))
+        self.answer(200, "".join(f"data: {json.dumps(event)}\n\n" for event in events).encode())
 
 
 @pytest.fixture

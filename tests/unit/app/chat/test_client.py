@@ -16,7 +16,7 @@ def test_answer_is_streamed_and_counted(capsys: pytest.CaptureFixture[str]) -> N
     """Deltas are joined and printed; the token count is the server's, not the number of events."""
     events = [delta_event("Par"), delta_event("is"), delta_event(""), usage_event(7)]
     with scripted_server(events) as server:
-        client = ApiClient(server.base_url + "/v1")
+        client = ApiClient(server.url + "/v1")
         answer = stream_answer(client, {"model": "m"}, [{"role": "user", "content": "?"}])
         client.close()
     assert capsys.readouterr().out == "Paris\n"
@@ -41,7 +41,7 @@ def test_an_answer_that_was_cut_off_says_so(
     thought = {"choices": [{"index": 0, "delta": {"reasoning_content": "Hm"}, "finish_reason": None}]}
     end = {"choices": [{"index": 0, "delta": {}, "finish_reason": "length"}]}
     with scripted_server([thought, end, usage_event(9)]) as server:
-        client = ApiClient(server.base_url)
+        client = ApiClient(server.url)
         answer = stream_answer(client, {"model": "m", **limit}, [{"role": "user", "content": "?"}])
         client.close()
     printed = capsys.readouterr()
@@ -52,7 +52,7 @@ def test_an_answer_that_was_cut_off_says_so(
 def test_servers_error_is_repeated() -> None:
     """An HTTP error ends as the server's own message with its status."""
     with scripted_server([], status=404) as server:
-        client = ApiClient(server.base_url)
+        client = ApiClient(server.url)
         with pytest.raises(UserError, match="answered 404: no such model"):
             list(client.stream("/v1/completions", {"model": "x"}))
 
@@ -60,7 +60,7 @@ def test_servers_error_is_repeated() -> None:
 def test_bytes_of_another_locale_are_sent_as_they_were() -> None:
     """Arguments that Python could not decode are UTF-8 all the same; what is not is one error, not sent."""
     with scripted_server([usage_event(0)]) as server:
-        client = ApiClient(server.base_url)
+        client = ApiClient(server.url)
         carried = "Über".encode().decode("ascii", "surrogateescape")
         list(client.stream("/v1/completions", {"prompt": carried}))
         assert server.requests[0]["prompt"] == "Über"
@@ -74,7 +74,7 @@ def test_error_event_in_a_stream_is_an_error() -> None:
     """A stream that breaks off with an error event is not taken for a complete answer."""
     events = [delta_event("half"), {"error": {"message": "expert server lost"}}]
     with scripted_server(events) as server:
-        pieces = ApiClient(server.base_url).stream("/v1/chat/completions", {"model": "m"})
+        pieces = ApiClient(server.url).stream("/v1/chat/completions", {"model": "m"})
         assert next(pieces).text == "half"
         with pytest.raises(UserError, match="expert server lost"):
             next(pieces)
@@ -83,7 +83,7 @@ def test_error_event_in_a_stream_is_an_error() -> None:
 def test_model_list_tells_the_checkpoint(tmp_path: object) -> None:
     """`root` is taken as a checkpoint only when it is one on this machine."""
     with scripted_server([], root="/somewhere/else") as server:
-        served = ApiClient(server.base_url).first_model()
+        served = ApiClient(server.url).first_model()
     assert (served.name, served.root, served.local_directory) == ("m", "/somewhere/else", None)
 
 

@@ -27,7 +27,7 @@ class Scripted(ModelProcess):
 
     def __init__(self, name: str, config: ModelsConfig, server: ScriptedServer, directory: Path) -> None:
         super().__init__(name, config.models[name], config.key, directory)
-        self.base_url, self.starts = server.base_url, 0
+        self.base_url, self.starts = server.url, 0
         self.may_start, self.started = asyncio.Event(), asyncio.Event()
         self.fails = self.runs = False
 

@@ -24,9 +24,9 @@ def test_a_ready_server_is_ten_lines(capsys: pytest.CaptureFixture[str]) -> None
     """Figures are those of the server; `--json` has all of them."""
     with scripted_server([]) as server:
         server.documents["/v1/live?layers=false&replica=0"] = answer(10)
-        code, out, _ = status(capsys, server.base_url)
+        code, out, _ = status(capsys, server.url)
         assert code == 0
-        assert out.startswith(f"tiny at {server.base_url}: ready\n")
+        assert out.startswith(f"tiny at {server.url}: ready\n")
         assert len(out.splitlines()) <= 10
         for line in (
             "requests     3 running, 0 waiting, at most 8 at once",
@@ -35,7 +35,7 @@ def test_a_ready_server_is_ten_lines(capsys: pytest.CaptureFixture[str]) -> None
             "first token  p50 100.0 ms, p95 400.0 ms",
         ):
             assert line in out.splitlines()
-        code, out, _ = status(capsys, server.base_url, "--json")
+        code, out, _ = status(capsys, server.url, "--json")
         assert (code, json.loads(out)["live"]["model"]) == (0, "tiny")
 
 
@@ -54,5 +54,5 @@ def test_what_is_no_moebius_is_an_error(capsys: pytest.CaptureFixture[str]) -> N
     """Another server, or no URL: that is exit status 2, since it says nothing about readiness."""
     with scripted_server([]) as server:
         server.get_status = 404
-        assert status(capsys, server.base_url)[0] == 2
+        assert status(capsys, server.url)[0] == 2
     assert status(capsys, "localhost")[0] == 2

@@ -298,7 +298,7 @@ def test_one_print_of_a_server(capsys: pytest.CaptureFixture[str]) -> None:
         server.documents["/v1/live?replica=0"] = answer(10)
         for option in ("--once", "--json"):
             with pytest.raises(SystemExit) as ended:
-                main(["top", server.base_url, "--interval", "0.1", "--once", option])
+                main(["top", server.url, "--interval", "0.1", "--once", option])
             assert ended.value.code == 0
         text, _, document = capsys.readouterr().out.rpartition("\n{")
         assert "tiny" in text
@@ -307,10 +307,10 @@ def test_one_print_of_a_server(capsys: pytest.CaptureFixture[str]) -> None:
         assert found["figures"]["limit"]
         server.get_status = 404
         with pytest.raises(SystemExit):
-            main(["top", server.base_url, "--once"])
+            main(["top", server.url, "--once"])
         assert "answered 404" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        main(["top", server.base_url, "--json"])
+        main(["top", server.url, "--json"])
     assert "add --once" in capsys.readouterr().err
 
 
@@ -437,7 +437,7 @@ def test_experts_show(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
         for option in ((), ("--json",)):
             server.documents[path] = on_gpu(10)
             with pytest.raises(SystemExit) as ended:
-                main(["experts", "show", server.base_url, "--interval", "0.1", *option])
+                main(["experts", "show", server.url, "--interval", "0.1", *option])
             assert ended.value.code == 0
         text, _, document = capsys.readouterr().out.rpartition("\n{")
         found = " ".join(text.split())
@@ -450,5 +450,5 @@ def test_experts_show(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
         monkeypatch.setattr("time.sleep", lambda _: None)
         server.documents[path] = {**on_gpu(12), "experts": None}
         with pytest.raises(SystemExit):
-            main(["experts", "show", server.base_url, "--interval", "0.1"])
+            main(["experts", "show", server.url, "--interval", "0.1"])
         assert "tiny has no routed experts" in capsys.readouterr().err

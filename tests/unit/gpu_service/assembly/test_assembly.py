@@ -58,19 +58,17 @@ def test_graphs_are_captured_unless_a_part_can_not_be(parts: Any, reason: str) -
 def test_compiled_kernels_go_where_the_setting_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both libraries are configured before they are imported, and our own kernels; without a setting none is
     touched."""
-    monkeypatch.setattr(cuda_program, "_default_directory", "before")
+    monkeypatch.setattr(cuda_program, "_directory", "before")
     names = ("TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE")
     for name in names:
         monkeypatch.setenv(name, "before")
     use_jit_cache("")
     assert [os.environ[name] for name in names] == ["before", "before"]
-    assert cuda_program.cache_file("source", "a kernel", "sm_90", "").parts[0] == "before"
+    assert cuda_program.cache_file("source", "a kernel", "sm_90").parts[0] == "before"
     use_jit_cache(str(tmp_path / "a" / "jit"))
     assert all(Path(os.environ[name]).is_dir() for name in names)
     assert all(Path(os.environ[name]).is_relative_to(tmp_path) for name in names)
-    assert cuda_program.cache_file("source", "a kernel", "sm_90", "").is_relative_to(tmp_path)
-    other = str(tmp_path / "other")
-    assert cuda_program.cache_file("source", "a kernel", "sm_90", other).is_relative_to(other)
+    assert cuda_program.cache_file("source", "a kernel", "sm_90").is_relative_to(tmp_path)
 
 
 def test_a_jit_cache_that_can_not_be_written_is_refused(tmp_path: Path) -> None:
@@ -83,7 +81,7 @@ def test_a_jit_cache_that_can_not_be_written_is_refused(tmp_path: Path) -> None:
 def test_triton_reads_what_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The library's own view of the variable, although it is imported already."""
     knobs = pytest.importorskip("triton.knobs")
-    monkeypatch.setattr(cuda_program, "_default_directory", "")
+    monkeypatch.setattr(cuda_program, "_directory", "")
     monkeypatch.setenv("TRITON_CACHE_DIR", "before")
     monkeypatch.delitem(sys.modules, "flashinfer", raising=False)
     use_jit_cache(str(tmp_path))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -112,3 +114,9 @@ def test_a_key_has_two_forms(tmp_path: Path) -> None:
     assert digits is not None
     assert raw.name == digits.name
     assert read_cipher("") is None
+
+
+def test_a_tier_without_a_key_starts_without_cryptography() -> None:
+    """Only payloads that are encrypted load the library that encrypts them."""
+    program = "import sys, gpu_service.cache.tiers.disk_tier; sys.exit('cryptography' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

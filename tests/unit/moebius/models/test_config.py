@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from moebius.models.config import ModelConfig, ModelConfigError, ModelOverrides
+from moebius.models.config import ModelConfigError, ModelOverrides
 from moebius.models.layers.gqa import GQA
 from moebius.models.read import read_model_config
-from tests.helpers.layer_values import first, first_moe, shared_width
+from tests.helpers.layer_values import first, first_moe, read_config, shared_width
 from tests.helpers.published_checkpoints import Published
 
 QWEN: dict[str, Any] = {
@@ -36,17 +35,9 @@ GLM: dict[str, Any] = {
 }
 
 
-def _read(
-    tmp_path: Path, base: dict[str, Any], overrides: ModelOverrides | None = None, **changes: Any
-) -> ModelConfig:
-    values = {key: value for key, value in (base | changes).items() if value != "absent"}
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    return read_model_config(tmp_path, overrides)
-
-
 def test_families_differ_where_they_should(tmp_path: Path) -> None:
-    qwen = _read(tmp_path, QWEN, norm_topk_prob=True)
-    glm = _read(tmp_path, GLM, n_shared_experts=3, routed_scaling_factor=2.5)
+    qwen = read_config(tmp_path, QWEN, norm_topk_prob=True)
+    glm = read_config(tmp_path, GLM, n_shared_experts=3, routed_scaling_factor=2.5)
     assert (first_moe(qwen).router.score, first_moe(glm).router.score) == ("softmax", "sigmoid")
     assert (first_moe(qwen).router.float32_gate, first_moe(glm).router.float32_gate) == (False, True)
     assert (shared_width(qwen), shared_width(glm)) == (0, 48)
@@ -57,24 +48,24 @@ def test_families_differ_where_they_should(tmp_path: Path) -> None:
 
 
 def test_which_layers_are_moe(tmp_path: Path) -> None:
-    assert _read(tmp_path, QWEN).moe_layer_ids == (0, 1, 2, 3)
-    assert _read(tmp_path, QWEN, decoder_sparse_step=2).moe_layer_ids == (1, 3)
-    assert _read(tmp_path, QWEN, mlp_only_layers=[0, 2]).moe_layer_ids == (1, 3)
-    assert _read(tmp_path, GLM, first_k_dense_replace=3).moe_layer_ids == (3,)
+    assert read_config(tmp_path, QWEN).moe_layer_ids == (0, 1, 2, 3)
+    assert read_config(tmp_path, QWEN, decoder_sparse_step=2).moe_layer_ids == (1, 3)
+    assert read_config(tmp_path, QWEN, mlp_only_layers=[0, 2]).moe_layer_ids == (1, 3)
+    assert read_config(tmp_path, GLM, first_k_dense_replace=3).moe_layer_ids == (3,)
 
 
 def test_overrides_and_generation_config(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [6, 9]}')
-    config = _read(tmp_path, QWEN, ModelOverrides(top_k=8, max_model_len=20, dtype="float32"))
+    config = read_config(tmp_path, QWEN, ModelOverrides(top_k=8, max_model_len=20, dtype="float32"))
     assert (first_moe(config).router.top_k, config.max_model_len, config.dtype) == (8, 20, "float32")
     assert config.eos_token_ids == (5, 6, 9)
-    assert _read(tmp_path, QWEN).dtype == "bfloat16"
-    assert _read(tmp_path, QWEN, dtype="float16").dtype == "bfloat16"
+    assert read_config(tmp_path, QWEN).dtype == "bfloat16"
+    assert read_config(tmp_path, QWEN, dtype="float16").dtype == "bfloat16"
 
 
 def test_old_and_new_rope_spellings_agree(tmp_path: Path) -> None:
-    old = _read(tmp_path, GLM, rope_theta=5e5, partial_rotary_factor=0.25, rope_scaling=None)
-    new = _read(tmp_path, GLM, rope_parameters={"rope_theta": 5e5, "partial_rotary_factor": 0.25})
+    old = read_config(tmp_path, GLM, rope_theta=5e5, partial_rotary_factor=0.25, rope_scaling=None)
+    new = read_config(tmp_path, GLM, rope_parameters={"rope_theta": 5e5, "partial_rotary_factor": 0.25})
     rope = first(old, GQA).rope
     assert rope is not None
     assert rope == first(new, GQA).rope
@@ -107,27 +98,27 @@ def test_what_is_not_supported_is_refused_by_name(
     tmp_path: Path, base: dict[str, Any], changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ModelConfigError, match=message):
-        _read(tmp_path, base, **changes)
+        read_config(tmp_path, base, **changes)
 
 
 @pytest.mark.parametrize("key", ["engram_layer_ids", "kv_source_layer_ids", "kv_source_layers"])
 def test_deepseek_v4_1_by_the_name_of_v4_is_refused(key: str, tmp_path: Path) -> None:
     """Which shares keys between layers, and has tables of n-grams: read as V4, it would answer nonsense."""
     base = Published.load("deepseek-v4-flash").config
-    assert _read(tmp_path, base).model_type == "deepseek_v4"
+    assert read_config(tmp_path, base).model_type == "deepseek_v4"
     with pytest.raises(ModelConfigError, match=rf"{key} = \[1, 14\] is not supported; allowed: absent"):
-        _read(tmp_path, base | {key: [1, 14]})
+        read_config(tmp_path, base | {key: [1, 14]})
 
 
 def test_overrides_out_of_range_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelConfigError, match=r"top_k .* = 9"):
-        _read(tmp_path, QWEN, ModelOverrides(top_k=9))
+        read_config(tmp_path, QWEN, ModelOverrides(top_k=9))
     with pytest.raises(ModelConfigError, match=r"max_model_len = 65.*at most 64"):
-        _read(tmp_path, QWEN, ModelOverrides(max_model_len=65))
+        read_config(tmp_path, QWEN, ModelOverrides(max_model_len=65))
 
 
 def test_unknown_keys_are_kept_for_the_log(tmp_path: Path) -> None:
-    assert _read(tmp_path, QWEN, my_note="x").unread_keys == ("my_note",)
+    assert read_config(tmp_path, QWEN, my_note="x").unread_keys == ("my_note",)
 
 
 def test_a_directory_without_config_is_named(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from moebius.models.layers.gqa import GQA, BlockIndexer, QkNorm
 from moebius.models.layers.norms import RMSNorm
 from moebius.models.layers.rope import RopeConfig
 from moebius.models.read import read_geometry, read_model_config
-from tests.helpers.layer_values import first, first_moe, mixers_of, shared_width
+from tests.helpers.layer_values import first, first_moe, mixers_of, read_config, shared_width
 
 COMMON: dict[str, Any] = {
     "vocab_size": 100,
@@ -94,12 +93,6 @@ MINIMAX_3 = EXPERTS_ONLY | {
 LLAMA4 = EXPERTS_ONLY | {"model_type": "llama4_text", "num_experts_per_tok": 1, "attention_chunk_size": 16}
 
 
-def _read(tmp_path: Path, base: dict[str, Any], **changes: Any) -> ModelConfig:
-    values = {key: value for key, value in (base | changes).items() if value != "absent"}
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    return read_model_config(tmp_path)
-
-
 def _rope(config: ModelConfig) -> RopeConfig:
     """The rotation of the first layer."""
     rope = first(config, GQA).rope
@@ -113,39 +106,39 @@ def _has_qk_norm(config: ModelConfig) -> bool:
 
 def _moe_layers(tmp_path: Path, base: dict[str, Any], **changes: Any) -> tuple[int, ...]:
     """Returns the MoE layers as both services read them, which must agree."""
-    layers = _read(tmp_path, base, **changes).moe_layer_ids
+    layers = read_config(tmp_path, base, **changes).moe_layer_ids
     assert read_geometry(tmp_path).moe_layers == layers
     return layers
 
 
 def test_qwen2_moe(tmp_path: Path) -> None:
     """Biases unless it says otherwise, a gate before the shared experts, no renormalisation by default."""
-    config = _read(tmp_path, QWEN2)
+    config = read_config(tmp_path, QWEN2)
     assert (first(config, GQA).bias, _has_qk_norm(config)) == (True, False)
     assert (shared_width(config), first_moe(config).shared_gate) == (24, True)
     assert (first_moe(config).router.score, first_moe(config).router.post) == ("softmax", "none")
     assert _moe_layers(tmp_path, QWEN2, decoder_sparse_step=2, mlp_only_layers=[3]) == (1,)
-    changed = _read(tmp_path, QWEN2, qkv_bias=False, norm_topk_prob=True)
+    changed = read_config(tmp_path, QWEN2, qkv_bias=False, norm_topk_prob=True)
     assert (first(changed, GQA).bias, first_moe(changed).router.post) == (False, "renormalize")
 
 
 def test_mixtral_and_olmoe(tmp_path: Path) -> None:
     """`intermediate_size` is an expert's; only Mixtral always renormalises, only OLMoE norms queries."""
-    mixtral, olmoe = _read(tmp_path, MIXTRAL), _read(tmp_path, OLMOE)
+    mixtral, olmoe = read_config(tmp_path, MIXTRAL), read_config(tmp_path, OLMOE)
     assert (_rope(mixtral).theta, _rope(olmoe).theta) == (1e6, 1e4)
     assert (_has_qk_norm(mixtral), _has_qk_norm(olmoe)) == (False, True)
     assert (first_moe(mixtral).router.post, first_moe(olmoe).router.post) == ("renormalize", "none")
     for base in (MIXTRAL, OLMOE):
-        config = _read(tmp_path, base)
+        config = read_config(tmp_path, base)
         assert (first_moe(config).experts.intermediate_size, shared_width(config)) == (48, 0)
         assert read_geometry(tmp_path).moe_intermediate_size == 48
         assert _moe_layers(tmp_path, base) == (0, 1, 2, 3)
-    assert first_moe(_read(tmp_path, OLMOE, norm_topk_prob=True)).router.post == "renormalize"
+    assert first_moe(read_config(tmp_path, OLMOE, norm_topk_prob=True)).router.post == "renormalize"
 
 
 def test_dots1(tmp_path: Path) -> None:
     """A window that no layer has is none."""
-    config = _read(tmp_path, DOTS, routed_scaling_factor=2.5, sliding_window=32, max_window_layers=4)
+    config = read_config(tmp_path, DOTS, routed_scaling_factor=2.5, sliding_window=32, max_window_layers=4)
     assert (_has_qk_norm(config), shared_width(config)) == (True, 32)
     assert (first_moe(config).router.score, first_moe(config).router.correction_bias) == ("sigmoid", True)
     assert (first_moe(config).router.scale, first_moe(config).router.post) == (2.5, "none")
@@ -154,7 +147,7 @@ def test_dots1(tmp_path: Path) -> None:
 
 def test_ernie4_5_moe(tmp_path: Path) -> None:
     """Tied unless it says otherwise; pairs are neighbours; MoE layers are a range with a step."""
-    config = _read(tmp_path, ERNIE)
+    config = read_config(tmp_path, ERNIE)
     assert (config.tie_word_embeddings, _rope(config).interleaved, _rope(config).theta) == (True, True, 5e5)
     assert (shared_width(config), first_moe(config).router.top_k) == (32, 3)
     assert first_moe(config).router.correction_bias_is_row
@@ -167,47 +160,47 @@ def test_ernie4_5_moe(tmp_path: Path) -> None:
 def test_qwen3_coder_names_what_it_has_not(tmp_path: Path) -> None:
     """Its keys for that are known; with any other value they are refused, below."""
     named = {"qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True}
-    assert _read(tmp_path, QWEN3, **named).unread_keys == ()
+    assert read_config(tmp_path, QWEN3, **named).unread_keys == ()
 
 
 def test_settings_of_generation_are_no_unknown_keys(tmp_path: Path) -> None:
     """Nested configurations of transformers 4 have dozens of them."""
     written = {"top_k": 50, "temperature": 1.0, "id2label": {"0": "LABEL_0"}, "torchscript": False}
-    assert _read(tmp_path, QWEN3, **written).unread_keys == ()
+    assert read_config(tmp_path, QWEN3, **written).unread_keys == ()
 
 
 def test_minimax_m2(tmp_path: Path) -> None:
     """The published spelling of the rotated part and transformers' own mean the same."""
-    config = _read(tmp_path, MINIMAX)
+    config = read_config(tmp_path, MINIMAX)
     assert (_rope(config).rotary_dim, _rope(config).theta, _has_qk_norm(config)) == (8, 5e6, True)
     assert (config.num_mtp_layers, first_moe(config).experts.intermediate_size) == (3, 48)
     router = first_moe(config).router
     assert (router.correction_bias, router.post, router.float32_gate) == (True, "renormalize", True)
     assert config.unread_keys == ()
     spelled = {"rope_parameters": {"rope_theta": 5e6, "partial_rotary_factor": 0.5}}
-    assert _read(tmp_path, MINIMAX, rotary_dim="absent", **spelled).layers == config.layers
+    assert read_config(tmp_path, MINIMAX, rotary_dim="absent", **spelled).layers == config.layers
     assert _moe_layers(tmp_path, MINIMAX) == (0, 1, 2, 3)
 
 
 def test_minimax_m3(tmp_path: Path) -> None:
     """Layers that choose and layers that route are listed apart."""
-    config = _read(tmp_path, MINIMAX_3)
+    config = read_config(tmp_path, MINIMAX_3)
     found = [mixer.blocks for mixer in mixers_of(config, GQA)]
     assert found == [None, None, *[BlockIndexer(8, 4, 3, 1, RMSNorm(1e-6, one_plus_weight=True))] * 2]
     assert config.moe_layer_ids == (1, 2, 3)
     (dense,) = config.layers[0].ffns
     assert (first_moe(config).experts.intermediate_size, dense.intermediate_sizes) == (48, (12288,))
     section = MINIMAX_3["sparse_attention_config"]
-    off = _read(tmp_path, MINIMAX_3, sparse_attention_config=section | {"use_sparse_attention": False})
+    off = read_config(tmp_path, MINIMAX_3, sparse_attention_config=section | {"use_sparse_attention": False})
     assert all(mixer.blocks is None for mixer in mixers_of(off, GQA))
     for key, value in (("sparse_num_index_heads", 4), ("sparse_init_block", 1), ("sparse_local_block", 9)):
         with pytest.raises(ModelConfigError, match=key):
-            _read(tmp_path, MINIMAX_3, sparse_attention_config=section | {key: value})
+            read_config(tmp_path, MINIMAX_3, sparse_attention_config=section | {key: value})
 
 
 def test_llama4(tmp_path: Path) -> None:
     """Chunks count where a sequence may be longer than one; only one expert's input can be weighed."""
-    config = _read(tmp_path, LLAMA4)
+    config = read_config(tmp_path, LLAMA4)
     assert [mixer.chunk for mixer in grouped_queries(config.layers)] == [16, 16, 16, None]
     assert [mixer.rope is None for mixer in mixers_of(config, GQA)] == [False, False, False, True]
     short = read_model_config(tmp_path, ModelOverrides(max_model_len=16))
@@ -218,7 +211,7 @@ def test_llama4(tmp_path: Path) -> None:
 
 def test_hunyuan_v1_moe(tmp_path: Path) -> None:
     """Lists that are alike in all layers, and a fixed alpha that is a larger base: 100 * 16^(10/8)."""
-    config = _read(tmp_path, HUNYUAN)
+    config = read_config(tmp_path, HUNYUAN)
     assert (_rope(config).scaling_kind, _rope(config).theta) == ("default", pytest.approx(3200.0))
     attention, moe = first(config, GQA), first_moe(config)
     assert (attention.head_dim, attention.qk_norm) == (10, QkNorm(config.layers[0].norm, after_rope=True))
@@ -264,4 +257,4 @@ def test_what_a_family_does_not_compute_is_refused(
 ) -> None:
     """The refusal has the name of the key and its value."""
     with pytest.raises(ModelConfigError, match=message):
-        _read(tmp_path, base, **changes)
+        read_config(tmp_path, base, **changes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,8 @@ from moebius.models.layers.latent import MLA
 from moebius.models.layers.layer import cached, states
 from moebius.models.layers.norms import RMSNorm
 from moebius.models.layers.recurrent import KDA, GatedDeltaNet, Mamba2, Recurrent, SelectiveScan
-from moebius.models.read import read_geometry, read_model_config
-from tests.helpers.layer_values import first, first_moe, layers_of
+from moebius.models.read import read_geometry
+from tests.helpers.layer_values import first, first_moe, layers_of, read_config
 from tests.helpers.published_checkpoints import Published
 
 # With the sizes of Qwen3-Next-80B-A3B.
@@ -82,18 +81,12 @@ def attending(config: ModelConfig) -> tuple[int, ...]:
     return tuple(i for i, layer in enumerate(config.layers) if cached([layer]))
 
 
-def _read(tmp_path: Path, base: dict[str, Any], **changes: Any) -> ModelConfig:
-    values = {key: value for key, value in (base | changes).items() if value != "absent"}
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    return read_model_config(tmp_path)
-
-
 def _text(tmp_path: Path, **changes: Any) -> ModelConfig:
-    return _read(tmp_path, NEXT_5["text_config"], **changes)
+    return read_config(tmp_path, NEXT_5["text_config"], **changes)
 
 
 def test_qwen3_next_is_read(tmp_path: Path) -> None:
-    config = _read(tmp_path, NEXT)
+    config = read_config(tmp_path, NEXT)
     mixer = first(config, GatedDeltaNet)
     assert (mixer.conv_size, mixer.value_size, mixer.conv_width) == (8192, 4096, 4)
     assert attending(config) == tuple(range(3, 48, 4))
@@ -116,7 +109,7 @@ def test_the_text_model_of_qwen3_5_is_read_where_it_is(tmp_path: Path) -> None:
     """Nested in the whole model's configuration, or alone."""
     (tmp_path / "alone").mkdir()
     alone = _text(tmp_path / "alone")
-    for config in (alone, _read(tmp_path, NEXT_5)):
+    for config in (alone, read_config(tmp_path, NEXT_5)):
         assert attending(config) == tuple(range(3, 40, 4))
         rope = first(config, GQA).rope
         assert rope is not None
@@ -160,7 +153,7 @@ KIMI: dict[str, Any] = {
 
 def test_kimi_linear_is_read(tmp_path: Path) -> None:
     """Latents in a quarter of the layers, states in the others, and no positions."""
-    config = _read(tmp_path, KIMI)
+    config = read_config(tmp_path, KIMI)
     linear, mla = first(config, KDA), first(config, MLA)
     assert (attending(config), mla.rope, config.max_model_len) == ((3, 7), None, 1048576)
     assert linear.decay_bound is None
@@ -174,7 +167,7 @@ def test_kimi_linear_is_read(tmp_path: Path) -> None:
     # As transformers writes it.
     listed = ["full_attention" if layer in (3, 7) else "linear_attention" for layer in range(8)]
     own = {"linear_head_dim": 128, "linear_num_heads": 32, "linear_conv_kernel_dim": 4}
-    assert _read(tmp_path, KIMI, linear_attn_config="absent", layer_types=listed, **own) == config
+    assert read_config(tmp_path, KIMI, linear_attn_config="absent", layer_types=listed, **own) == config
 
 
 @pytest.mark.parametrize(
@@ -191,7 +184,7 @@ def test_kimi_linear_is_read(tmp_path: Path) -> None:
 def test_what_kimi_linear_has_not_is_named(tmp_path: Path, changes: dict[str, Any], complaint: str) -> None:
     """Most of it is Kimi-K3's, which has the same `model_type`."""
     with pytest.raises(ModelConfigError, match=complaint):
-        _read(tmp_path, KIMI, **changes)
+        read_config(tmp_path, KIMI, **changes)
 
 
 NEMOTRON = Published.load("nemotron-3-super-120b-a12b").config
@@ -200,7 +193,7 @@ JAMBA = Published.load("jamba-1.5-mini").config
 
 def test_layers_of_one_half_are_read(tmp_path: Path) -> None:
     """8 of 88 layers have a cache, 40 a state and 40 experts, which work in a narrower space."""
-    config = _read(tmp_path, NEMOTRON)
+    config = read_config(tmp_path, NEMOTRON)
     assert attending(config) == (7, 16, 25, 36, 47, 58, 69, 78)
     assert (len(layers_of(config, Mamba2)), len(config.routed)) == (40, 40)
     assert [i for i, layer in enumerate(config.layers) if layer.ffns] == list(config.moe_layer_ids)
@@ -219,9 +212,9 @@ def test_layers_of_one_half_are_read(tmp_path: Path) -> None:
     names = {"M": "mamba", "*": "attention", "E": "moe", "-": "mlp"}
     kinds = [names[letter] for letter in NEMOTRON["hybrid_override_pattern"]]
     listed = {"layers_block_type": kinds, "hybrid_override_pattern": "absent", "num_hidden_layers": "absent"}
-    assert _read(tmp_path, NEMOTRON, **listed) == config
+    assert read_config(tmp_path, NEMOTRON, **listed) == config
     # No limit of steps, as Nemotron-3-Ultra's file says it, which is JSON to the letter.
-    assert _read(tmp_path, NEMOTRON, time_step_limit=[0.0, 1e308]) == config
+    assert read_config(tmp_path, NEMOTRON, time_step_limit=[0.0, 1e308]) == config
 
 
 @pytest.mark.parametrize(
@@ -243,12 +236,12 @@ def test_what_mamba_models_have_not_is_named(
     tmp_path: Path, base: dict[str, Any], changes: dict[str, Any], complaint: str
 ) -> None:
     with pytest.raises(ModelConfigError, match=complaint):
-        _read(tmp_path, base, **changes)
+        read_config(tmp_path, base, **changes)
 
 
 def test_jamba_is_read(tmp_path: Path) -> None:
     """A state for each channel, whose inputs alone are convolved."""
-    config = _read(tmp_path, JAMBA)
+    config = read_config(tmp_path, JAMBA)
     linear = first(config, SelectiveScan)
     assert attending(config) == (4, 12, 20, 28)
     assert (linear.step_rank, config.moe_layer_ids) == (256, tuple(range(1, 32, 2)))
@@ -271,7 +264,7 @@ def test_jamba_is_read(tmp_path: Path) -> None:
 )
 def test_what_is_not_supported_is_named(tmp_path: Path, changes: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ModelConfigError, match=complaint):
-        _read(tmp_path, NEXT, **changes)
+        read_config(tmp_path, NEXT, **changes)
 
 
 @pytest.mark.parametrize(
@@ -293,7 +286,7 @@ def test_gates_and_layers_that_qwen3_5_does_not_have_are_refused(
 
 
 def test_ranks_that_can_not_divide_states_are_refused(tmp_path: Path) -> None:
-    config = _read(tmp_path, NEXT)
+    config = read_config(tmp_path, NEXT)
     layers = (
         replace(layer, mixer=replace(layer.mixer, num_key_heads=9))
         if isinstance(layer.mixer, Recurrent)
@@ -310,7 +303,7 @@ def test_ranks_that_can_not_divide_states_are_refused(tmp_path: Path) -> None:
 
 
 def test_stages_have_their_own_layers(tmp_path: Path) -> None:
-    config = _read(tmp_path, NEXT)
+    config = read_config(tmp_path, NEXT)
     own = rank_layers(config, ParallelContext(tp_rank=1, tp_size=2, stage=1, num_stages=3))
     linear = own[0].mixer
     assert isinstance(linear, GatedDeltaNet)

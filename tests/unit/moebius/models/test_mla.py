@@ -21,7 +21,7 @@ from moebius.models.config import ModelConfig, ModelConfigError
 from moebius.models.layers.latent import MLA
 from moebius.models.layers.layer import cached
 from moebius.models.read import read_geometry, read_model_config
-from tests.helpers.layer_values import first, first_moe, mixers_of, shared_width
+from tests.helpers.layer_values import first, first_moe, mixers_of, read_config, shared_width
 from tests.helpers.published_checkpoints import Published
 
 # The keys of the published DeepSeek-V3 that change the function, in its own spelling, with small sizes.
@@ -114,14 +114,8 @@ LONGCAT: dict[str, Any] = {
 }
 
 
-def _read(tmp_path: Path, base: dict[str, Any], **changes: Any) -> ModelConfig:
-    values = {key: value for key, value in (base | changes).items() if value != "absent"}
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    return read_model_config(tmp_path)
-
-
 def test_the_published_spelling_is_read_to_the_last_key(tmp_path: Path) -> None:
-    config = _read(tmp_path, V3)
+    config = read_config(tmp_path, V3)
     assert config.unread_keys == ()
     mla, router = first(config, MLA), first_moe(config).router
     assert (mla.q_lora_rank, mla.kv_lora_rank, mla.v_head_dim) == (24, 20, 10)
@@ -137,13 +131,13 @@ def test_the_published_spelling_is_read_to_the_last_key(tmp_path: Path) -> None:
 
 def test_the_scores_temperature(tmp_path: Path) -> None:
     """YaRN's, squared, as far as mscale_all_dim says; the rotation's is the ratio of both."""
-    both = first(_read(tmp_path, V3), MLA)
+    both = first(read_config(tmp_path, V3), MLA)
     assert both.rope is not None
     assert both.softmax_scale == pytest.approx(16**-0.5 * (0.1 * math.log(40) + 1) ** 2)
     assert both.rope.attention_factor == 1.0
-    plain = first(_read(tmp_path, V3, rope_scaling=None), MLA)
+    plain = first(read_config(tmp_path, V3, rope_scaling=None), MLA)
     assert plain.softmax_scale == 16**-0.5
-    rotation_only = first(_read(tmp_path, V3, rope_scaling={"type": "yarn", "factor": 40}), MLA)
+    rotation_only = first(read_config(tmp_path, V3, rope_scaling={"type": "yarn", "factor": 40}), MLA)
     assert rotation_only.rope is not None
     assert rotation_only.softmax_scale == 16**-0.5
     assert rotation_only.rope.attention_factor == pytest.approx(0.1 * math.log(40) + 1)
@@ -151,35 +145,35 @@ def test_the_scores_temperature(tmp_path: Path) -> None:
 
 def test_queries_without_a_latent(tmp_path: Path) -> None:
     for absent in (None, "absent"):
-        assert first(_read(tmp_path, V3, q_lora_rank=absent), MLA).q_lora_rank is None
+        assert first(read_config(tmp_path, V3, q_lora_rank=absent), MLA).q_lora_rank is None
 
 
 def test_deepseek_v2_chooses_groups_by_their_best_expert(tmp_path: Path) -> None:
-    grouped = _read(tmp_path, V2)
+    grouped = read_config(tmp_path, V2)
     router = first_moe(grouped).router
     assert grouped.unread_keys == ()
     assert (router.score, router.correction_bias, router.group_score) == ("softmax", False, "max")
     assert (router.num_groups, router.top_groups, router.post, router.scale) == (4, 2, "none", 16.0)
-    greedy = first_moe(_read(tmp_path, V2, topk_method="greedy")).router
+    greedy = first_moe(read_config(tmp_path, V2, topk_method="greedy")).router
     assert (greedy.num_groups, greedy.top_groups) == (1, 1)
 
 
 def test_kimi_is_deepseek_v3_by_another_name(tmp_path: Path) -> None:
-    kimi, v3 = _read(tmp_path, V3, model_type="kimi_k2"), _read(tmp_path, V3)
+    kimi, v3 = read_config(tmp_path, V3, model_type="kimi_k2"), read_config(tmp_path, V3)
     assert kimi.model_type == "kimi_k2"
     assert kimi == replace(v3, model_type="kimi_k2")
 
 
 def test_glm_flash_may_list_its_layers(tmp_path: Path) -> None:
-    assert _read(tmp_path, FLASH).moe_layer_ids == (3,)
+    assert read_config(tmp_path, FLASH).moe_layer_ids == (3,)
     kinds = ["sparse", "dense", "dense", "sparse"]
-    assert _read(tmp_path, FLASH, mlp_layer_types=kinds).moe_layer_ids == (0, 3)
+    assert read_config(tmp_path, FLASH, mlp_layer_types=kinds).moe_layer_ids == (0, 3)
     assert read_geometry(tmp_path).moe_layers == (0, 3)
 
 
 def test_longcat_has_two_attentions_a_layer_and_choices_without_weights(tmp_path: Path) -> None:
     """Experts that servers hold are those with weights; of an even choice, two of three are."""
-    config = _read(tmp_path, LONGCAT)
+    config = read_config(tmp_path, LONGCAT)
     assert config.unread_keys == ()
     assert [len(cached([layer])) for layer in config.layers] == [2, 2, 2]
     assert [(type(ffn).__name__) for ffn in config.layers[0].ffns] == ["Dense", "Dense", "MoE"]
@@ -193,7 +187,7 @@ def test_longcat_has_two_attentions_a_layer_and_choices_without_weights(tmp_path
     assert (geometry.num_experts, geometry.top_k, geometry.mean_top_k) == (8, 3, 2.0)
     own = rank_layers(config, ParallelContext(stage=1, num_stages=2))
     assert [len(cached([layer])) for layer in own] == [2, 2]
-    plain = first(_read(tmp_path, LONGCAT, mla_scale_q_lora=False, mla_scale_kv_lora=False), MLA)
+    plain = first(read_config(tmp_path, LONGCAT, mla_scale_q_lora=False, mla_scale_kv_lora=False), MLA)
     assert (plain.softmax_scale, plain.latent_scale) == (16**-0.5, 1.0)
 
 
@@ -228,7 +222,7 @@ def test_what_is_not_supported_is_refused_by_name(
     tmp_path: Path, base: dict[str, Any], changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ModelConfigError, match=message):
-        _read(tmp_path, base, **changes)
+        read_config(tmp_path, base, **changes)
 
 
 def _read_large4(tmp_path: Path, **changes: Any) -> ModelConfig:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,8 @@ from moebius.errors import ConfigError
 from moebius.models.config import ModelConfig, ModelConfigError
 from moebius.models.layers.latent import MLA, TokenIndexer
 from moebius.models.layers.layer import indexed
-from moebius.models.read import read_geometry, read_model_config
-from tests.helpers.layer_values import first, mixers_of
+from moebius.models.read import read_geometry
+from tests.helpers.layer_values import first, mixers_of, read_config
 from tests.unit.moebius.models.test_mla import V3
 
 # The keys of the published DeepSeek-V3.2 and GLM-5.2 that change the function, with small sizes.
@@ -49,13 +48,6 @@ GLM: dict[str, Any] = V32 | {
 }
 
 
-def read(directory: Path, base: dict[str, Any], **changes: Any) -> ModelConfig:
-    """Returns what a config.json with these keys means."""
-    values = {key: value for key, value in (base | changes).items() if value != "absent"}
-    (directory / "config.json").write_text(json.dumps(values))
-    return read_model_config(directory)
-
-
 def indexer(config: ModelConfig) -> TokenIndexer:
     """How a model that chooses tokens does so, in all layers alike."""
     (found,) = {mixer.indexer for mixer in mixers_of(config, MLA) if mixer.indexer is not None}
@@ -71,36 +63,38 @@ def choosing(config: ModelConfig) -> list[int]:
 
 def test_deepseek_has_an_indexer_in_every_layer(tmp_path: Path) -> None:
     """All else is DeepSeek-V3's."""
-    config = read(tmp_path, V32)
+    config = read_config(tmp_path, V32)
     assert config.unread_keys == ()
     assert indexer(config) == TokenIndexer(num_heads=6, head_dim=8, top_k=16, interleaved=False)
     assert choosing(config) == [0, 1, 2, 3]
-    v3 = read(tmp_path, V3)
+    v3 = read_config(tmp_path, V3)
     assert config.routed == v3.routed
     assert replace(first(config, MLA), is_sparse=False, indexer=None) == first(v3, MLA)
     assert config.num_mtp_layers == 1
-    older = read(tmp_path, V32, layer_types=["deepseek_sparse_attention"] * 4)
+    older = read_config(tmp_path, V32, layer_types=["deepseek_sparse_attention"] * 4)
     assert older.layers == config.layers, "what transformers 5.17 writes for indexed_attention"
     assert read_geometry(tmp_path).moe_layers == (3,)
 
 
 def test_glm_lists_which_layers_choose(tmp_path: Path) -> None:
     """The list counts first, then the pattern, then the schedule; here all three say the same."""
-    config = read(tmp_path, GLM)
+    config = read_config(tmp_path, GLM)
     assert config.unread_keys == ()
     wanted = [0, 1, 2, 6]
     assert indexer(config) == TokenIndexer(num_heads=6, head_dim=8, top_k=16, interleaved=True)
     assert choosing(config) == wanted
     assert read_geometry(tmp_path).moe_layers == (3, 4, 5, 6, 7)
-    assert choosing(read(tmp_path, GLM, indexer_types=None, index_topk_pattern="FFFSSSFS")) == wanted
-    assert choosing(read(tmp_path, GLM, indexer_types=None)) == wanted
+    assert choosing(read_config(tmp_path, GLM, indexer_types=None, index_topk_pattern="FFFSSSFS")) == wanted
+    assert choosing(read_config(tmp_path, GLM, indexer_types=None)) == wanted
     # GLM-5 knows no sharing.
-    plain = read(
+    plain = read_config(
         tmp_path, GLM, indexer_types="absent", index_topk_freq="absent", index_skip_topk_offset="absent"
     )
     assert choosing(plain) == list(range(8))
     # The default offset leaves the first two layers full.
-    second = read(tmp_path, GLM, indexer_types=None, index_topk_freq=3, index_skip_topk_offset="absent")
+    second = read_config(
+        tmp_path, GLM, indexer_types=None, index_topk_freq=3, index_skip_topk_offset="absent"
+    )
     assert choosing(second) == [0, 1, 4, 7]
 
 
@@ -130,15 +124,15 @@ def test_what_is_not_supported_is_refused_by_name(
     tmp_path: Path, base: dict[str, Any], changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ModelConfigError, match=message):
-        read(tmp_path, base, **changes)
+        read_config(tmp_path, base, **changes)
 
 
 def test_pages_hold_the_keys_of_layers_that_choose(tmp_path: Path) -> None:
     """Every rank has them, whatever its part of the heads; a stage has its own layers'."""
-    config = read(tmp_path, GLM)
+    config = read_config(tmp_path, GLM)
     heads = rank_layers(config, ParallelContext(1, 2))
     stage = rank_layers(
-        read(tmp_path, GLM, indexer_types=["full", "shared"] * 4), ParallelContext(0, 1, 1, 2)
+        read_config(tmp_path, GLM, indexer_types=["full", "shared"] * 4), ParallelContext(0, 1, 1, 2)
     )
     latent, key = 24, 8
     dtype = TORCH_DTYPES[config.dtype]
@@ -151,17 +145,17 @@ def test_pages_hold_the_keys_of_layers_that_choose(tmp_path: Path) -> None:
 
 def test_a_stage_begins_with_a_layer_that_chooses(tmp_path: Path) -> None:
     """What an earlier stage chose is not sent along."""
-    config = read(tmp_path, GLM)
+    config = read_config(tmp_path, GLM)
     with pytest.raises(ConfigError, match=r"2 stages would begin at layer 4.*\[0, 1, 2, 6\]"):
         check_divisible(config, ParallelContext(num_stages=2))
-    config = read(tmp_path, GLM, indexer_types=["full", "shared"] * 4)
+    config = read_config(tmp_path, GLM, indexer_types=["full", "shared"] * 4)
     last = rank_layers(config, ParallelContext(stage=1, num_stages=2))
     assert [i for i, layer in enumerate(last) if indexed([layer])] == [0, 2]
 
 
 def test_the_plan_counts_what_a_choice_takes(tmp_path: Path) -> None:
     """Per token, and no less for being one of several ranks."""
-    sparse, dense = read(tmp_path, V32), read(tmp_path, V3)
+    sparse, dense = read_config(tmp_path, V32), read_config(tmp_path, V3)
     step = StepSize(1000, 1)
     for parallel in (SOLO, ParallelContext(0, 4)):
         planned, less = (activation_bytes(config, step, parallel, False) for config in (sparse, dense))

@@ -350,22 +350,22 @@ def test_few_rows_are_those_that_share_hardly_any_expert() -> None:
 
 def test_what_cannot_be_compiled_is_left_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiler or driver that refuses costs a warning, once, and no start; other rows never ask it."""
-    asked: list[str] = []
+    asked: list[torch.device] = []
 
-    def refuse(shape: GroupedShape, device: torch.device, jit_cache_dir: str) -> GroupedPanels:
-        asked.append(jit_cache_dir)
+    def refuse(shape: GroupedShape, device: torch.device) -> GroupedPanels:
+        asked.append(device)
         raise RuntimeError("cuModuleLoadData: CUDA_ERROR_UNSUPPORTED_PTX_VERSION")
 
     monkeypatch.setattr(grouped, "is_available", lambda _: True)
     monkeypatch.setattr(grouped, "GroupedPanels", refuse)
     shape = Shape()
-    experts = grouped.GroupedExperts(shape.geometry, "/cache")
+    experts = grouped.GroupedExperts(shape.geometry)
     with capture_logs() as logs:
         for _ in range(2):
             assert experts.of(resident_layer(shape, "int4_g32", (0,)), torch.bfloat16) is None
     assert experts.of(resident_layer(shape, "int4_g32", (0,)), torch.float32) is None
     assert experts.of(resident_layer(shape, "int3_g16_products", (0,)), torch.bfloat16) is None
-    assert asked == ["/cache"]
+    assert asked == [torch.device("cpu")]
     assert [entry["because"] for entry in logs] == ["cuModuleLoadData: CUDA_ERROR_UNSUPPORTED_PTX_VERSION"]
 
 
