@@ -29,7 +29,7 @@ class FetchedExperts(StreamedExperts):
     ) -> None:
         """`layers`: those with fetch slots, in the order of the model; `agreement`: of several ranks."""
         self._layers, self._fetching, self._products = layers, fetching, products
-        self._first, self._agreement = next(iter(layers)), agreement
+        self._first, self._agreement = next(iter(layers), -1), agreement
         # By layer its choices that are computed in fetch slots, from `cpu_ids` until `forward`.
         self._fetched: dict[int, torch.Tensor] = {}
 
