@@ -265,7 +265,8 @@ KUBELET_FIX = (
 
 def _check_weights(facts: Facts, expected: Expectation, weights: Volume) -> Iterator[Finding]:
     wanted = max(sum(expected.segments), 0)
-    size = weights.total_bytes
+    # A Pod that fills a volume in memory beyond its limit is evicted, however large the file system is.
+    size = min(weights.total_bytes, expected.weights_bytes or weights.total_bytes)
     yield _as(
         weights.writable and size >= wanted,
         "failure",

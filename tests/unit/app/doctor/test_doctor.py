@@ -153,6 +153,11 @@ def test_a_pod_that_has_what_it_needs(tmp_path: Path) -> None:
         ),
         ({"shm": volume(0, "")}, "/dev/shm", "shmMiB of 65 or more"),
         ({"weights": volume(2047)}, "volume for packed experts", "experts.weightsMiB of 1024 or more"),
+        (
+            {"expected": dataclasses.replace(GOOD, weights_bytes=2 * GIB - 1)},
+            "volume for packed experts",
+            "experts.weightsMiB of 1024 or more",
+        ),
         ({"weights": volume(2048, writable=False)}, "volume for packed experts", "experts.weightsMiB"),
         ({"weights": volume(2048, "hugetlbfs")}, "reserved 2 MiB pages", "reserve 512 pages on each node"),
         ({"places": [volume(1, "ext4", writable=False)]}, "/v is writable", "fsGroup"),
