@@ -7,10 +7,11 @@ own, since it imports torch, whose memory the supervisor would keep.
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from multiprocessing import get_context
 from typing import TYPE_CHECKING
 
@@ -94,12 +95,17 @@ def with_filled_gpus(config: MoebiusConfig) -> MoebiusConfig:
     Where it cannot be known the settings stay: then the engine says what is wrong, or nothing is resident.
     Raises UserError for a setting that cannot be.
     """
-    # No process starts before something is to be decided.
+    # No process starts, and no driver is asked, before something is to be decided.
+    asked = cache(lambda: (gpu_memory(), tuple(gpu_names())))
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return _filled_placement(_with_chosen_drafts(config, pool), pool)
+        return _filled_placement(_with_chosen_drafts(config, pool, asked), pool, asked)
 
 
-def _with_chosen_drafts(config: MoebiusConfig, pool: Executor) -> MoebiusConfig:
+# Memory and names of this host's GPUs, as `filled` has them.
+Asked = Callable[[], tuple[tuple[DeviceUse, ...], tuple[str, ...]]]
+
+
+def _with_chosen_drafts(config: MoebiusConfig, pool: Executor, asked: Asked) -> MoebiusConfig:
     """Returns the settings without `speculative_method` auto, and logs why a model with layers that draft is
     served without them.
     """
@@ -112,12 +118,12 @@ def _with_chosen_drafts(config: MoebiusConfig, pool: Executor) -> MoebiusConfig:
     if not reason and config.experts.expert_transport == "local":
         reason = "expert_transport local is not planned"
     if not reason:
-        memory = gpu_memory() if runs_on_gpus(config, find_gpus()) else None
+        memory, names = asked() if runs_on_gpus(config, find_gpus()) else (None, ())
         parallel = config.parallel
         if parallel.rank_hosts > 1 or (memory is not None and len(memory) < parallel.num_ranks):
             reason = "the memory of the GPUs is not known here"
         else:
-            decided, reason = pool.submit(drafts_here, config, memory, tuple(gpu_names())).result()
+            decided, reason = pool.submit(drafts_here, config, memory, names).result()
     if reason:
         _log.info("speculative_method auto: no draft tokens", reason=reason)
     else:
@@ -143,7 +149,7 @@ def drafts_here(
     return decided_drafts(config, planned, Wish())
 
 
-def _filled_placement(config: MoebiusConfig, pool: Executor) -> MoebiusConfig:
+def _filled_placement(config: MoebiusConfig, pool: Executor, asked: Asked) -> MoebiusConfig:
     from app.supervisor.placement import find_gpus, runs_on_gpus
 
     if config.experts.expert_transport == "local":
@@ -155,10 +161,10 @@ def _filled_placement(config: MoebiusConfig, pool: Executor) -> MoebiusConfig:
     is_open = "auto" in (config.placement.drop_resident, config.model.dense_weights)
     if has_placement(config) and not is_open and has_layers:
         return config
-    memory = gpu_memory()
+    memory, names = asked()
     if parallel.rank_hosts > 1 or len(memory) < parallel.num_ranks:
         return config
-    found = pool.submit(filled, config, memory, tuple(gpu_names())).result()
+    found = pool.submit(filled, config, memory, names).result()
     if found is None:
         return config
     if found.parallel != config.parallel:

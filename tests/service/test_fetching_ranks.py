@@ -5,17 +5,24 @@ Real rank processes, expert servers and segments; the host is the device here.
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+import gpu_service.assembly.build
+from gpu_service.engine.device_runner import DeviceRunner
+from gpu_service.experts.client import ExpertUnavailable
 from gpu_service.experts.fetching import make
 from gpu_service.experts.fetching.fetcher import ExpertFetcher
 from gpu_service.experts.fetching.slots import COPIED, IN_SLOTS
+from gpu_service.experts.fetching.step import FetchedStep
 from gpu_service.experts.streaming.segments import ExpertSegments
 from tests.helpers.expert_cluster import Cluster
 from tests.helpers.rank_group import Outcome, Script, run_group
@@ -79,6 +86,50 @@ def test_ranks_fetch_other_experts_each(
         assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in wanted]
     copies, in_slots = found["copied"][0].token_ids
     assert in_slots > copies > 0
+
+
+def run_as_a_gpu_does() -> None:
+    """Changes this process: its steps are a device's, which are checked when they have ended. The sixth of
+    rank 1 finds that a server has replaced its experts.
+    """
+    fetch_on_the_host()
+    build: Any = gpu_service.assembly.build
+    build.make_step_runner = lambda config, runner, stream, *_: DeviceRunner(runner, stream)
+    check, checks = FetchedStep.check, itertools.count(1)
+
+    def checking(step: FetchedStep) -> None:
+        number, rank = next(checks), next(iter(step._layers.values())).rank
+        if number == 6 and rank == 1:
+            step._segments = SimpleNamespace(problem=lambda: "experts are others")  # type: ignore[assignment]
+        try:
+            check(step)
+        except ExpertUnavailable as error:
+            UNDONE.append(str(error))
+            raise
+
+    FetchedStep.check = checking  # type: ignore[assignment, method-assign]
+
+
+# Of this process, why its steps were run again.
+UNDONE: list[str] = []
+
+
+def undone(script: Script) -> dict[str, list[Outcome]]:
+    """Returns what `fetching` does, and how often rank 0 ran steps again."""
+    return fetching(script) | {"undone": [Outcome([len(UNDONE)], "; ".join(UNDONE), 0)]}
+
+
+def test_a_step_that_one_rank_finds_wrong_is_run_again_by_all(
+    cluster: Cluster, wanted: list[Outcome]
+) -> None:
+    """Devices' steps, which overlap: the rank that saw nothing runs again what the other has to."""
+    config = settings(cluster, 2, prefill_experts="stream", stream_min_rows=1000, overlap_scheduling=True)
+    found = run_group(config, run_as_a_gpu_does, undone)
+    for answers in (found["answers"], found["again"]):
+        assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in wanted]
+    assert found["copied"][0].token_ids[0] > 0
+    assert found["undone"][0].token_ids == [1]
+    assert "another rank" in found["undone"][0].finish_reason
 
 
 def lost_while_fetching(pid: int, script: Script) -> dict[str, list[Outcome]]:
