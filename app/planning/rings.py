@@ -7,10 +7,19 @@ from typing import TYPE_CHECKING
 
 from app.planning.hardware import Hardware
 from app.planning.memory import Residency, num_servers, packed_formats
+from moebius.config import MoebiusConfig
 from moebius.errors import UserError
 
 if TYPE_CHECKING:
     from app.planning.planner import Planner
+
+
+def steps_fetch(config: MoebiusConfig) -> bool:
+    """Returns whether an engine on GPUs whose memory has room for it copies experts in decode steps."""
+    from gpu_service.experts.fetching.make import fetches
+
+    is_streaming = config.gpu.prefill_experts != "cpu" and config.experts.expert_transport == "mailbox"
+    return is_streaming and fetches(config, "cuda")
 
 
 def ring_bytes(planner: Planner, rank: int, residency: Residency, hardware: Hardware) -> tuple[int, int]:
