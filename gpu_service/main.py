@@ -270,6 +270,7 @@ async def _loaded(
         if signals.stop.is_set():
             await server.stop(0)
             return None
+        ahead.wake()
         sleep.mark.clear()
         end_imports()
         _log.info("waking up")
@@ -477,6 +478,7 @@ def run_follower(config: MoebiusConfig, state: ProcessState) -> int:
         ahead = AheadOfWake(config)
         while mark.exists:
             time.sleep(_POLL_S)
+        ahead.wake()
         end_imports()
     else:
         note_imports()

@@ -35,12 +35,17 @@ class AheadOfWake:
         self._config = config
         # Headers are read once as long as somebody holds them, and again where files have changed.
         self._indices: list[CheckpointIndex] = []
+        self._is_asleep = True
         self._thread = threading.Thread(target=self._run, name="ahead-of-wake", daemon=True)
         self._thread.start()
 
     def join(self) -> None:
         """Returns when all is done: for tests."""
         self._thread.join()
+
+    def wake(self) -> None:
+        """The engine wakes: whoever takes memory of the GPU from now on is meant to. Before anything loads."""
+        self._is_asleep = False
 
     def forget(self) -> None:
         """The model is loaded, which holds what it needs."""
@@ -63,7 +68,8 @@ class AheadOfWake:
         modules = [backends.TABLES[name] for name in backends.BACKENDS[self._config.gpu.attention_backend]]
         for module in (*modules, *_OWN):
             _import(module)
-        if has_context(device):
+        # In this order: a context that loading has made comes after the wake.
+        if has_context(device) and self._is_asleep:
             _log.warning("a library has taken memory of the GPU while it was imported", device=str(device))
 
 

@@ -18,6 +18,7 @@ from gpu_service.ops import backends
 from moebius.config import GpuConfig, ModelConfigSection, MoebiusConfig
 from moebius.models.checkpoint import open_index
 from tests.helpers.checkpoints import TinyMoe
+from tests.helpers.waiting import wait_until
 
 
 def imported(monkeypatch: pytest.MonkeyPatch, has_context: bool) -> list[Any]:
@@ -44,6 +45,25 @@ def test_memory_of_the_gpu_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A library that makes a context while the engine sleeps takes what was given back: a line says so."""
     logs = imported(monkeypatch, has_context=True)
     assert [line["log_level"] for line in logs] == ["info", "warning"]
+
+
+def test_memory_of_a_wake_is_no_library_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wake that begins during the imports makes a context beside them, of which nothing is said."""
+    found: list[AheadOfWake] = []
+
+    def has_context(device: torch.device) -> bool:
+        wait_until(lambda: bool(found))
+        found[0].wake()
+        return True
+
+    monkeypatch.setattr(ahead, "_OWN", ())
+    monkeypatch.setattr(ahead, "resolve_device", lambda *_: torch.device("cuda", 0))
+    monkeypatch.setattr(ahead, "has_context", has_context)
+    monkeypatch.setitem(backends.BACKENDS, "auto", ())
+    with capture_logs() as logs:
+        found.append(AheadOfWake(MoebiusConfig()))
+        found[0].join()
+    assert [line["log_level"] for line in logs] == ["info"]
 
 
 def test_headers_are_held_until_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
