@@ -205,6 +205,8 @@ class PrefixTiers:
 
     def open(self) -> None:
         """Implements `LowerCopies`."""
+        if not self._is_open and self.ram is not None:
+            self.ram.segment.begin_locks()
         self._is_open = True
 
     def drop(self) -> None:

@@ -118,6 +118,11 @@ class RamSegment:
         if self.locks is not None:
             self.locks.reached(slot)
 
+    def begin_locks(self) -> None:
+        """The engine serves: its slots are page-locked from now on, where they are to be."""
+        if self.locks is not None:
+            self.locks.begin()
+
     def close(self) -> None:
         """Lets another engine use the file; the mapping goes with its last view. Copies must have ended."""
         if self.locks is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -26,13 +27,16 @@ RETRIES_S = (0.01, 0.02)
 
 
 def locked_tier(
-    driver: Limited, path: Path | None = None, is_limited: bool = False
+    driver: Limited, path: Path | None = None, is_limited: bool = False, serves: bool = True
 ) -> tuple[RamTier, PieceLocks]:
-    """Returns a tier of five pieces of a page, and its locks."""
+    """Returns a tier of five pieces of a page, and its locks; `serves`: which have begun."""
     segment = RamSegment(IDENTITY, SLOT_BYTES, NUM_PIECES * STEP - 7, path)
     settings = PIECE_BYTES, is_limited, RETRIES_S, 1
     segment.locks = PieceLocks(torch.from_numpy(segment.slots), driver, *settings)
-    return RamTier(segment, SLOT_BYTES, 160), segment.locks
+    tier = RamTier(segment, SLOT_BYTES, 160)
+    if serves:
+        segment.begin_locks()
+    return tier, segment.locks
 
 
 def fill(tier: RamTier, begin: int, count: int) -> None:
@@ -73,6 +77,27 @@ def test_blocks_of_a_predecessor_are_locked(tmp_path: Path) -> None:
     assert len(again) == 2 * STEP + 1
     wait_until(lambda: len(driver.locked) == 4)
     again.segment.close()
+
+
+def test_nothing_is_locked_before_the_engine_serves(tmp_path: Path) -> None:
+    """Blocks of a predecessor wait until the first steps have run, which would wait for the driver; a tier
+    that is closed before has no thread to wait for.
+    """
+    tier, _ = locked_tier(Limited(2**40), tmp_path / "engine.kv")
+    fill(tier, 0, STEP + 1)
+    tier.segment.close()
+    driver = Limited(2**40)
+    again, locks = locked_tier(driver, tmp_path / "engine.kv", serves=False)
+    assert len(again) == STEP + 1
+    assert "prefix-locks" not in {thread.name for thread in threading.enumerate()}
+    assert not driver.locked
+    again.segment.begin_locks()
+    wait_until(lambda: len(driver.locked) == 3)
+    again.segment.close()
+    assert not driver.locked
+    unused, locks = locked_tier(driver, tmp_path / "engine.kv", serves=False)
+    unused.segment.close()
+    assert locks.num_locked == 0
 
 
 @pytest.mark.parametrize("is_limited", [False, True])
