@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.gguf.files import companion_directory, gguf_files, is_gguf
 from moebius.errors import StartupError, WrongIdentity
+from moebius.models.settled_files import SettledFiles
 from moebius.replace_file import replace_file
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ _BLOCKS = 512
 _LEAST_PER_FILE = 4
 # Tensors that are no expert's and have a block of their own, at most.
 _MOST_TENSORS = 4096
+_settled = SettledFiles()
 Parts = Mapping[str, str]
 """Digests, 32 hexadecimal digits or `ABSENT`, by name."""
 
@@ -110,7 +112,7 @@ def _small_files(model: str | Path, names: Iterable[str]) -> dict[str, str]:
 
 def weight_parts(index: CheckpointIndex) -> dict[str, str]:
     """Returns the digests of weights by name of file. Reads a few MiB: header, blocks spread evenly, one of
-    each tensor of dense layers.
+    each tensor of dense layers; nothing of a file that this process has read so and that has not changed.
 
     Raises CheckpointError naming a file that cannot be read.
     """
@@ -119,35 +121,42 @@ def weight_parts(index: CheckpointIndex) -> dict[str, str]:
     per_file = max(_LEAST_PER_FILE, _MOST_TENSORS // max(1, len(files)))
     parts = {}
     for file, tensors in files.items():
-        dense = [info for info in tensors if "expert" not in info.name][:per_file]
         try:
-            parts[file.name] = _weights_digest(file, tensors, dense, spread)
+            parts[file.name] = _weights_digest(file, tensors, per_file, spread)
         except OSError as error:
             raise CheckpointError(f"{file} cannot be read: {error}") from error
     return parts
 
 
 def _by_file(index: CheckpointIndex) -> dict[Path, list[TensorInfo]]:
-    """Returns the tensors by their place, files by name."""
+    """Returns the tensors of each file, files by name."""
     found: dict[Path, list[TensorInfo]] = {}
     for info in index.tensors.values():
         found.setdefault(info.file, []).append(info)
-    ordered = sorted(found.items(), key=lambda item: item[0].name)
-    return {file: sorted(infos, key=lambda info: (info.offset, info.name)) for file, infos in ordered}
+    return dict(sorted(found.items(), key=lambda item: item[0].name))
 
 
-def _weights_digest(file: Path, tensors: list[TensorInfo], dense: list[TensorInfo], spread: int) -> str:
-    begin = tensors[0].offset
-    digest = hashlib.blake2b(digest_size=16)
+def _weights_digest(file: Path, tensors: list[TensorInfo], most_dense: int, spread: int) -> str:
     with file.open("rb", buffering=0) as stream:
-        size = os.fstat(stream.fileno()).st_size
-        digest.update(f"{size}\n".encode())
-        digest.update(stream.read(begin))
-        places = [*_spread(size, spread), *(_middle(info) for info in dense)]
-        for offset, count in places:  # so that a disk, or a server of files, sees them all at once
-            os.posix_fadvise(stream.fileno(), offset, count, os.POSIX_FADV_WILLNEED)
-        for offset, count in places:
-            digest.update(os.pread(stream.fileno(), count, offset))
+        asked = most_dense, spread, len(tensors)
+        return _settled.digest(
+            *(str(file), stream.fileno(), asked),
+            lambda: _sampled(stream.fileno(), tensors, most_dense, spread),
+        )
+
+
+def _sampled(descriptor: int, tensors: list[TensorInfo], most_dense: int, spread: int) -> str:
+    tensors = sorted(tensors, key=lambda info: (info.offset, info.name))
+    dense = [info for info in tensors if "expert" not in info.name][:most_dense]
+    digest = hashlib.blake2b(digest_size=16)
+    size = os.fstat(descriptor).st_size
+    digest.update(f"{size}\n".encode())
+    digest.update(os.pread(descriptor, tensors[0].offset, 0))
+    places = [*_spread(size, spread), *(_middle(info) for info in dense)]
+    for offset, count in places:  # so that a disk, or a server of files, sees them all at once
+        os.posix_fadvise(descriptor, offset, count, os.POSIX_FADV_WILLNEED)
+    for offset, count in places:
+        digest.update(os.pread(descriptor, count, offset))
     return digest.hexdigest()
 
 
