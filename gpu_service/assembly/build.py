@@ -28,6 +28,7 @@ from gpu_service.assembly.experts import (
     rank_streaming,
 )
 from gpu_service.assembly.identity import EngineIdentity, read_identity
+from gpu_service.assembly.kernels import install_kernels
 from gpu_service.assembly.kv_memory import KvMemory, cache_shape, scheduler_limits
 from gpu_service.assembly.kv_tiers import OPEN_TIERS, check_tiers, follow_prefixes, make_tiers
 from gpu_service.assembly.placement import known_routing, make_adaptive, routing_record
@@ -80,7 +81,6 @@ from gpu_service.loader.load import dense_form, load_weights
 from gpu_service.memory.plan import DENSE, DRAFTING, GRAPHS, KV, LANE, RESIDENT, RING, STATES, VISION
 from gpu_service.models.common import CausalLM
 from gpu_service.models.compose import build_model
-from gpu_service.ops import backends
 from gpu_service.ops.example_sizes import sizes_of
 from gpu_service.parallel.group import RankGroup
 from gpu_service.parallel.join import join_group
@@ -130,7 +130,7 @@ def build_engine(
     layers = rank_layers(model_config, group.parallel)
     sizes = sizes_of(model_config, layers, STORAGE_DTYPES[config.gpu.kv_cache_dtype])
     shape = cache_shape(config.gpu, model_config, layers, device)
-    backends.install(device, config.gpu.attention_backend, shape.dtype, sizes, shape.attention_modules)
+    install_kernels(config, device, shape, sizes)
     stream = device_stream(device)
     with stream.active(), ExitStack() as undo:
         built = _assemble(config, model_config, identity, group, stream, observer, on_output, undo)

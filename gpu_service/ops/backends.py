@@ -124,6 +124,8 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "torch": (),
 }
 _SLOWER = "ops on torch take several launches in place of one: slower decode steps, the same results"
+# Of a line that says what an op uses: between libraries, and what is left after them.
+_THEN, _REFERENCE = " > ", "torch"
 _INSTALL = "pip install 'moebius[gpu]'"
 # Modules that import a library and say what it has.
 TABLES = {"flashinfer": "gpu_service.ops.flashinfer", "triton": "gpu_service.ops.triton.table"}
@@ -140,10 +142,12 @@ def install(
     dtype: torch.dtype = torch.bfloat16,
     sizes: Sequence[Sizes] = (SMALL,),
     attention_modules: Callable[[], Sequence[Any]] = tuple,
+    known: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """Choose for a device and for activations of a dtype; afterwards every op dispatches there.
 
-    `attention_modules`: what FlashInfer has to compile for attention as well, at the same time.
+    `attention_modules`: what FlashInfer has to compile for attention as well, at the same time. `known`: as
+    in `install_tables`.
 
     Every implementation is called once with arguments of each of `sizes`, a model's own (which also compiles
     it, and shows whether it fits on the device): one that fails, or a library that is missing, costs a
@@ -155,7 +159,7 @@ def install(
         return _install_host_kernels()
     if device.type != "cuda":
         return {}
-    return install_tables(device, load_tables(BACKENDS[backend], attention_modules), dtype, sizes)
+    return install_tables(device, load_tables(BACKENDS[backend], attention_modules), dtype, sizes, known)
 
 
 def _install_host_kernels() -> dict[str, str]:
@@ -171,18 +175,28 @@ def _install_host_kernels() -> dict[str, str]:
 
 
 def install_tables(
-    device: torch.device, tables: Tables, dtype: torch.dtype, sizes: Sequence[Sizes] = (SMALL,)
+    device: torch.device,
+    tables: Tables,
+    dtype: torch.dtype,
+    sizes: Sequence[Sizes] = (SMALL,),
+    known: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """Returns the same from tables already loaded, in order of preference, and for a device of any type."""
+    """Returns the same from tables already loaded, in order of preference, and for a device of any type.
+
+    `known`: what this returned before for the same device, libraries and arguments; nothing is tried of ops
+    whose libraries still have them. Steps run them before they are captured, which loads them.
+    """
     chosen, failures = {}, _Failures()
     for op in counted(OPS, "trying GPU kernels", len(OPS)):
         op.use(device.type, None)
-        chain = _usable(op, tables, _TryOut(device, dtype, sizes), failures)
+        chain = _known_chain(op, tables, (known or {}).get(op.name))
+        if chain is None:
+            chain = _usable(op, tables, _TryOut(device, dtype, sizes), failures)
         if chain:
             op.use(device.type, joined([implementation for _, implementation in chain], op.reference))
         names = [name for name, _ in chain]
         complete = bool(chain) and chain[-1][1].supports is None
-        chosen[op.name] = " > ".join(names if complete else [*names, "torch"])
+        chosen[op.name] = _THEN.join(names if complete else [*names, _REFERENCE])
     failures.report(chosen)
     _log.info("implementations of the ops are chosen", device=str(device), **chosen)
     return chosen
@@ -259,6 +273,26 @@ class _TryOut:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return called
+
+
+def _known_chain(
+    op: Op[..., Any], tables: Tables, known: str | None
+) -> list[tuple[str, Implementation]] | None:
+    """Returns the implementations that a line of `install_tables` names; None: it names others than there
+    are, or none was made.
+    """
+    if known is None:
+        return None
+    chain: list[tuple[str, Implementation]] = []
+    for name in known.split(_THEN):
+        if name == _REFERENCE:
+            return chain
+        implementation = tables.get(name, {}).get(op.name)
+        if implementation is None:
+            return None
+        chain.append((name, implementation))
+    # Without the reference, the last one has to take everything.
+    return chain if chain[-1][1].supports is None else None
 
 
 def _usable(

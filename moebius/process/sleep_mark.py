@@ -59,6 +59,27 @@ def hand_over(name: str, descriptor: int) -> None:
     _handed_over[name] = descriptor
 
 
+def hand_over_text(name: str, text: str) -> None:
+    """Leaves a text to that program; a later one takes the place of an earlier one. Raises OSError."""
+    former = _handed_over.pop(name, None)
+    if former is not None:
+        os.close(former)
+    descriptor = os.memfd_create(f"moebius-{name}", os.MFD_CLOEXEC)
+    with open(descriptor, "wb", closefd=False) as stream:
+        stream.write(text.encode())
+    hand_over(name, descriptor)
+
+
+def take_over_text(name: str) -> str:
+    """Returns the text of that name that the former program has left, once; empty: there is none."""
+    descriptor = take_over(name)
+    if descriptor is None:
+        return ""
+    with open(descriptor, "rb") as stream:
+        stream.seek(0)  # both programs have one place in it
+        return stream.read().decode(errors="replace")
+
+
 def adopt_files() -> None:
     """Takes what the former program of this process has left, so that no child inherits it; the first thing
     that a program does which may have been started over.

@@ -260,6 +260,38 @@ def test_a_library_that_fails_is_named_once_and_the_next_takes_its_ops() -> None
     assert rms_norm(torch.zeros(1, 2), torch.zeros(2), 1e-6) == "next"
 
 
+def test_what_is_known_to_work_is_not_tried_again() -> None:
+    """The same implementations in the same order, also none; another op is tried as ever."""
+    calls: list[str] = []
+
+    def implementation(name: str, takes: bool | None = None) -> Implementation:
+        def run(x: torch.Tensor, *others: Any) -> torch.Tensor:
+            calls.append(name)
+            return x
+
+        return Implementation(run, None if takes is None else lambda *_: takes)
+
+    tables = {
+        "flashinfer": {"rms_norm": implementation("some", takes=True), "silu": implementation("refused")},
+        "triton": {"rms_norm": implementation("all"), "silu_and_mul": implementation("tried")},
+    }
+    known = {"rms_norm": "flashinfer > triton", "silu": "torch"}
+    chosen = install_tables(CPU, tables, torch.float32, known=known)
+    assert calls == ["tried"]
+    assert {name: chosen[name] for name in known} == known
+    rms_norm(torch.zeros(1, 2), torch.zeros(2), 1e-6)
+    assert calls == ["tried", "some"]
+
+
+@pytest.mark.parametrize("line", ["gone", "triton > gone", "triton", ""])
+def test_what_was_known_of_others_is_tried(line: str) -> None:
+    """A library that is not there any more, or that does not take everything by now, as it did."""
+    some = Implementation(lambda x, *_: x, lambda *_: True)
+    tables = {"triton": {"rms_norm": some}}
+    chosen = install_tables(CPU, tables, torch.float32, known={"rms_norm": line})
+    assert chosen["rms_norm"] == "triton > torch"
+
+
 def test_an_op_is_tried_with_the_sizes_of_the_model() -> None:
     """What fits a small example may need more shared memory than the device has at a model's own sizes."""
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from moebius.process import sleep_mark
-from moebius.process.sleep_mark import adopt_files, take_over
+from moebius.process.sleep_mark import adopt_files, hand_over_text, take_over, take_over_text
 
 # Prints open files in memory. Starts over once before, with such a file, and another one that is not left.
 PROGRAM = """
@@ -45,6 +45,23 @@ def test_files_pass_to_the_next_program(tmp_path: Path) -> None:
     found = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
     wanted = ["what was kept ['/memfd:kept (deleted)']", "child []"]
     assert found.stdout.splitlines() == wanted, found.stderr
+
+
+def test_texts_pass_to_the_next_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last one of a name, once, whichever place of the file the former program was at."""
+    monkeypatch.setattr(sleep_mark, "_handed_over", {})
+    monkeypatch.setattr(sleep_mark, "_adopted", {})
+    hand_over_text("kernels", "first")
+    (former,) = sleep_mark._handed_over.values()
+    hand_over_text("kernels", "what was chosen é")
+    (descriptor,) = sleep_mark._handed_over.values()
+    monkeypatch.setenv(sleep_mark._VARIABLE, f"kernels={descriptor}")
+    adopt_files()
+    assert take_over_text("kernels") == "what was chosen é"
+    assert take_over_text("kernels") == ""
+    for closed in {former, descriptor}:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(closed)
 
 
 @pytest.mark.parametrize("text", ["", "notes=", "notes=soon", "notes=987654", "notes=1", ","])
