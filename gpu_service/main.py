@@ -279,7 +279,7 @@ async def _loaded(
         await report.set(False, why="still loading")
         await server.start()
     begin = time.monotonic()
-    loading = _start_loading(config, asyncio.get_running_loop())
+    loading = _start_loading(config, asyncio.get_running_loop(), ahead)
     await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
     interrupted = not loading.done()
     stopping.cancel()
@@ -378,7 +378,9 @@ def _set_from_thread(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> N
         loop.call_soon_threadsafe(event.set)
 
 
-def _start_loading(config: MoebiusConfig, loop: asyncio.AbstractEventLoop) -> asyncio.Future[_Loaded]:
+def _start_loading(
+    config: MoebiusConfig, loop: asyncio.AbstractEventLoop, ahead: AheadOfWake | None
+) -> asyncio.Future[_Loaded]:
     """Loads in a daemon thread: a load cannot be interrupted, so it must not outlive a SIGTERM."""
     future: asyncio.Future[_Loaded] = loop.create_future()
 
@@ -395,7 +397,7 @@ def _start_loading(config: MoebiusConfig, loop: asyncio.AbstractEventLoop) -> as
         outcome: concurrent.futures.Future[_Loaded]
         outcome = concurrent.futures.Future()
         try:
-            outcome.set_result(_load(config))
+            outcome.set_result(_load(config, ahead))
         except BaseException as error:  # it is raised again in the event loop
             outcome.set_exception(error)
         with contextlib.suppress(RuntimeError):  # the loop is gone when the process is stopping
@@ -409,13 +411,13 @@ def _model_name(config: MoebiusConfig) -> str:
     return config.model.served_model_name or served_name(Path(config.model.model).resolve())
 
 
-def _load(config: MoebiusConfig) -> _Loaded:
+def _load(config: MoebiusConfig, ahead: AheadOfWake | None) -> _Loaded:
     """Everything slow, off the event loop, so that health checks are answered meanwhile."""
     name = _model_name(config)
     metrics = EngineMetrics(name)
     telemetry = EngineTelemetry(metrics, config.telemetry.expert_span_ratio)
     gate = WarmUpGate()
-    built = build_engine(config, telemetry, gate.on_output)
+    built = build_engine(config, telemetry, gate.on_output, ahead)
     try:
         info = model_info(config, built)
         _warm_up(config, built, gate, metrics, name)
@@ -482,7 +484,7 @@ def run_follower(config: MoebiusConfig, state: ProcessState) -> int:
         end_imports()
     else:
         note_imports()
-    built = build_engine(config, NullObserver(), lambda deltas: None)
+    built = build_engine(config, NullObserver(), lambda deltas: None, ahead)
     if ahead is not None:
         ahead.forget()
 

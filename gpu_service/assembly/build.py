@@ -12,6 +12,7 @@ from pathlib import Path
 import structlog
 import torch
 
+from gpu_service.assembly.ahead import AheadOfWake
 from gpu_service.assembly.built import Built, model_info
 from gpu_service.assembly.draft_model import load_draft_model
 from gpu_service.assembly.elastic import EngineCache, make_engine_cache, make_page_supply, make_pool
@@ -28,6 +29,7 @@ from gpu_service.assembly.experts import (
     rank_streaming,
 )
 from gpu_service.assembly.identity import EngineIdentity, read_identity
+from gpu_service.assembly.kept_experts import wait_for_memory
 from gpu_service.assembly.kernels import install_kernels
 from gpu_service.assembly.kv_memory import KvMemory, cache_shape, scheduler_limits
 from gpu_service.assembly.kv_tiers import OPEN_TIERS, check_tiers, follow_prefixes, make_tiers
@@ -100,9 +102,13 @@ __all__ = ["Built", "WarmUpGate", "build_engine", "model_info"]
 
 
 def build_engine(
-    config: MoebiusConfig, observer: EngineObserver, on_output: Callable[[Emission], None]
+    config: MoebiusConfig,
+    observer: EngineObserver,
+    on_output: Callable[[Emission], None],
+    ahead: AheadOfWake | None = None,
 ) -> Built:
-    """Loads the model and waits for the expert servers. The engine thread is not started yet.
+    """Loads the model and waits for the expert servers. The engine thread is not started yet. `ahead`: of an
+    engine that wakes.
 
     What raises half-way closes what was made: a thread left in a library would abort the process at its end.
 
@@ -133,7 +139,9 @@ def build_engine(
     install_kernels(config, device, shape, sizes)
     stream = device_stream(device)
     with stream.active(), ExitStack() as undo:
-        built = _assemble(config, model_config, identity, group, stream, observer, on_output, undo)
+        found = None if ahead is None else ahead.compiler(model_config, identity.parts)
+        compiler = found or _compiler(model_config, identity, device)
+        built = _assemble(config, model_config, identity, group, stream, observer, on_output, undo, compiler)
         identity.confirm()
         undo.pop_all()
         return replace(built, identity=identity.parts)
@@ -148,9 +156,9 @@ def _assemble(
     observer: EngineObserver,
     on_output: Callable[[Emission], None],
     undo: ExitStack,
+    compiler: ConstraintCompiler | None,
 ) -> Built:
     device, dtype, fingerprint = stream.device, TORCH_DTYPES[model_config.dtype], identity.experts
-    compiler = _compiler(model_config, identity, device)
     model, moe = _shaped_model(config, model_config, device, group), rank_moe(config, model_config, group)
     memory, config, streaming = _plan_memory(config, model, moe, group)
     gpu, shape = config.gpu, cache_shape(config.gpu, model.config, model.rank_layers, device)
@@ -367,6 +375,7 @@ def _engine(
         check.measure_again()
 
     operations[MEASURE_AGAIN] = measure_again
+    wait_for_memory()
     cache, inbox = make_request_cache(gpu, runner.states, kv.num_pages, kv.absent), group.inbox(compiler)
     operations |= make_tiers(config, identity.text, cache, kv.cache, runner.states, inbox, check, group)
     follow_prefixes(config, identity.text, cache, group)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gpu_service.assembly.kept_experts import kept_experts
+from gpu_service.assembly.kept_experts import given_back, kept_experts
 from gpu_service.assembly.process import local_rank, resolve_device
 from gpu_service.core.partition import stage_layers
 from gpu_service.device.stream import DeviceStream, stream_of
@@ -145,7 +145,8 @@ def load_resident(
     layers = [layer for layer in moe.layers if placed.get(layer)]
     parts = config, moe.geometry, device, dtype, group.parallel, moe.layers
     if kept is not None:
-        return make_resident_experts(*parts, known, pool, kept)
+        with given_back(kept):
+            return make_resident_experts(*parts, known, pool, kept)
     segments = open_packed(config.experts, layers, fingerprint, group.parallel)
     try:
         return make_resident_experts(*parts, known, pool, segments)

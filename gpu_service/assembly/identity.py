@@ -55,6 +55,19 @@ class EngineIdentity:
         check_unchanged(self.parts, lambda: _parts(self.model, self.index, self.expert_index))
 
 
+def read_ahead(config: MoebiusConfig) -> list[CheckpointIndex]:
+    """Reads what `read_identity` will, and returns the headers: while somebody holds them, and files stay as
+    they are, it will read neither these nor the weights' samples again.
+
+    Raises CheckpointError for what cannot be read.
+    """
+    chosen = config.model
+    indices = [open_index(path) for path in (chosen.model, chosen.expert_checkpoint) if path]
+    if indices:
+        _parts(chosen.model, indices[0], indices[1] if chosen.expert_checkpoint else None)
+    return indices
+
+
 def read_identity(config: MoebiusConfig) -> EngineIdentity:
     """Reads a few MiB of the model's files and compares them with what other processes have read.
 

@@ -5,6 +5,10 @@ Where expert servers of this host hold them, too, nothing is kept.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from gpu_service.assembly.built import Built
 from gpu_service.core.parallel import ParallelContext
 from gpu_service.experts.resident.experts import ResidentExperts
@@ -17,6 +21,8 @@ from moebius.process.sleep_mark import hand_over, take_over
 
 # Under which the next program of this process finds the file.
 _NAME = "residents"
+# Threads, of this process's only wake.
+_giving_back: list[threading.Thread] = []
 
 
 def keep_experts(config: MoebiusConfig, built: Built) -> None:
@@ -39,6 +45,21 @@ def kept_experts(config: MoebiusConfig, fingerprint: str, parallel: ParallelCont
     if descriptor is None:
         return None
     return KeptExperts.open(descriptor, _identity(config, fingerprint, parallel))
+
+
+@contextmanager
+def given_back(kept: KeptExperts) -> Iterator[KeptExperts]:
+    """Gives the memory back at the end, beside what comes next; `wait_for_memory` returns once it is free."""
+    try:
+        yield kept
+    finally:
+        _giving_back.append(kept.close())
+
+
+def wait_for_memory() -> None:
+    """Returns once what was kept is memory of others again: before anybody looks how much is free."""
+    while _giving_back:
+        _giving_back.pop().join()
 
 
 def _identity(config: MoebiusConfig, fingerprint: str, parallel: ParallelContext) -> str:

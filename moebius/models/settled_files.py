@@ -1,8 +1,8 @@
-"""Digests that hold as long as their file does: of one that nothing has written to since, none is made again.
+"""Digests that are kept for as long as nothing writes to their file, so that none is computed twice.
 
-A file is the same while its place, size and times are. Its times say nothing of a write that comes right after
-another one (file systems count in milliseconds, those of servers in seconds, and memory that a process has
-mapped is written back within half a minute): so what was written recently is read each time.
+A file is the same while its place, size and times are. Its times say nothing of a write that comes right
+after another one (file systems count in milliseconds, those of servers in seconds, and memory that a process
+has mapped is written back within half a minute): so what was written recently is read each time.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Page-locks the slots of the RAM tier piece by piece, ahead of the blocks that fill them.
 
 Locking takes all of a piece's memory and zeroes it, at some GB/s: of the whole tier that would be a large
-part of an engine's start, and memory that prefixes may never need. So a thread locks the first pieces once the
-engine serves, and stays as far ahead of what blocks have reached. Copies of a slot that is not locked (yet, or
-because the driver refuses) are the same and slower, as the driver copies through a buffer of its own.
+part of an engine's start, and memory that prefixes may never need. So a thread locks the first pieces once
+the engine serves, and stays as far ahead of what blocks have reached. Copies of a slot that is not locked
+(yet, or because the driver refuses) are the same and slower: the driver copies through a buffer of its own.
 
 Steps that are launched meanwhile wait for the driver: those of a start with 18 GiB of a predecessor's blocks
-took two seconds more. So nothing is locked before the engine serves, pieces are small, the system gives them their memory
-before the driver sees them, and the thread rests after each for as long as the driver took.
+took two seconds more. So nothing is locked before the engine serves, pieces are small, the system gives them
+their memory before the driver sees them, and the thread rests after each for as long as the driver took.
 """
 
 from __future__ import annotations

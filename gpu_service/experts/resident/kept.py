@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -37,6 +38,8 @@ _HEADER = np.dtype([("table", "<u8"), ("table_bytes", "<u8")])
 _ALIGNMENT = 2 * 2**20
 # Experts that a thread copies before it asks for others.
 _AT_ONCE = 4
+# Bytes that are given back at once.
+_AT_A_TIME = 64 * 2**20
 # Memory that is left to others, as a part of all there is.
 _LEFT = 0.05
 
@@ -97,8 +100,8 @@ def keep_residents(resident: ResidentExperts, identity: str, ranks: int = 1) -> 
 class KeptExperts:
     """`PackedMemory` over what an engine kept; made by `open`."""
 
-    def __init__(self, data: NDArray[np.uint8], table: dict[str, Any]) -> None:
-        self._data = data
+    def __init__(self, data: NDArray[np.uint8], table: dict[str, Any], descriptor: int) -> None:
+        self._data, self._descriptor = data, descriptor
         # By layer: the format that was asked for last, and whether it is the one that was kept.
         self._asked: dict[int, tuple[LayerFormat, bool]] = {}
         self._kinds = {one["layer"]: one["kind"] for one in table["layers"]}
@@ -110,14 +113,15 @@ class KeptExperts:
 
     @staticmethod
     def open(descriptor: int, identity: str) -> KeptExperts | None:
-        """Returns what is there, and closes the descriptor; None: it is of another model or version."""
+        """Returns what is there, to be closed; None: it is of another model or version. The descriptor is no
+        longer the caller's.
+        """
         try:
             area = mmap.mmap(descriptor, 0, mmap.MAP_SHARED, mmap.PROT_READ)
         except (OSError, ValueError) as error:
+            os.close(descriptor)
             _log.info("no resident experts are kept in RAM", because=brief(error))
             return None
-        finally:
-            os.close(descriptor)
         data = np.frombuffer(area, np.uint8)
         header = data[: _HEADER.itemsize].view(_HEADER)[0]
         begin, length = int(header["table"]), int(header["table_bytes"])
@@ -126,9 +130,20 @@ class KeptExperts:
         except ValueError:
             table = {}
         if table.get("identity") == identity:
-            return KeptExperts(data, table)
+            return KeptExperts(data, table, descriptor)
+        os.close(descriptor)
         _log.info("resident experts that were kept in RAM are of another model, or of other settings")
         return None
+
+    def close(self) -> threading.Thread:
+        """Gives the memory back, in a thread that is returned: of 15 GiB it takes seconds. Nothing may be
+        asked of it any more.
+        """
+        parts = self._descriptor, self._data
+        self._places, self._data = {}, np.empty(0, np.uint8)
+        thread = threading.Thread(target=_give_back, args=parts, name="kept-residents", daemon=True)
+        thread.start()
+        return thread
 
     def packed(
         self, layer: int, expert: int, kind: LayerFormat
@@ -150,6 +165,17 @@ class KeptExperts:
             fits = self._kinds[layer] == repr(kind)
             self._asked[layer] = kind, fits
         return fits
+
+
+def _give_back(descriptor: int, data: NDArray[np.uint8]) -> None:
+    """Shortens the file piece by piece, so that no thread that maps memory has to wait for all of it. The
+    mapping `data` goes last, empty.
+    """
+    try:
+        for length in range((data.nbytes - 1) // _AT_A_TIME * _AT_A_TIME, -1, -_AT_A_TIME):
+            os.ftruncate(descriptor, length)
+    finally:
+        os.close(descriptor)
 
 
 def _layers_of(resident: ResidentExperts) -> list[_KeptLayer]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import json
 import sys
+import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,16 @@ from structlog.testing import capture_logs
 
 from gpu_service.assembly import ahead
 from gpu_service.assembly.ahead import AheadOfWake
+from gpu_service.assembly.identity import read_identity
 from gpu_service.ops import backends
 from moebius.config import GpuConfig, ModelConfigSection, MoebiusConfig
 from moebius.models.checkpoint import open_index
+from moebius.models.served import read_served_model
+from moebius.process.progress import take_phases
+from protos.engine_pb2 import Constraint
 from tests.helpers.checkpoints import TinyMoe
+from tests.helpers.tiny_models import make_tiny_model
+from tests.helpers.tiny_tokenizer import byte_level_tokenizer, write_tokenizer
 from tests.helpers.waiting import wait_until
 
 
@@ -79,6 +87,57 @@ def test_headers_are_held_until_the_model_is_loaded(monkeypatch: pytest.MonkeyPa
     found.forget()
     gc.collect()
     assert opened() is None
+
+
+@pytest.fixture
+def slept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Path, AheadOfWake]:
+    """Returns a model, and what an engine on a GPU has read of it while it slept."""
+    make_tiny_model("qwen3_moe", tmp_path)
+    write_tokenizer(tmp_path, byte_level_tokenizer())
+    monkeypatch.setattr(ahead, "_OWN", ())
+    monkeypatch.setattr(ahead, "resolve_device", lambda *_: torch.device("cuda", 0))
+    monkeypatch.setattr(ahead, "has_context", lambda device: False)
+    monkeypatch.setitem(backends.BACKENDS, "auto", ())
+    found = AheadOfWake(MoebiusConfig(model=ModelConfigSection(model=str(tmp_path))))
+    found.join()
+    found.wake()
+    return tmp_path, found
+
+
+def woken(model: Path, found: AheadOfWake) -> Any:
+    """Returns what a wake gets of a model as it is now."""
+    config = MoebiusConfig(model=ModelConfigSection(model=str(model)))
+    return found.compiler(read_served_model(config), read_identity(config).parts)
+
+
+def test_the_tokenizer_is_there_once(slept: tuple[Path, AheadOfWake]) -> None:
+    """It compiles constraints, and its reading is no phase of the wake."""
+    found = woken(*slept)
+    assert found.make(Constraint(json_schema="{}"))[0].matcher is not None
+    assert woken(*slept) is None
+    assert "reading the tokenizer" not in take_phases()
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "config.json"])
+def test_a_tokenizer_of_other_files_is_not_taken(slept: tuple[Path, AheadOfWake], name: str) -> None:
+    """Whatever has changed of the files that describe the model."""
+    file = slept[0] / name
+    file.write_text(json.dumps(json.loads(file.read_text()), indent=3))
+    assert woken(*slept) is None
+
+
+def test_a_wake_ends_what_is_not_begun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What is imported still is waited for, and nothing of the model is read beside loading."""
+    goes_on = threading.Event()
+    monkeypatch.setattr(AheadOfWake, "_import_all", lambda self: goes_on.wait(60))
+    monkeypatch.setattr(ahead, "read_ahead", lambda config: pytest.fail("read"))
+    make_tiny_model("qwen3_moe", tmp_path)
+    with capture_logs() as logs:
+        found = AheadOfWake(MoebiusConfig(model=ModelConfigSection(model=str(tmp_path))))
+        found.wake()
+        goes_on.set()
+        assert woken(tmp_path, found) is None
+    assert logs == []
 
 
 def test_a_missing_checkpoint_is_left_to_the_start(tmp_path: Path) -> None:

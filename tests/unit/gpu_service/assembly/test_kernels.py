@@ -1,4 +1,4 @@
-"""Invariant: a program that wakes takes its former one's choice of kernels, if nothing it depends on differs."""
+"""Invariant: a program that wakes takes its former one's choice of kernels, if all it depends on is equal."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Process:
 
 
 def test_the_choice_is_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As often as the process falls asleep."""
+    """By each program, however often the process falls asleep."""
     process = Process(monkeypatch)
     process.start()
     assert process.known == {}

@@ -10,6 +10,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
+from gpu_service.assembly.kept_experts import given_back, wait_for_memory
 from gpu_service.experts.resident import kept as kept_module
 from gpu_service.experts.resident.experts import ResidentExperts, SlotChange
 from gpu_service.experts.resident.kept import KeptExperts, keep_residents
@@ -59,17 +60,38 @@ def assert_same(found: ResidentExperts, wanted: ResidentExperts) -> None:
             assert content.matches(row)
 
 
-def test_what_was_resident_is_there_again(config: MoebiusConfig) -> None:
-    """All of it is copied, none packed; the memory is given back with its reader."""
+def test_what_was_resident_is_there_again(config: MoebiusConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it is copied, none packed; the memory is given back once its reader is closed."""
     resident, _ = load(config)
     descriptor = keep(resident)
     kept = KeptExperts.open(descriptor, IDENTITY)
     assert kept is not None
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(descriptor)
     found, copied = load(config, kept)
     assert copied == resident.num_experts > 0
+    another = os.dup(descriptor)
+    monkeypatch.setattr(kept_module, "_AT_A_TIME", 4096)
+    kept.close().join()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+    assert (os.fstat(another).st_size, os.fstat(another).st_blocks) == (0, 0)
+    os.close(another)
+    assert kept.packed(0, 0, resident.slots[0].kind) is None
     assert_same(found, resident)
+
+
+def test_memory_is_free_before_it_is_counted(config: MoebiusConfig) -> None:
+    """What comes after loading runs beside its giving back, also after a failure, and may wait for it."""
+    resident, _ = load(config)
+    descriptor = keep(resident)
+    another = os.dup(descriptor)
+    kept = KeptExperts.open(descriptor, IDENTITY)
+    assert kept is not None
+    with pytest.raises(ValueError, match="a layer"), given_back(kept):
+        raise ValueError("a layer")
+    wait_for_memory()
+    assert os.fstat(another).st_size == 0
+    os.close(another)
+    wait_for_memory()
 
 
 def test_what_is_not_there_is_packed(config: MoebiusConfig) -> None:
