@@ -227,6 +227,7 @@ async def _serve(config: MoebiusConfig, state: ProcessState, watch: LoopWatch) -
         phases=take_phases(),
     )
     servicer.sleep.loaded()
+    built.serves()
     tasks = [beating, asyncio.create_task(readiness.watch())]
     tasks.append(asyncio.create_task(servicer.sleep.watch_idleness(info, lambda: servicer.running > 0)))
     sleeps = await _until_end(servicer, built, readiness, signals, config.supervisor.stop_timeout_s)

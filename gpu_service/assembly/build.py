@@ -66,6 +66,7 @@ from gpu_service.device import TORCH_DTYPES
 from gpu_service.device.stream import DeviceStream, device_stream
 from gpu_service.engine.engine import Engine
 from gpu_service.engine.input_builder import InputBuilder
+from gpu_service.engine.late_graphs import LateGraphs
 from gpu_service.engine.model_runner import ModelRunner
 from gpu_service.engine.prefill_lane import PrefillLane
 from gpu_service.engine.step_check import MEASURE_AGAIN, StepCheck, make_check, report_failure
@@ -139,9 +140,7 @@ def build_engine(
     install_kernels(config, device, shape, sizes)
     stream = device_stream(device)
     with stream.active(), ExitStack() as undo:
-        found = None if ahead is None else ahead.compiler(model_config, identity.parts)
-        compiler = found or _compiler(model_config, identity, device)
-        built = _assemble(config, model_config, identity, group, stream, observer, on_output, undo, compiler)
+        built = _assemble(config, model_config, identity, group, stream, observer, on_output, undo, ahead)
         identity.confirm()
         undo.pop_all()
         return replace(built, identity=identity.parts)
@@ -156,9 +155,10 @@ def _assemble(
     observer: EngineObserver,
     on_output: Callable[[Emission], None],
     undo: ExitStack,
-    compiler: ConstraintCompiler | None,
+    ahead: AheadOfWake | None,
 ) -> Built:
     device, dtype, fingerprint = stream.device, TORCH_DTYPES[model_config.dtype], identity.experts
+    compiler = _compiler(model_config, identity, device, ahead)
     model, moe = _shaped_model(config, model_config, device, group), rank_moe(config, model_config, group)
     memory, config, streaming = _plan_memory(config, model, moe, group)
     gpu, shape = config.gpu, cache_shape(config.gpu, model.config, model.rank_layers, device)
@@ -194,14 +194,13 @@ def _assemble(
         placement=adaptive,
         fetcher=fetcher,
     )
-    steps, lane = _step_runners(config, runner, moe, stream, lane_stream, limits, group, memory, undo)
-    withdraw = (lambda: None) if fetcher is None else fetcher.withdraw
+    steps, lane = _step_runners(config, runner, moe, stream, lane_stream, limits, group, memory, undo, ahead)
+    withdraw, close = (_nothing, _nothing) if fetcher is None else (fetcher.withdraw, fetcher.close)
     open_streamer(config, streaming, streamer, experts, stream, dtype, undo, fingerprint, withdraw)
-    if fetcher is not None:
-        undo.callback(fetcher.close)
+    undo.callback(close)
     check = make_check(observer, config, moe, runner, stream, dtype)
-    parts = config, identity, group, runner, steps, lane, limits, kv, stream
-    engine = _engine(*parts, check, on_output, compiler)
+    parts = identity, group, runner, steps, lane, limits, kv, stream, check, on_output, compiler, memory
+    engine = _engine(config, *parts)
     return Built(
         *(engine, group, experts, runner.recorder, memory, model_config, kv.num_pages, limits.context_limit),
         warm_up_tokens(device, gpu.num_batched_tokens, limits.context_limit),
@@ -210,9 +209,16 @@ def _assemble(
     )
 
 
+def _nothing() -> None:
+    """There are no copies of experts to withdraw or to end."""
+
+
 def _compiler(
-    model: ModelConfig, identity: EngineIdentity, device: torch.device
+    model: ModelConfig, identity: EngineIdentity, device: torch.device, ahead: AheadOfWake | None
 ) -> ConstraintCompiler | None:
+    found = None if ahead is None else ahead.compiler(model, identity.parts)
+    if found is not None:
+        return found
     confirm = None if _is_gpu(device) else identity.confirm
     return make_compiler(Path(identity.model), model.vocab_size, model.eos_token_ids, confirm)
 
@@ -237,6 +243,7 @@ def _step_runners(
     group: RankGroup,
     memory: KvMemory,
     undo: ExitStack,
+    ahead: AheadOfWake | None,
 ) -> tuple[StepRunner, PrefillLane | None]:
     """Returns the step runners of the main lane and, where there is one, of the prefill lane; residents are
     watched from then on.
@@ -247,7 +254,8 @@ def _step_runners(
     vocab_size = runner.model.config.vocab_size
     runner.samples = make_choice_samples(config.gpu, moe, limits, stream.device)
     runner.drafter = make_drafter(config.gpu, runner, memory.drafting, limits, group.parallel)
-    steps = make_step_runner(config, runner, stream, limits, vocab_size, group.parallel)
+    later = ahead is not None and _may_capture_later(config, memory, group)
+    steps = make_step_runner(config, runner, stream, limits, vocab_size, group.parallel, later)
     undo.callback(steps.close)
     memory.reached(GRAPHS)
     lane = make_lane(config, runner, lane_stream, stream, limits, group)
@@ -256,6 +264,17 @@ def _step_runners(
     if runner.watch is not None:
         runner.watch.start()
     return steps, lane
+
+
+def _may_capture_later(config: MoebiusConfig, memory: KvMemory, group: RankGroup) -> bool:
+    """Returns whether graphs of steps with prompts may be captured once the engine serves.
+
+    Not of several ranks: one that cannot capture would leave the others waiting in a collective. A recorder
+    that runs from the start is to be in all graphs, and where the planned memory is not free, a start says so
+    before it serves.
+    """
+    records = config.placement.expert_recorder != "off"
+    return group.parallel.size == 1 and not records and memory.has_room(GRAPHS)
 
 
 @phase("planning memory")
@@ -363,6 +382,7 @@ def _engine(
     check: StepCheck,
     on_output: Callable[[Emission], None],
     compiler: ConstraintCompiler | None,
+    memory: KvMemory,
 ) -> Engine:
     """Returns scheduler and loops around what runs the steps."""
     gpu, recorder = config.gpu, runner.recorder
@@ -375,6 +395,8 @@ def _engine(
         check.measure_again()
 
     operations[MEASURE_AGAIN] = measure_again
+    late = LateGraphs(steps, lambda: engine.settle(), partial(memory.later, GRAPHS))
+    operations |= late.operations
     wait_for_memory()
     cache, inbox = make_request_cache(gpu, runner.states, kv.num_pages, kv.absent), group.inbox(compiler)
     operations |= make_tiers(config, identity.text, cache, kv.cache, runner.states, inbox, check, group)
@@ -397,6 +419,7 @@ def _engine(
         max_added_s=None if gpu.max_itl_ms is None else gpu.max_itl_ms / 1e3,
         draft_pace=make_draft_pace(gpu),
     )
+    engine.between_steps = late.due
     if group.parallel.rank == 0:
         check.on_too_slow = lambda: engine.call(MEASURE_AGAIN).add_done_callback(report_failure)
     if compiler is not None and group.parallel.rank == 0:

@@ -13,6 +13,7 @@ from gpu_service.assembly.vision import Vision
 from gpu_service.cache.tiers.prefix_tiers import PrefixTiers
 from gpu_service.core.constraint import ConstraintCompiler
 from gpu_service.engine.engine import Engine
+from gpu_service.engine.late_graphs import BEGIN_GRAPHS
 from gpu_service.engine.step_check import StepCheck
 from gpu_service.experts.adaptive.placement import AdaptivePlacement
 from gpu_service.experts.client import ExpertClient
@@ -89,6 +90,10 @@ class Built:
             free=0 if elastic is None else elastic.pool.free * elastic.pool.chunk_bytes,
             is_shared=elastic is not None,
         )
+
+    def serves(self) -> None:
+        """The engine is ready: what is captured late begins to be."""
+        self.engine.call(BEGIN_GRAPHS)
 
     def close(self, timeout_s: float | None = None) -> bool:
         """Ends every request, then the engine, its experts and its rank's part in the group, in order.

@@ -6,6 +6,7 @@ import gc
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,6 +128,14 @@ class KvMemory(ABC):
         """Called when a phase of loading has ended."""
         if self.ledger is not None:
             self.ledger.reached(part)
+
+    def has_room(self, part: str) -> bool:
+        """Returns whether what is planned for a part can be allocated once the engine serves."""
+        return self.ledger is None or self.ledger.has_room(part)
+
+    def later(self, part: str) -> AbstractContextManager[None]:
+        """Returns a context in which a part is allocated while the engine serves."""
+        return nullcontext() if self.ledger is None else self.ledger.later(part)
 
     def seal(self) -> None:
         """Everything is allocated. Raises UserError when it is more than was planned with."""

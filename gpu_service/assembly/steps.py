@@ -43,8 +43,12 @@ def make_step_runner(
     limits: SchedulerLimits,
     vocab_size: int,
     parallel: ParallelContext,
+    captures_later: bool = False,
 ) -> StepRunner:
-    """On a GPU everything is warmed up and captured when it returns: expert servers must be ready."""
+    """On a GPU everything is warmed up and captured when it returns: expert servers must be ready.
+
+    `captures_later`: steps with prompts are captured by `LateGraphs` instead.
+    """
     recovery_s = config.experts.expert_recovery_s
     if not isinstance(stream, CudaDeviceStream):
         host = CpuStream() if config.gpu.overlap_scheduling else InlineStream()
@@ -72,6 +76,7 @@ def make_step_runner(
         graphs=graphs,
         prompt_graphs=prompts,
         recovery_timeout_s=recovery_s,
+        captures_later=captures_later,
     )
     try:
         with phase("warming attention up"):

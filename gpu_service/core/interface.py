@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -44,6 +44,19 @@ class RunOperation:
     operation: str
     argument: str
     done: Future[None]
+
+    def run(self, operations: Mapping[str, Callable[[str], None]], fatal: type[Exception]) -> None:
+        """Runs it, by the engine thread. An error is the caller's, wherever that is; a `fatal` one is raised
+        here, too.
+        """
+        try:
+            operations[self.operation](self.argument)
+        except Exception as error:
+            self.done.set_exception(error)
+            if isinstance(error, fatal):
+                raise
+        else:
+            self.done.set_result(None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,11 +98,13 @@ class DeviceRunner(ModelStepRunner):
         graphs: DecodeGraphs | None = None,
         prompt_graphs: PromptGraphs | None = None,
         recovery_timeout_s: float = 300.0,
+        captures_later: bool = False,
     ) -> None:
+        """`captures_later`: `prepare` leaves the graphs of `prompt_graphs` to calls of `capture_next`."""
         super().__init__(runner)
         self.stream = stream
         self.results = HostBuffers(stream)
-        self._graphs, self._prompt_graphs = graphs, prompt_graphs
+        self._graphs, self._prompt_graphs, self._captures_later = graphs, prompt_graphs, captures_later
         self._uploader = uploader or Uploader(stream)
         self._steps = StepsInFlight(self._start, runner.experts, recovery_timeout_s, stream.active)
         self._last_end = 0.0
@@ -117,16 +119,42 @@ class DeviceRunner(ModelStepRunner):
         return 0 if streamer is None or not streamer.can_stream else streamer.useful_tokens
 
     def prepare(self) -> None:
-        """Captures all graphs; expert servers must be ready. Before the first step. Raises their failure."""
+        """Captures all graphs that are not to be captured later; expert servers must be ready. Before the
+        first step. Raises their failure.
+        """
         with self.stream.active(), torch.inference_mode():
             # The largest first.
-            for graphs in (self._prompt_graphs, self._graphs):
-                if graphs is not None:
-                    graphs.capture_all()
+            if self._prompt_graphs is not None and not self._captures_later:
+                self._prompt_graphs.capture_all()
+            if self._graphs is not None:
+                self._graphs.capture_all()
         self.stream.synchronize()
         failure = None if self._runner.experts is None else self._runner.experts.failure()
         if failure is not None:
             raise failure
+
+    @property
+    def may_capture(self) -> bool:
+        # A graph that is captured while experts' choices are recorded would record them for ever.
+        recorder = self._runner.recorder
+        is_recording = recorder is not None and recorder.is_recording
+        return self._prompt_graphs is not None and self._prompt_graphs.num_left > 0 and not is_recording
+
+    def capture_next(self) -> None:
+        """Captures one more graph of steps with prompts, if any is left, while no step is in flight.
+
+        Where that fails, a warning says why, and such steps go on without graphs. Raises DeviceLost where the
+        device failed: it may go on recording what comes next.
+        """
+        if self._prompt_graphs is None or not self._prompt_graphs.num_left:
+            return
+        try:
+            self.stream.synchronize()
+            with self.stream.active(), torch.inference_mode():
+                self._prompt_graphs.capture_next()
+            self.stream.synchronize()
+        except RuntimeError as error:
+            raise DeviceLost(brief(error)) from error
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         return self._steps.launch(plan)

@@ -116,6 +116,9 @@ class Engine:
         self._stopping = False
         # Called once, by the engine thread, when every request has ended because no step can be computed.
         self.on_lost: Callable[[str], None] = lambda reason: None
+        # Asked by rank 0 between steps, with whether nothing is to be computed: the operation to run now, or
+        # an empty text.
+        self.between_steps: Callable[[bool], str] = lambda is_idle: ""
         # Launched steps of the main lane, the oldest first, and how many of them there may be.
         self._in_flight: deque[LaunchedStep] = deque()
         self._depth = 2 if overlap else 1
@@ -225,6 +228,8 @@ class Engine:
         if idle:
             self._check_integrity()
             self._pacing.idled()
+        if self._inbox.is_entry and (operation := self.between_steps(idle)):
+            self.call(operation)
         for message in self._inbox.drain(idle):
             self._apply(message)
         if self._stopping:
@@ -419,19 +424,11 @@ class Engine:
                 self._end([delta_of(request) for request in self.scheduler.abort(request_id)])
             case Flush(done):
                 done.set_result(self.scheduler.cache.flush())
-            case RunOperation(operation, argument, ended):
-                self._operate(operation, argument, ended)
+            case RunOperation():
+                message.run(self._operations, DeviceLost)
             case Stop():
                 self._stopping = True
         self._emit()
-
-    def _operate(self, operation: str, argument: str, ended: Future[None]) -> None:
-        try:
-            self._operations[operation](argument)
-        except Exception as error:  # it is the caller's, wherever that is
-            ended.set_exception(error)
-        else:
-            ended.set_result(None)
 
     def _end_worthless(self) -> None:
         """Ends what was launched after a step that came to nothing: what it awaits no longer matters."""

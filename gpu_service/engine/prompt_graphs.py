@@ -37,7 +37,7 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(slots=True)
 class PromptGraph:
-    """One captured size; filled by `PromptGraphs.capture_all`."""
+    """One captured size; filled by `PromptGraphs.capture_next`."""
 
     size: int
     inputs: StepPlan  # its tensors are the graph's
@@ -67,6 +67,8 @@ class PromptGraphs:
         # What all graphs leave, of the largest size; made by the first run.
         self._outputs: Forwarded | None = None
         self._graphs: dict[int, PromptGraph] = {}
+        # Sizes that are to be captured, ascending.
+        self._left = [*self._sizes]
 
     @property
     def nbytes(self) -> int:
@@ -77,28 +79,40 @@ class PromptGraphs:
 
     @property
     def sizes(self) -> list[int]:
-        """Numbers of tokens that have a graph, ascending; empty before `capture_all`."""
+        """Numbers of tokens that have a graph, ascending."""
         return sorted(self._graphs)
 
+    @property
+    def num_left(self) -> int:
+        """Number of sizes that are to be captured still."""
+        return len(self._left)
+
     def capture_all(self) -> None:
-        """Runs each size, then captures it, the largest first.
+        """Captures what is left, as `capture_next`."""
+        for _ in counted(range(self.num_left), "capturing graphs of prompts", self.num_left):
+            if self._left:
+                self.capture_next()
+
+    def capture_next(self) -> None:
+        """Runs the largest size that is left, then captures it.
 
         Where one cannot be captured there are no graphs, and a warning says why: steps are slower, not wrong.
         Raises RuntimeError where the device failed: it may go on recording what comes next.
         """
-        for size in counted(reversed(self._sizes), "capturing graphs of prompts", len(self._sizes)):
-            try:
-                self._graphs[size] = self._capture(size)
-            except torch.AcceleratorError as error:
-                raise RuntimeError(
-                    f"steps of {size} tokens can not be captured in a graph ({brief(error)}); "
-                    "cuda_graph_max_prompt_tokens: 0 runs without"
-                ) from error
-            except Exception as error:
-                _log.warning("steps with prompts run without graphs", tokens=size, because=brief(error))
-                self.close()
-                return
-        _log.info("graphs of prompts are captured", sizes=self._sizes)
+        size = self._left.pop()
+        try:
+            self._graphs[size] = self._capture(size)
+        except torch.AcceleratorError as error:
+            raise RuntimeError(
+                f"steps of {size} tokens can not be captured in a graph ({brief(error)}); "
+                "cuda_graph_max_prompt_tokens: 0 runs without"
+            ) from error
+        except Exception as error:
+            _log.warning("steps with prompts run without graphs", tokens=size, because=brief(error))
+            self.close()
+            return
+        if not self._left:
+            _log.info("graphs of prompts are captured", sizes=self._sizes)
 
     def replay_of(self, plan: StepPlan, staged: StepPlan) -> Callable[[], Forwarded] | None:
         """Returns what replays the layers of a step, which is on the host and on the device; None: it has to
@@ -109,8 +123,9 @@ class PromptGraphs:
             return None
         if runner.recorder is not None and runner.recorder.needs_eager_steps:
             return None
-        graph = self._graphs[self._sizes[bisect.bisect_left(self._sizes, rows)]]
-        return partial(self.replay, graph, plan, staged)
+        # None: it is captured later. A larger one would compute more padding than its launches save.
+        graph = self._graphs.get(self._sizes[bisect.bisect_left(self._sizes, rows)])
+        return None if graph is None else partial(self.replay, graph, plan, staged)
 
     def replay(self, graph: PromptGraph, plan: StepPlan, staged: StepPlan) -> Forwarded:
         """Launches the layers of a step, whose tokens are in the token pool."""
@@ -125,7 +140,7 @@ class PromptGraphs:
         """Gives up all graphs."""
         for graph in self._graphs.values():
             graph.captured.close()
-        self._graphs = {}
+        self._graphs, self._left = {}, []
 
     def _capture(self, size: int) -> PromptGraph:
         inputs = self._inputs(size)

@@ -70,6 +70,15 @@ class StepRunner(ABC):
         """Clears pages after the launched steps and before later ones."""
 
     @property
+    def may_capture(self) -> bool:
+        """Returns whether there is something for `capture_next` to do now."""
+        return False
+
+    def capture_next(self) -> None:
+        """Captures one more graph, if any is left, while no step is in flight. Raises DeviceLost."""
+        return
+
+    @property
     def is_recovering(self) -> bool:
         """Returns whether steps wait for lost expert servers. Any thread may ask."""
         return False

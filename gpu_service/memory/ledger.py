@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import structlog
 from prometheus_client import REGISTRY, CollectorRegistry
@@ -54,6 +55,8 @@ class MemoryLedger:
         self._last = before
         self._show = show
         self._sealed: MemoryUse | None = None
+        # Times that memory was asked of the device within `later`.
+        self._foreseen = 0
         show(f"GPU memory, before loading\n{render(plan)}")
 
     def reached(self, part: str) -> None:
@@ -74,6 +77,21 @@ class MemoryLedger:
         """Notes what `profile_activations` measured: no tensor of it lives, but its blocks stay reserved."""
         self.measured[part] = nbytes
         self._last = self._memory.use()
+
+    def has_room(self, part: str) -> bool:
+        """Returns whether what is planned for a part is free, and as much again as steps may ask for."""
+        return self._memory.use().free >= self.plan.of(part) + ALLOCATOR_SLACK
+
+    @contextmanager
+    def later(self, part: str) -> Iterator[None]:
+        """Counts what is allocated within the context as that of `part`, also after `seal`. No step runs."""
+        before = self._memory.use()
+        try:
+            yield
+        finally:
+            now = self._memory.use()
+            self.measured[part] = self.measured.get(part, 0) + now.allocated - before.allocated
+            self._foreseen += now.device_allocations - before.device_allocations
 
     def seal(self) -> None:
         """Everything that lives as long as the process has been allocated: print what it took.
@@ -100,12 +118,12 @@ class MemoryLedger:
             )
 
     def late_allocations(self) -> int:
-        """Returns how often memory was asked of the device since `seal`: 0 unless a step exceeded
-        the plan.
+        """Returns how often memory was asked of the device since `seal`, but within `later`: 0 unless a step
+        exceeded the plan.
         """
         if self._sealed is None:
             return 0
-        return self._memory.device_allocations() - self._sealed.device_allocations
+        return self._memory.device_allocations() - self._sealed.device_allocations - self._foreseen
 
 
 def export(ledger: MemoryLedger, model_name: str, registry: CollectorRegistry = REGISTRY) -> None:

@@ -23,6 +23,7 @@ from gpu_service.engine.decode_graphs import DecodeGraphs
 from gpu_service.engine.device_runner import DeviceLane, DeviceRunner
 from gpu_service.engine.engine import Engine
 from gpu_service.engine.input_builder import InputBuilder
+from gpu_service.engine.late_graphs import LateGraphs
 from gpu_service.engine.model_runner import LaneModelRunner, ModelRunner
 from gpu_service.engine.pacing import LanePace
 from gpu_service.engine.prefill_lane import PrefillLane
@@ -53,6 +54,8 @@ class Setup:
     largest_graph: int = 0
     # Tokens of steps with prompts that have graphs; empty: none has.
     prompt_graphs: tuple[int, ...] = ()
+    # Whether these are captured once `BEGIN_GRAPHS` has run.
+    captures_later: bool = False
     overlap: bool = True
     num_pages: int = 256
     max_num_seqs: int = 8
@@ -174,7 +177,10 @@ def tiny_engine(
     if stream.device.type == "cuda":
         torch.cuda.synchronize()
     both = {"graphs": graphs, "prompt_graphs": prompts}
-    steps = DeviceRunner(runner, stream, uploader=uploader, recovery_timeout_s=60, **both)
+    timeout_s, later = 60, setup.captures_later
+    steps = DeviceRunner(
+        runner, stream, uploader=uploader, recovery_timeout_s=timeout_s, captures_later=later, **both
+    )
     steps.prepare()
     speculation = None
     if setup.num_drafts:
@@ -186,7 +192,10 @@ def tiny_engine(
     if setup.prefill_chunk_max:
         lane = _lane(runner, attention, experts, lane_stream or stream, stream, setup.lane_min_tokens)
     tiny = TinyEngine(graphs, kv_cache, stream, speculation)
-    tiny.engine = Engine(scheduler, builder, steps, tiny.on_output, overlap=setup.overlap, lane=lane)
+    late = LateGraphs(steps, lambda: tiny.engine.settle())
+    shared = {"overlap": setup.overlap, "lane": lane, "operations": late.operations}
+    tiny.engine = Engine(scheduler, builder, steps, tiny.on_output, **shared)
+    tiny.engine.between_steps = late.due
     tiny.engine.start()
     try:
         yield tiny

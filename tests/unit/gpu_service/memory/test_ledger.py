@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from gpu_service.device import TORCH_DTYPES
 from gpu_service.loader.load import load_weights
 from gpu_service.memory.device_memory import make_device_memory
 from gpu_service.memory.ledger import MemoryLedger, export
-from gpu_service.memory.plan import ACTIVATIONS, CONTEXT, DENSE, KV, MemoryLine, MemoryPlan, StepSize
+from gpu_service.memory.plan import ACTIVATIONS, CONTEXT, DENSE, GRAPHS, KV, MemoryLine, MemoryPlan, StepSize
 from gpu_service.memory.profile import profile_activations
 from gpu_service.models.compose import build_model
 from lab.random_model import RandomModelOptions, write_random_model
@@ -81,6 +82,32 @@ def test_more_than_the_budget_is_warned_of() -> None:
     assert [(log["log_level"], log["used_gib"], log["planned_gib"]) for log in logs] == [
         ("warning", "9.50", "9.00")
     ]
+
+
+def test_what_is_allocated_later_is_of_its_part() -> None:
+    """Graphs that are captured while the engine serves are measured with those before, and were foreseen."""
+    memory = FakeMemory(10 * GIB)
+    ledger, _ = loaded(memory, 2)
+    ledger.seal()
+    before = ledger.measured.get(GRAPHS, 0)
+    with ledger.later(GRAPHS):
+        memory.allocate(GIB)
+    with suppress(ValueError), ledger.later(GRAPHS):
+        memory.allocate(GIB)
+        raise ValueError("of a capture")
+    assert ledger.measured[GRAPHS] == before + 2 * GIB
+    assert ledger.late_allocations() == 0
+    memory.allocate(3 * GIB)
+    assert ledger.late_allocations() == 1
+
+
+def test_room_for_what_comes_later_is_looked_for() -> None:
+    """The planned memory has to be free, and some for steps besides."""
+    memory = FakeMemory(10 * GIB)
+    ledger, _ = loaded(memory, 2)
+    assert ledger.has_room(KV)
+    memory.allocate(memory.use().free - ledger.plan.of(KV))
+    assert not ledger.has_room(KV)
 
 
 def test_late_allocations_are_counted() -> None:
