@@ -412,7 +412,7 @@ def _model_name(config: MoebiusConfig) -> str:
     return config.model.served_model_name or served_name(Path(config.model.model).resolve())
 
 
-def _load(config: MoebiusConfig, ahead: AheadOfWake | None) -> _Loaded:
+def _load(config: MoebiusConfig, ahead: AheadOfWake | None = None) -> _Loaded:
     """Everything slow, off the event loop, so that health checks are answered meanwhile."""
     name = _model_name(config)
     metrics = EngineMetrics(name)

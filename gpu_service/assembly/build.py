@@ -397,7 +397,7 @@ def _engine(
     operations[MEASURE_AGAIN] = measure_again
     late = LateGraphs(steps, lambda: engine.settle(), partial(memory.later, GRAPHS))
     operations |= late.operations
-    wait_for_memory()
+    wait_for_memory(group)
     cache, inbox = make_request_cache(gpu, runner.states, kv.num_pages, kv.absent), group.inbox(compiler)
     operations |= make_tiers(config, identity.text, cache, kv.cache, runner.states, inbox, check, group)
     follow_prefixes(config, identity.text, cache, group)

@@ -14,6 +14,7 @@ from gpu_service.core.parallel import ParallelContext
 from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.experts.resident.kept import KeptExperts, keep_residents
 from gpu_service.experts.streaming.opening import open_packed
+from gpu_service.parallel.group import RankGroup
 from moebius.config import MoebiusConfig
 from moebius.kernels.weight_segment import ABI_VERSION
 from moebius.models.identity import expert_fingerprint
@@ -56,10 +57,13 @@ def given_back(kept: KeptExperts) -> Iterator[KeptExperts]:
         _giving_back.append(kept.close())
 
 
-def wait_for_memory() -> None:
-    """Returns once what was kept is memory of others again: before anybody looks how much is free."""
+def wait_for_memory(group: RankGroup) -> None:
+    """Returns once what all ranks had kept is memory of others again: before one of them looks how much is
+    free.
+    """
     while _giving_back:
         _giving_back.pop().join()
+    group.minimum("kept memory", 0)
 
 
 def _identity(config: MoebiusConfig, fingerprint: str, parallel: ParallelContext) -> str:

@@ -6,16 +6,20 @@ what a GPU gets.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client import REGISTRY, CollectorRegistry
+from structlog.testing import capture_logs
 
 from gpu_service import main as service
 from gpu_service.assembly import build, kv_memory, rank_plan
 from gpu_service.assembly import experts as expert_assembly
 from gpu_service.assembly import steps as step_assembly
+from gpu_service.assembly.ahead import AheadOfWake
 from gpu_service.cache.kv_cache import KVCache
 from gpu_service.core.request import Request, SamplingParams
 from gpu_service.device.stream import HostDeviceStream
@@ -25,12 +29,14 @@ from gpu_service.experts.resident.experts import ResidentExperts
 from gpu_service.ops import backends
 from moebius.config import MoebiusConfig
 from moebius.models.layers.layer import Layers
-from tests.helpers.built_engine import running_engine
+from tests.helpers.built_engine import RunningEngine, running_engine
 from tests.helpers.capturable_attention import CapturableAttention
 from tests.helpers.device_experts import DenseExperts
 from tests.helpers.fake_memory import GIB, FakeMemory
 from tests.helpers.host_graphs import RecordedOperations
+from tests.helpers.tiny_engine import noted_replays
 from tests.helpers.tiny_models import make_tiny_model
+from tests.helpers.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -77,19 +83,24 @@ def config_for(directory: Path, gpu: dict[str, Any], placement: dict[str, Any]) 
     )
 
 
-def tokens(directory: Path, gpu: dict[str, Any], placement: dict[str, Any] | None = None) -> list[list[int]]:
-    """Returns greedy and sampled requests of different lengths, all at once."""
+def requests(namespace: str = "") -> list[Request]:
+    """Returns greedy and sampled ones of different lengths; those of a namespace share prefixes."""
     sampled = {"temperature": 0.9, "top_p": 0.95, "presence_penalty": 0.8}
-    requests = [
+    return [
         Request(
-            f"r{i}",
+            f"{namespace}{i}",
             [3 + (i * 37 + k * k * 5 + k) % 200 for k in range(4 + 11 * i)],
             SamplingParams(seed=i, max_tokens=8 + 2 * i, ignore_eos=True, **(sampled if i % 2 else {})),  # type: ignore[arg-type]
+            cache_namespace=namespace,
         )
         for i in range(5)
     ]
+
+
+def tokens(directory: Path, gpu: dict[str, Any], placement: dict[str, Any] | None = None) -> list[list[int]]:
+    """Returns those of all requests at once."""
     with running_engine(config_for(directory, gpu, placement or {})) as engine:
-        return engine.run(requests)
+        return engine.run(requests())
 
 
 @pytest.fixture(scope="module")
@@ -134,6 +145,41 @@ def test_graphs_of_prompts_are_assembled_too(
     monkeypatch.setattr(step_assembly, "prompt_sizes", lambda *_: [20, 32])
     assert tokens(directory, {}) == expected
     assert replayed[0] > 0
+
+
+@contextmanager
+def woken(directory: Path, placement: dict[str, Any]) -> Iterator[tuple[RunningEngine, Callable[[], bool]]]:
+    """Runs an engine that has slept; also returns what says whether its graphs of prompts are captured."""
+    config = config_for(directory, {}, placement)
+    ahead = AheadOfWake(config)
+    ahead.wake()
+    with capture_logs() as logs, running_engine(config, ahead=ahead) as engine:
+        yield engine, lambda: any(line["event"] == "graphs of prompts are captured" for line in logs)
+
+
+@pytest.mark.usefixtures("device")
+def test_an_engine_that_wakes_captures_them_late(
+    directory: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its steps with prompts are the eager ones until it serves and is idle."""
+    replayed = noted_replays(monkeypatch)
+    monkeypatch.setattr(step_assembly, "prompt_sizes", lambda *_: [20, 32])
+    with woken(directory, {}) as (engine, are_captured):
+        assert engine.run(requests("before")) == expected
+        assert not are_captured()
+        assert not replayed
+        engine.built.serves()
+        wait_until(are_captured)
+        assert engine.run(requests("after")) == expected
+        assert replayed
+
+
+@pytest.mark.usefixtures("device")
+def test_graphs_that_record_are_captured_before(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where experts' choices are recorded from the start, all graphs have that in them."""
+    monkeypatch.setattr(step_assembly, "prompt_sizes", lambda *_: [20, 32])
+    with woken(directory, {"expert_recorder": "stat"}) as (_, are_captured):
+        assert are_captured()
 
 
 @pytest.mark.usefixtures("device")

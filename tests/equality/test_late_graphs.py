@@ -17,13 +17,12 @@ from gpu_service.core.step import StepPlan
 from gpu_service.device.graphs import CapturedGraph, Cut
 from gpu_service.engine import late_graphs
 from gpu_service.engine.late_graphs import BEGIN_GRAPHS, CAPTURE_GRAPH, LateGraphs
-from gpu_service.engine.prompt_graphs import PromptGraph, PromptGraphs
 from gpu_service.engine.step_runner import LaunchedStep, StepRunner
 from tests.equality.test_decode_graphs import GREEDY, HOST, OrderedStream, Tiny, prefixed
 from tests.helpers.capturable_attention import CapturableAttention
 from tests.helpers.device_experts import DenseExperts
 from tests.helpers.host_graphs import RecordedOperations
-from tests.helpers.tiny_engine import Setup, TinyEngine, tiny_engine, tiny_model
+from tests.helpers.tiny_engine import Replay, Setup, TinyEngine, noted_replays, tiny_engine, tiny_model
 from tests.helpers.tiny_models import make_tiny_model
 from tests.helpers.waiting import wait_until
 
@@ -53,17 +52,9 @@ class Backend(RecordedOperations):
 
 
 @pytest.fixture
-def replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Returns the sizes of graphs that are replayed from now on."""
-    found: list[int] = []
-    original = PromptGraphs.replay
-
-    def replay(graphs: PromptGraphs, graph: PromptGraph, plan: StepPlan, staged: StepPlan) -> object:
-        found.append(graph.size)
-        return original(graphs, graph, plan, staged)
-
-    monkeypatch.setattr(PromptGraphs, "replay", replay)
-    return found
+def replayed(monkeypatch: pytest.MonkeyPatch) -> list[Replay]:
+    """Returns the steps that are replayed in a test."""
+    return noted_replays(monkeypatch)
 
 
 @contextmanager
@@ -82,7 +73,7 @@ def wanted(name: str = "") -> list[Request]:
     ]
 
 
-def test_graphs_come_while_the_engine_is_idle(tiny: Tiny, replayed: list[int]) -> None:
+def test_graphs_come_while_the_engine_is_idle(tiny: Tiny, replayed: list[Replay]) -> None:
     """None before it begins; then all, without a request, and steps replay them."""
     with engine(tiny, Backend(), Setup()) as eager:
         expected = eager.run(wanted())
@@ -93,11 +84,11 @@ def test_graphs_come_while_the_engine_is_idle(tiny: Tiny, replayed: list[int]) -
         running.engine.call(BEGIN_GRAPHS).result(60)
         wait_until(lambda: backend.captured == len(SIZES))
         assert running.run(wanted("after")) == expected
-        assert set(replayed) == set(SIZES)
+        assert {size for *_, size in replayed} == set(SIZES)
 
 
 def test_graphs_come_between_steps_of_a_busy_engine(
-    tiny: Tiny, replayed: list[int], monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, replayed: list[Replay], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is in flight is committed before each, and a size without a graph runs eagerly meanwhile."""
     with engine(tiny, Backend(), Setup()) as eager:
@@ -113,7 +104,7 @@ def test_graphs_come_between_steps_of_a_busy_engine(
     assert replayed
 
 
-def test_a_graph_that_fails_is_a_warning(tiny: Tiny, replayed: list[int]) -> None:
+def test_a_graph_that_fails_is_a_warning(tiny: Tiny, replayed: list[Replay]) -> None:
     """The engine goes on without graphs of prompts, those included that were there, and tries no more."""
 
     def fails(number: int) -> None:

@@ -159,8 +159,10 @@ def test_residents_return_from_memory(tmp_path: Path) -> None:
         descriptor = keep_residents(resident, "a model")
         assert descriptor is not None
         kept = KeptExperts.open(descriptor, "a model")
+        assert kept is not None
         again = make_resident_experts(config, geometry, stream.device, torch.bfloat16, packed=kept)
         assert again is not None
+        kept.close().join()
         again.check_integrity()
         for layer, slots in resident.slots.items():
             assert torch.equal(again.slots[layer].weights, slots.weights)

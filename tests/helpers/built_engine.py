@@ -6,6 +6,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from gpu_service.assembly.ahead import AheadOfWake
 from gpu_service.assembly.build import Built, WarmUpGate, build_engine
 from gpu_service.core.interface import EngineObserver, NullObserver
 from gpu_service.ops import backends
@@ -22,14 +23,16 @@ class RunningEngine(EngineOutputs):
 
 
 @contextmanager
-def running_engine(config: MoebiusConfig, observer: EngineObserver | None = None) -> Iterator[RunningEngine]:
-    """Built, warm and sealed; at the end stops it and checks its books."""
+def running_engine(
+    config: MoebiusConfig, observer: EngineObserver | None = None, ahead: AheadOfWake | None = None
+) -> Iterator[RunningEngine]:
+    """Built, warm and sealed; at the end stops it and checks its books. `ahead`: of one that wakes."""
     if config.experts.expert_transport == "mailbox":
         # An earlier engine's mailbox is that engine's until nothing refers to it any more. Elsewhere it would
         # only cost a tenth of a second of every engine.
         gc.collect()
     gate = WarmUpGate()
-    built = build_engine(config, observer or NullObserver(), gate.on_output)
+    built = build_engine(config, observer or NullObserver(), gate.on_output, ahead)
     built.engine.start()
     try:
         gate.run(built.engine, built.model_config.vocab_size, WAIT_S, built.warm_up_tokens)

@@ -17,6 +17,7 @@ from gpu_service.experts.resident.kept import KeptExperts, keep_residents
 from gpu_service.experts.resident.make import make_resident_experts
 from gpu_service.experts.resident.panels import layer_format
 from gpu_service.experts.streaming.ring import HostTransfers
+from gpu_service.parallel.group import SoloGroup
 from moebius.config import ModelConfigSection, MoebiusConfig, PlacementConfig
 from moebius.models.read import read_geometry
 from tests.helpers.quantised_checkpoints import QuantisedMoe
@@ -88,10 +89,10 @@ def test_memory_is_free_before_it_is_counted(config: MoebiusConfig) -> None:
     assert kept is not None
     with pytest.raises(ValueError, match="a layer"), given_back(kept):
         raise ValueError("a layer")
-    wait_for_memory()
+    wait_for_memory(SoloGroup())
     assert os.fstat(another).st_size == 0
     os.close(another)
-    wait_for_memory()
+    wait_for_memory(SoloGroup())
 
 
 def test_what_is_not_there_is_packed(config: MoebiusConfig) -> None:
