@@ -25,7 +25,9 @@ def _make_step_runner(
     limits: SchedulerLimits,
     vocab_size: int,
     parallel: ParallelContext,
+    captures_later: bool,
 ) -> StepRunner:
+    assert not captures_later, "several ranks capture before they serve"
     uploader = Uploader(stream)
     graphs = DecodeGraphs(
         runner,
