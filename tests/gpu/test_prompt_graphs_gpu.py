@@ -5,17 +5,22 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 from gpu_service.core.request import Request, SamplingParams
 from gpu_service.device.graphs import CudaGraphs, Cut
+from gpu_service.device.pinned import registrar
 from gpu_service.device.stream import CudaDeviceStream
+from gpu_service.engine.late_graphs import BEGIN_GRAPHS
 from tests.gpu.test_engine_gpu import GREEDY, SAMPLED, gpu_engine, on_cpu, on_gpu, scored_on_cpu
 from tests.helpers.family_answers import (
     answers,
@@ -28,6 +33,7 @@ from tests.helpers.family_answers import (
 )
 from tests.helpers.tiny_engine import Replay, Setup, noted_replays
 from tests.helpers.tiny_models import TINY_MODELS, make_tiny_model, write_tiny_model
+from tests.helpers.waiting import wait_until
 
 pytestmark = pytest.mark.gpu
 GRAPHS = Setup(prompt_graphs=(16, 30, 31), largest_graph=6)
@@ -130,6 +136,36 @@ def test_bfloat16_is_as_close_as_eager(directory: Path, attention: str, replayed
     ours = errors([logprobs_of(request.output_logprobs) for request in found], exact)
     theirs = errors(scored_on_cpu(directory, found, "bfloat16"), exact)
     assert_as_close(ours, theirs)
+
+
+def test_graphs_that_come_late_say_the_same(directory: Path, replayed: list[Replay]) -> None:
+    """They are captured by the engine's thread after decode steps' graphs, while host memory is registered
+    elsewhere: steps before, between and after them have the tokens of the CPU.
+    """
+    expected = on_cpu(directory, requests(GREEDY))
+    ended, locked = threading.Event(), torch.zeros(2**28, dtype=torch.uint8)
+
+    def register() -> None:
+        driver = registrar(torch.device("cuda", 0))
+        with driver.active():
+            while not ended.is_set():
+                assert driver.register(locked.data_ptr(), locked.nbytes) == ""
+                driver.unregister(locked.data_ptr())
+
+    with gpu_engine(directory, replace(GRAPHS, captures_later=True), attention="triton") as engine:
+        assert engine.run(requests(GREEDY)) == expected
+        assert not replayed
+        engine.engine.flush().result(10)
+        with ThreadPoolExecutor(1) as beside, capture_logs() as logs:
+            registering = beside.submit(register)
+            try:
+                engine.engine.call(BEGIN_GRAPHS).result(60)
+                wait_until(lambda: any("are captured" in line["event"] for line in logs))
+            finally:
+                ended.set()
+            registering.result(60)
+        assert engine.run(requests(GREEDY)) == expected
+        assert_all_kinds(replayed)
 
 
 def test_no_replay_makes_the_host_wait(directory: Path) -> None:
