@@ -419,7 +419,8 @@ def _engine(
         max_added_s=None if gpu.max_itl_ms is None else gpu.max_itl_ms / 1e3,
         draft_pace=make_draft_pace(gpu),
     )
-    engine.between_steps = late.due
+    if steps.may_capture:
+        engine.between_steps = late.due
     if group.parallel.rank == 0:
         check.on_too_slow = lambda: engine.call(MEASURE_AGAIN).add_done_callback(report_failure)
     if compiler is not None and group.parallel.rank == 0:
