@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import secrets
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,6 +77,27 @@ class Cluster:
             begin_step()
 
         client.begin_step = counted  # type: ignore[method-assign]
+
+    @contextlib.contextmanager
+    def started_again(self, index: int) -> Iterator[int]:
+        """Within it a server that dies is started again with another segment; the pid of the one that may be
+        killed. At the end it is killed if it lives.
+        """
+        process = self.processes[index]
+        segment = Path(self.config.experts.expert_weights_dir) / f"expert-{index}.weights"
+
+        def restart() -> None:
+            process.wait()
+            segment.unlink()
+            self.start(index)
+
+        restarting = threading.Thread(target=restart)
+        restarting.start()
+        try:
+            yield process.pid
+        finally:
+            process.kill()
+            restarting.join()
 
     def client(self, transport: str, **experts: Any) -> ExpertClient:
         """Returns a ready client."""

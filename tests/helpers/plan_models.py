@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from app.planning.gpu_models import find_gpu_model
 from app.planning.hardware import Hardware
@@ -61,6 +64,11 @@ def write_headers(directory: Path, tensors: Iterable[tuple[str, str, tuple[int, 
 _GROUP = 128
 # Matrices that quantisers of 4 bits leave in 16.
 _LEFT = re.compile(r"(embed_tokens|lm_head|\.gate|shared_expert_gate|in_proj_ba|conv1d|mtp\..*)\.weight$")
+
+
+def published_once(factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Returns a function that returns a published model's directory of headers; each is written once."""
+    return cache(lambda name: write_published(factory.mktemp(name), name))
 
 
 def write_published(directory: Path, name: str, int4: bool = False) -> Path:

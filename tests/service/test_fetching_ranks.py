@@ -8,9 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import threading
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -150,22 +148,9 @@ def lost_while_fetching(pid: int, script: Script) -> dict[str, list[Outcome]]:
 
 def test_a_server_that_is_lost(cluster: Cluster, wanted: list[Outcome]) -> None:
     """All ranks forget what they have copied at the same step, and copy again once the server is back."""
-    process = cluster.processes[1]
-    memory = Path(cluster.config.experts.expert_weights_dir)
-
-    def restart() -> None:
-        process.wait()
-        (memory / "expert-1.weights").unlink()
-        cluster.start(1)
-
-    restarting = threading.Thread(target=restart)
-    restarting.start()
     config = settings(cluster, 2, prefill_experts="stream", stream_min_rows=1000)
-    try:
-        found = run_group(config, fetch_on_the_host, partial(lost_while_fetching, process.pid))
-    finally:
-        process.kill()
-        restarting.join()
+    with cluster.started_again(1) as pid:
+        found = run_group(config, fetch_on_the_host, partial(lost_while_fetching, pid))
     for answers in (found["answers"], found["again"]):
         assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in wanted]
     before, after = found["copied"][0].token_ids

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -293,21 +292,8 @@ def lost_while_streaming(pid: int, script: Script) -> dict[str, list[Outcome]]:
 
 def test_a_server_that_is_lost_in_a_step_that_streams(cluster: Cluster, wanted: list[Outcome]) -> None:
     """Both ranks run the step again, whichever of them noticed, once the server is back."""
-    process = cluster.processes[1]
-    memory = Path(cluster.config.experts.expert_weights_dir)
-
-    def restart() -> None:
-        process.wait()
-        (memory / "expert-1.weights").unlink()
-        cluster.start(1)
-
-    restarting = threading.Thread(target=restart)
-    restarting.start()
     config = settings(cluster, 2, prefill_experts="stream")
-    try:
-        found = run_group(config, stream_a_part, partial(lost_while_streaming, process.pid))
-    finally:
-        process.kill()
-        restarting.join()
+    with cluster.started_again(1) as pid:
+        found = run_group(config, stream_a_part, partial(lost_while_streaming, pid))
     assert found["answers"] == wanted
     assert found["again"] == wanted

@@ -25,7 +25,7 @@ from gpu_service.core.parallel import ParallelContext
 from moebius.config import MoebiusConfig
 from moebius.models.served import read_served_model
 from tests.helpers.drawn_machines import Machine, Numbers, Rank, install, serve
-from tests.helpers.plan_models import GIB, settings, write_published
+from tests.helpers.plan_models import GIB, published_once, settings
 
 Directory = Callable[[str], Path]
 # Published in fp8, whole or in part, and where their dense layers matter: the sizes of a card, GiB, on which
@@ -36,14 +36,7 @@ QUANTISED = {"qwen3-30b-a3b-fp8": (16, 80), "minimax-m2": (24, 768), "deepseek-v
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Directory:
     """Returns a published model's headers; each is written once."""
-    made: dict[str, Path] = {}
-
-    def make(name: str) -> Path:
-        if name not in made:
-            made[name] = write_published(tmp_path_factory.mktemp(name), name)
-        return made[name]
-
-    return make
+    return published_once(tmp_path_factory)
 
 
 def host(gib: float, gpus: int = 1) -> Hardware:

@@ -14,7 +14,7 @@ from app.planning.capacity import CapacityPlan, DoesNotFit, Wish
 from app.planning.gpu_models import GPU_MODELS
 from app.planning.gpu_use import plan_capacity
 from app.planning.smallest_change import smallest_change
-from tests.helpers.plan_models import GIB, hardware, settings, write_published
+from tests.helpers.plan_models import GIB, hardware, published_once, settings, write_published
 
 SIZES = (24, 32, 48, 80, 96)
 Plan = Callable[..., CapacityPlan]
@@ -23,14 +23,12 @@ Plan = Callable[..., CapacityPlan]
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     """Returns a plan of a published model's headers on one card of `gib` GiB, nothing placed on it."""
-    directories: dict[str, Path] = {}
+    directory = published_once(tmp_path_factory)
 
     def make(name: str, gib: int, **flags: Any) -> CapacityPlan:
-        if name not in directories:
-            directories[name] = write_published(tmp_path_factory.mktemp(name), name)
         card = replace(GPU_MODELS["RTX 4090"], memory_bytes=gib * GIB)
         host = replace(hardware("4090", ram_gib=4096), gpu=card)
-        return plan_capacity(settings(directories[name], **flags), host, Wish(), fill=False)
+        return plan_capacity(settings(directory(name), **flags), host, Wish(), fill=False)
 
     return make
 

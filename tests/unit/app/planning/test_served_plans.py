@@ -22,7 +22,7 @@ from app.planning.smallest_change import smaller_quantisation, smallest_change
 from moebius.config import MoebiusConfig
 from moebius.errors import UserError
 from tests.helpers.drawn_machines import Machine, install, serve
-from tests.helpers.plan_models import GIB, settings, write_published
+from tests.helpers.plan_models import GIB, published_once, settings
 from tests.helpers.published_checkpoints import FIXTURES
 
 NAMES = sorted(path.stem for path in FIXTURES.glob("*.json"))
@@ -49,14 +49,7 @@ WISHES = (Wish(), Wish(), Wish(4096, 4), Wish(32768, 1), Wish(None, 16))
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Directory:
     """Returns a published model's headers; each is written once."""
-    made: dict[str, Path] = {}
-
-    def make(name: str) -> Path:
-        if name not in made:
-            made[name] = write_published(tmp_path_factory.mktemp(name), name)
-        return made[name]
-
-    return make
+    return published_once(tmp_path_factory)
 
 
 @dataclass(frozen=True)
