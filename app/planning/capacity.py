@@ -11,7 +11,6 @@ from app.planning.gpu_models import GpuModel
 from app.planning.hardware import Hardware
 from app.planning.measured_hosts import origins
 from app.planning.memory import Component, Residency, total_bytes
-from app.planning.rings import steps_fetch
 from app.planning.speed import Speed, Work
 from moebius.checkpoint.index import has_weights
 from moebius.config import MoebiusConfig, ParallelConfig, PlacementConfig
@@ -203,9 +202,9 @@ def stages_note(parallel: ParallelConfig, gpu: GpuModel) -> str:
 
 
 def make_notes(
-    config: MoebiusConfig, work: Work, hardware: Hardware, kv: KvPool, context: int
+    config: MoebiusConfig, work: Work, hardware: Hardware, kv: KvPool, context: int, fetches: bool
 ) -> tuple[str, ...]:
-    """Returns one sentence each."""
+    """Returns one sentence each; `fetches`: as `rings.steps_fetch` says."""
     notes = []
     if not has_weights(config.model.model):
         notes.append("no files of weights are there: types and formats are what config.json says")
@@ -229,7 +228,7 @@ def make_notes(
         notes.append(f"the KV cache holds {kv.tokens} tokens, less than one stream of {context}")
     notes += origins(hardware, work.expert_times is not None or not work.moe_layers)
     notes.append("even routing is assumed; skewed routing touches fewer experts and is faster")
-    if hardware.gpu is not None and work.moe_layers and work.resident_share < 1.0 and steps_fetch(config):
+    if hardware.gpu is not None and work.moe_layers and work.resident_share < 1.0 and fetches:
         notes.append(
             "experts that decode steps fetch over the link are not counted; with all experts in RAM and "
             "neighbouring tokens that share 45 % of theirs host D had 185 tokens/s instead of 84"

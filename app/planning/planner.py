@@ -43,7 +43,7 @@ from app.planning.memory import (
     with_split,
 )
 from app.planning.prefixes import with_prefixes
-from app.planning.rings import ring_bytes
+from app.planning.rings import ring_bytes, steps_fetch
 from app.planning.sequences import plan_with_num_seqs, with_num_seqs
 from app.planning.speed import (
     ColdReads,
@@ -235,7 +235,7 @@ class Planner:
             kv_offload_gib=self.config.gpu.kv_offload_bytes / 2**30,
             max_num_seqs=self.seqs_beside_experts,
             start_seconds=predict_start(self.geometry, self.stored, self._dense_bytes(), hardware),
-            notes=make_notes(self.config, work, hardware, kv, context),
+            notes=make_notes(self.config, work, hardware, kv, context, steps_fetch(self.config)),
         )
 
     def _residency(self, hardware: Hardware, kv_tokens: int, fill: bool) -> Residency:
