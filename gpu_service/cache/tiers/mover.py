@@ -221,7 +221,9 @@ class Mover:
         """Returns how many items from here on are pages of one tier that are copied up at once; 0: the first
         is a state."""
         is_on_disk, end = items[first].is_on_disk, first
-        most = len(items) if not is_on_disk else first + len(self._load_scratch) // self._payloads.page_bytes
+        # Pages are empty in a model that attends to none.
+        at_once = len(self._load_scratch) // max(1, self._payloads.page_bytes)
+        most = first + at_once if is_on_disk else len(items)
         while end < min(most, len(items)) and not is_state(items[end].key):
             if items[end].is_on_disk != is_on_disk:
                 break

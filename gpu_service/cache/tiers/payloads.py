@@ -153,7 +153,7 @@ class DevicePayloads(Payloads):
         return memory
 
     def _read(self, rows: Sequence[torch.Tensor], places: Sequence[int], into: Sequence[Bytes]) -> None:
-        if not rows:  # of a pipeline stage without layers of this kind
+        if not (rows and places):  # a pipeline stage may have no layers of this kind
             return
         with self._stream.active():
             for part, index in self._parts(rows, places):
@@ -163,7 +163,7 @@ class DevicePayloads(Payloads):
             self._stream.record().wait()
 
     def _write(self, rows: Sequence[torch.Tensor], places: Sequence[int], payloads: Sequence[Bytes]) -> None:
-        if not rows:
+        if not (rows and places):
             return
         sizes = [row.shape[1] for row in rows]
         with self._stream.active():

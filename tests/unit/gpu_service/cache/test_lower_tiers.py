@@ -26,7 +26,7 @@ from gpu_service.cache.request_states import RequestStates, StatePool
 from gpu_service.cache.tiers import disk_file, payloads
 from gpu_service.cache.tiers.digests import identity_digest, page_digests, root_digest, state_key
 from gpu_service.cache.tiers.disk_tier import DiskTier
-from gpu_service.cache.tiers.mover import Speed
+from gpu_service.cache.tiers.mover import LoadItem, Mover, Speed
 from gpu_service.cache.tiers.payloads import DevicePayloads, HostPayloads
 from gpu_service.cache.tiers.prefix_tiers import PrefixTiers
 from gpu_service.cache.tiers.ram_segment import RamSegment, slots_within
@@ -339,6 +339,40 @@ def test_both_ways_of_copying_give_the_same_bytes(
             assert not copy[:3].any()
         for tensor, copy in zip(states, into[1], strict=True):
             assert torch.equal(tensor[5], copy[2])
+
+
+def test_no_pages_are_no_work_of_the_device() -> None:
+    """The engine's thread asks for the pages that RAM lacks whenever some are given up: mostly for none."""
+
+    class Untouched(HostDeviceStream):
+        def active(self) -> Any:
+            raise AssertionError("the device was asked for nothing")
+
+    found = DevicePayloads(page_tensors(), [], Untouched())
+    found.read_pages([], [])
+    found.write_pages([], [])
+
+
+def test_empty_pages_come_from_a_disk() -> None:
+    """A model that attends to nothing has pages without bytes, and states beside them."""
+    keys = names(5)
+    records = dict.fromkeys(keys)
+
+    class Disk:
+        def record(self, key: bytes) -> object:
+            return key if key in records else None
+
+        def announce(self, keys: list[bytes]) -> None:
+            assert keys == list(records)
+
+        def read(self, record: object, into: Any) -> bool:
+            return into.nbytes == 0
+
+    disk: Any = Disk()
+    mover = Mover(HostPayloads([], [], HostDeviceStream()), disk, lambda: None, is_direct=True)
+    items = [LoadItem(key, place, [], is_on_disk=True) for place, key in enumerate(keys)]
+    assert mover.load(items).result() == 5
+    mover.close()
 
 
 class FlakyDisk(DiskTier):
