@@ -15,6 +15,7 @@ from app.planning.hardware import Hardware
 from app.planning.memory import all_resident, chosen_residency, has_placement
 from app.planning.stages import lacks_stage_layers, with_stage_layers
 from moebius.config import MoebiusConfig
+from moebius.models.served import with_dense_form
 
 if TYPE_CHECKING:
     from app.planning.planner import Planner
@@ -51,10 +52,7 @@ def is_undecided(planner: Planner) -> bool:
 
 def with_dense_choice(config: MoebiusConfig, choice: DenseChoice | None) -> MoebiusConfig:
     """Returns the settings with what a plan decided; None: as they are."""
-    if choice is None:
-        return config
-    model = config.model.model_copy(update={"dense_weights": choice.setting})
-    return config.model_copy(update={"model": model})
+    return config if choice is None else with_dense_form(config, choice.setting)
 
 
 def with_dense_weights(planner: Planner, hardware: Hardware, wish: Wish | None, fill: bool) -> Planner:

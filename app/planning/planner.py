@@ -62,7 +62,7 @@ from moebius.config import MoebiusConfig, Section
 from moebius.errors import ConfigError, UserError
 from moebius.experts.placement import keeps_residents
 from moebius.experts.slices import REQUANTISED
-from moebius.models.served import read_served_geometry, with_drafts
+from moebius.models.served import read_served_geometry, with_dense_form, with_drafts
 
 if TYPE_CHECKING:
     from gpu_service.memory.plan import ExpertMemory, MemoryPlan
@@ -279,8 +279,7 @@ class Planner:
         """Returns the same with `dense_weights` as chosen, which changes what the ranks hold."""
         from gpu_service.assembly.forecast import Forecast
 
-        model = self.config.model.model_copy(update={"dense_weights": chosen})
-        other = self.with_settings(self.config.model_copy(update={"model": model}))
+        other = self.with_settings(with_dense_form(self.config, chosen))
         if chosen not in self._forecasts:
             self._forecasts[chosen] = Forecast(other.config, self.on_gpu)
         other.forecast = self._forecasts[chosen]

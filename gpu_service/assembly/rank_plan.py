@@ -43,6 +43,7 @@ from moebius.config import DEFAULT_BATCHED_TOKENS, DEFAULT_NUM_SEQS, MoebiusConf
 from moebius.errors import UserError
 from moebius.models.config import ModelConfig
 from moebius.models.layers.layer import Layers
+from moebius.models.served import with_dense_form
 
 # Tokens of a streamed step where no setting says how many.
 PREFILL_CHUNKS = (16384, 12288, 8192, 6144, 4096, 3072, 2048, 1024)
@@ -496,11 +497,11 @@ def with_dense_weights(
     memory = make_device_memory(device)
     if memory is None or config.model.dense_weights != "auto":
         return config
-    dequantised = _with_dense(config, "dequantise")
+    dequantised = with_dense_form(config, "dequantise")
     rank = RankPlan(dequantised, _held(dequantised, model), memory.use(), experts, vision)
     tokens = group.minimum("tokens of a long request", rank.kept_tokens())
     fits = group.minimum("room for dequantised weights", int(rank.has_room(tokens))) == 1
-    kept = _with_dense(config, "keep")
+    kept = with_dense_form(config, "keep")
     if rank.saved_bytes(kept):
         _log.info(
             f"dense_weights auto: {'dequantised' if fits else 'kept as stored'}",
@@ -508,11 +509,6 @@ def with_dense_weights(
             "dequantised weights",
         )
     return dequantised if fits else kept
-
-
-def _with_dense(config: MoebiusConfig, chosen: str) -> MoebiusConfig:
-    model = config.model.model_copy(update={"dense_weights": chosen})
-    return config.model_copy(update={"model": model})
 
 
 def _held(config: MoebiusConfig, model: CausalLM) -> HeldWeights:

@@ -12,7 +12,6 @@ in one piece for packed weights; then it is better dropped.
 from __future__ import annotations
 
 import collections
-import ctypes
 import errno
 import math
 import mmap
@@ -25,13 +24,7 @@ import numpy.typing as npt
 from moebius.checkpoint.errors import CheckpointError
 from moebius.checkpoint.index import TensorInfo
 from moebius.checkpoint.reader import Array, SliceReader
-
-# Linux 5.14; Python's mmap does not name it.
-MADV_POPULATE_READ = 22
-
-# By ctypes because mmap.madvise keeps Python's lock, and populating takes as long as the disk does.
-_madvise = ctypes.CDLL(None, use_errno=True).madvise
-_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+from moebius.process.memory_advice import MADV_POPULATE_READ, advise
 
 
 class MappedReader(SliceReader):
@@ -62,7 +55,7 @@ class MappedReader(SliceReader):
         for file in self._populated:
             # All of it: kernels map whole folios, which reach beyond what was asked for.
             area = self._maps[file]
-            _madvise(area.ctypes.data, area.size, mmap.MADV_DONTNEED)
+            advise(area.ctypes.data, area.size, mmap.MADV_DONTNEED)
         self._populated.clear()
         while self._cached_bytes is not None and self._kept_bytes > self._cached_bytes:
             file, begin, length = self._kept.popleft()
@@ -104,13 +97,13 @@ class MappedReader(SliceReader):
         first = begin - begin % mmap.PAGESIZE
         length = math.ceil((begin + count - first) / mmap.PAGESIZE) * mmap.PAGESIZE
         address = area.ctypes.data + first
-        if _madvise(address, length, MADV_POPULATE_READ) == 0:
+        number = advise(address, length, MADV_POPULATE_READ)
+        if number == 0:
             self._populated.add(info.file)
             if self._cached_bytes is not None:
                 self._kept.append((info.file, first, length))
                 self._kept_bytes += length
             return True
-        number = ctypes.get_errno()
         if number == errno.EINVAL:
             self._can_populate = False
             return False

@@ -16,6 +16,11 @@ def with_method(config: MoebiusConfig, method: str) -> MoebiusConfig:
     return config.model_copy(update={"gpu": config.gpu.model_copy(update={"speculative_method": method})})
 
 
+def with_dense_form(config: MoebiusConfig, form: str) -> MoebiusConfig:
+    """Returns the same settings with other `dense_weights`."""
+    return config.model_copy(update={"model": config.model.model_copy(update={"dense_weights": form})})
+
+
 def with_drafts(config: MoebiusConfig) -> MoebiusConfig:
     """Returns the same settings, `speculative_method` auto decided without a look at memory: what
     `speculative_model` is, where one is named, else off.

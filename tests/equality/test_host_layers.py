@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -59,6 +60,22 @@ NAMES = (
 STORED_IN_8_BITS = "gpt_oss", "glm4_moe", "granitemoehybrid", "deepseek_v3", "kimi_linear"
 # Where runs end, of models some of whose layers are called one by one (latent attention with gates).
 ENDS = {"bailing_hybrid": [1, 3]}
+# Sizes that both kinds of the family have here.
+NEMOTRON_H: dict[str, Any] = {
+    "hidden_size": 64,
+    "moe_intermediate_size": 32,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_shared_expert_intermediate_size": 128,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 32,
+}
 # Published as safetensors in bfloat16: what no GGUF file of the tests is written of.
 PUBLISHED = {
     # GLM-4.7-Flash, heads that are no multiple of what threads take together.
@@ -88,12 +105,7 @@ PUBLISHED = {
     "nemotron_h": TinyModel(
         "nemotron_h",
         {
-            "hidden_size": 64,
-            "moe_intermediate_size": 32,
-            "intermediate_size": 96,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
+            **NEMOTRON_H,
             "layers_block_type": [
                 "linear_attention",
                 "moe",
@@ -103,35 +115,16 @@ PUBLISHED = {
                 "full_attention",
                 "moe",
             ],
-            "n_routed_experts": 6,
-            "num_experts_per_tok": 2,
             "moe_latent_size": None,
-            "moe_shared_expert_intermediate_size": 128,
-            "mamba_num_heads": 8,
-            "mamba_head_dim": 16,
-            "n_groups": 2,
-            "ssm_state_size": 32,
         },
     ),
     # Nemotron 3 Super: experts in a space of their own, the last layer's, too.
     "nemotron_h_latent": TinyModel(
         "nemotron_h",
         {
-            "hidden_size": 64,
-            "moe_intermediate_size": 32,
-            "intermediate_size": 96,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
+            **NEMOTRON_H,
             "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
-            "n_routed_experts": 6,
-            "num_experts_per_tok": 2,
             "moe_latent_size": 32,
-            "moe_shared_expert_intermediate_size": 128,
-            "mamba_num_heads": 8,
-            "mamba_head_dim": 16,
-            "n_groups": 2,
-            "ssm_state_size": 32,
         },
     ),
     # MiniMax-01: Lightning attention, and a stream that becomes what its halves read.

@@ -12,7 +12,6 @@ their memory before the driver sees them, and the thread rests after each for as
 
 from __future__ import annotations
 
-import ctypes
 import math
 import mmap
 import os
@@ -24,13 +23,12 @@ import structlog
 import torch
 
 from gpu_service.device.pinned import LEFT_BYTES, MIB, MORE_PINNED, Registrar, may_be_limited
+from moebius.process.memory_advice import MADV_POPULATE_WRITE, advise
 
 _log = structlog.get_logger(__name__)
 _PIECE_BYTES = 64 * MIB
 # Pieces that are locked ahead of blocks: a prompt's come faster than memory is taken and zeroed.
 _AHEAD = 16
-# Of madvise, since Linux 5.14: takes memory as if it were written to.
-_POPULATE_WRITE = 23
 # When a piece that was refused is tried again, seconds: a driver may refuse memory of a copy under way.
 _RETRIES_S = (0.2, 1.0, 5.0)
 _LONGEST_REST_S = 0.1
@@ -117,9 +115,7 @@ class PieceLocks:
     def _registered(self, piece: torch.Tensor) -> str:
         """Returns why a piece cannot be locked, whenever it is tried; empty: it is."""
         # A kernel that cannot do it leaves it to the driver.
-        ctypes.CDLL(None).madvise(
-            ctypes.c_void_p(piece.data_ptr()), ctypes.c_size_t(piece.nbytes), _POPULATE_WRITE
-        )
+        advise(piece.data_ptr(), piece.nbytes, MADV_POPULATE_WRITE)
         begin = time.monotonic()
         problem = self._registrar.register(piece.data_ptr(), piece.nbytes)
         for wait_s in self._retries_s:
