@@ -110,6 +110,8 @@ def test_serve_does_as_planned(model: Path, tmp_path: Path, monkeypatch: pytest.
     geometry = read_served_geometry(settings(model))
     flags = {"cold_experts": "disk", "expert_memory_gib": 2.0, "expert_weights_dir": str(tmp_path / "e")}
     monkeypatch.setattr(served, "find_gpus", list)
+    # Whatever other tests have of this machine's.
+    monkeypatch.setattr("app.planning.hardware.available_memory", lambda root: 16 * GIB)
     config, given = serve_settings(model, **flags, expert_dtype="int4")
     monkeypatch.setattr(os, "statvfs", lambda path: _Disk(1 << 40))
     experts = with_cold_experts(config, given, geometry).experts
